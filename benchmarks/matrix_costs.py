@@ -93,7 +93,7 @@ def merge_one(method: str, place: Path) -> None:
         pass
     seconds = time.process_time() - began
     peak = peak_bytes() - before
-    print(json.dumps({"seconds": seconds, "peak": peak, "held": needs.held, "products": needs.products}))
+    print(json.dumps({"seconds": seconds, "peak": peak, "held": needs.held_bytes, "products": needs.products}))
 
 
 def peak_bytes() -> int:
@@ -213,7 +213,7 @@ def whole_model(method: str, sizes: dict[str, int] | None, speed: float) -> tupl
         for model in ("base", "a", "b"):
             save_sparse(Path(name) / model, llama(**(sizes or LLAMA_70B)))
         needs = estimate_needs(plan_of(method, Path(name)), EngineSettings(threads=1), cores=1, device="cpu")
-    return needs.products / speed / 3600, needs.held / 2**30
+    return needs.products / speed / 3600, needs.held_bytes / 2**30
 
 
 if __name__ == "__main__":

@@ -86,12 +86,12 @@ def print_run(profile: str, svg: str) -> None:
     import typer
     from rich.console import Console
 
-    from mergegate.flows.cli import app as command_file
+    from mergegate.flows.cli import command, run
 
     console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
-    command_file._console = lambda _: console
+    command.new_console = lambda _: console
     with contextlib.suppress(typer.Exit):
-        command_file.run_command(Path(profile))
+        run.run_command(Path(profile))
     console.print()  # ends the picture within its last line
     console.save_svg(svg, title=f"mergegate run {profile}")
 

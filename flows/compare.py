@@ -72,10 +72,11 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
 
     content = comparison_content(profile, models, assessment)
     outcome = reported_outcome(content, write_report(content), None)
-    message = f"{candidate_name} passes against {reference_name}"
-    if not verdict.publishable:
-        message = "\n".join((f"{candidate_name} does not pass against {reference_name}", *verdict.reasons))
-    return outcome.model_copy(update={"message": message})
+    verb = "passes" if verdict.publishable else "does not pass"
+    reasons = () if verdict.publishable else verdict.reasons
+    return outcome.model_copy(
+        update={"message": f"{candidate_name} {verb} against {reference_name}", "reasons": reasons}
+    )
 
 
 def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint, ResolvedCheckpoint]:

@@ -29,7 +29,7 @@ from mergegate.flows.attempt import (
     AlreadyReleased,
     Attempt,
     FailedMerge,
-    FurtherJudgement,
+    FurtherJudgment,
     JudgedMerge,
     assess_merge,
     judge_answers,
@@ -40,7 +40,6 @@ from mergegate.flows.attempt import (
 )
 from mergegate.flows.outcome import (
     RunOutcome,
-    already_released_outcome,
     conclude_flow,
     name_run,
     profile_name,
@@ -77,7 +76,7 @@ from mergegate.tasks.store import Artifact
 
 # Judgments of a merge that passed the gate, in this order. The first refusal skips the rest. A judge costs money and a
 # server costs minutes, so they run only for a merge that would be published.
-JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
+JUDGMENTS: tuple[FurtherJudgment, ...] = (judge_answers, serve_merge)
 
 
 @flow(name="release", flow_run_name=name_run)
@@ -126,7 +125,7 @@ def run_release_dry_pass(
 
 def make_release(
     profile: Profile,
-    judgements: Sequence[FurtherJudgement] = JUDGEMENTS,
+    judgments: Sequence[FurtherJudgment] = JUDGMENTS,
     *,
     publishing: bool = True,
 ) -> RunOutcome:
@@ -143,12 +142,19 @@ def make_release(
             add_tuned_candidate(preflight.cleared, profile, runner),
             profile,
             preflight.evidence,
-            judgements,
+            judgments,
             runner,
             limit=len(preflight.cleared) + bool(profile.tuning) + profile.proposed,
         )
     if isinstance(attempt, AlreadyReleased):
-        return already_released_outcome(profile.name, attempt)
+        page = attempt.release.directory / "report.html"
+        return RunOutcome(
+            status="nothing new",
+            message=f"nothing new: {attempt.release.version} is released",
+            version=attempt.release.version,
+            location=attempt.release.location,
+            report=page if page.is_file() else None,
+        )
 
     names = public_names(profile, attempt, earlier)
     content = report_content(profile, attempt, earlier, names)
@@ -171,7 +177,7 @@ def try_candidates(
     candidates: Iterator[ClearedCandidate],
     profile: Profile,
     evidence: Evidence,
-    judgements: Sequence[FurtherJudgement],
+    judgments: Sequence[FurtherJudgment],
     runner: Runner,
     *,
     limit: int,
@@ -188,7 +194,7 @@ def try_candidates(
             announce(f"remedy {len(attempts)}: {cleared.candidate.remedy}")
         # A merge could pass by chance. All attempts together must not do so more often than a single one.
         rule = evidence.rule.for_attempt(len(attempts) + 1, limit)
-        attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgements, runner))
+        attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgments, runner))
         if attempts[-1].is_good:
             break
     *earlier, last = attempts
@@ -205,7 +211,7 @@ def make_attempt(
     cleared: ClearedCandidate,
     profile: Profile,
     evidence: Evidence,
-    judgements: Sequence[FurtherJudgement],
+    judgments: Sequence[FurtherJudgment],
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch missing weights, merge, measure, judge and explain one candidate."""
@@ -240,9 +246,9 @@ def make_attempt(
     )
     ensemble = measure_ensemble(parents, evidence)
     verdicts = [gate.as_verdict()]
-    for judgement in judgements:
+    for judgment in judgments:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgement(JudgedMerge(profile, evidence, model, parents, adapted))
+            verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
             verdicts += [verdict] if verdict else []
     return Attempt(
         cleared,
@@ -272,19 +278,21 @@ def publish_attempt(
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
     def publish_now(approved: str | None = None) -> RunOutcome:
-        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
+        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved)
         return reported_outcome(content, report, result)
 
-    if target.asks is None:
+    if target.approval_settings is None:
         return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
     # point.
     unpublished = reported_outcome(content, report, None)
     find_pending = partial(pending_release, target, profile.root, parts)
-    decision = require_decision(target.asks, content, unpublished.report, find_pending)
+    decision = require_decision(target.approval_settings, content, unpublished.report, find_pending)
     if decision is None:
         return publish_now()
+    if decision.waits:
+        return unpublished.model_copy(update={"status": "passed", "message": decision.text()})
     if not decision.publish:
-        return unpublished.model_copy(update={"status": decision.status, "message": decision.sentence()})
-    outcome = publish_now(approved=decision.digest)
-    return outcome.model_copy(update={"message": f"{outcome.message}\n{decision.sentence()}"})
+        refusal = {"message": f"{decision.version} is not released", "reasons": (decision.text(),)}
+        return unpublished.model_copy(update={"status": "refused", **refusal})
+    return publish_now(approved=decision.digest).model_copy(update={"reasons": (decision.text(),)})

@@ -1,4 +1,4 @@
-"""Check a release that is watched on users' traffic: judge new pairs, then promote it, roll it back or wait.
+"""Decide about a release that is tested on users' traffic: judge new pairs, then promote it, roll it back or wait.
 
 ::
 
@@ -7,6 +7,8 @@
 
 The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so an interim look without new
 traffic does nothing. The number of looks does not change any error rate (``tasks.shadow.evidence``).
+
+A decision changes the alias at the target, then the routing, then notifies listeners.
 """
 
 from __future__ import annotations
@@ -19,21 +21,28 @@ from typing import Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.events import emit_event
 
-from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, profile_name, within_limits
-from mergegate.flows.profile import Profile, load_profile
-from mergegate.flows.watching import (
-    Followed,
-    apply_decision,
-    conclude_shadow,
-    judge_new_pairs,
-    open_watch,
-    plan_judging,
-    promote_candidate,
-    report_once,
+from mergegate.flows.outcome import (
+    RunOutcome,
+    conclude_flow,
+    name_run,
+    profile_name,
+    store_shadow_page,
+    within_limits,
 )
+from mergegate.flows.prefect_api import ApprovalRequest, request_decision
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.shadow_watch import Watch, open_watch
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.report import ShadowContent
+from mergegate.tasks.publish import PendingRelease
+from mergegate.tasks.report import ShadowContent, shadow_rows, shadow_sentence
+from mergegate.tasks.shadow import Routing, read_routing, routing_file, write_routing
+from mergegate.tasks.stage import announce
+from mergegate.tasks.store import digest
+
+FinalState = Literal["promoted", "rolled back", "killed"]
+"""Possible final states of a watched release."""
 
 
 @flow(name="shadow", flow_run_name=name_run)
@@ -48,7 +57,7 @@ def shadow(
         why: Reason of a manual decision. It is stored.
         by: Name of the person who decides.
     """
-    by_hand: Followed = "promoted" if say == "promote" else "rolled back"
+    by_hand: FinalState = "promoted" if say == "promote" else "rolled back"
     story = make_look if say == "look" else partial(decide_by_hand, serving=by_hand, why=why, by=by)
     return conclude_flow(lambda: within_limits(story, load_profile(profile)), profile_name(profile))
 
@@ -61,40 +70,36 @@ def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunO
     watch = open_watch(profile)
     with watch.ledger() as ledger:
         judged_before = len(ledger.pairs)
-        sample, lost = judge_new_pairs(watch, ledger, now) if watch.is_open else plan_judging(watch, ledger, now)
-        verdict = watch.verdict(ledger)
-    reported = watch.told()
-    content = watch.content(watch.routing, verdict, ledger, sample, lost, now())
-    if watch.is_open:
-        if verdict.outcome == "promote":
-            return promote_candidate(watch, content, verdict.reason, now)
-        if verdict.outcome in ("roll back", "kill"):
-            serving: Followed = "killed" if verdict.outcome == "kill" else "rolled back"
-            return apply_decision(watch, content, serving, verdict.reason, now)
-        nothing_new = reported.says(watch.routing) and len(ledger.pairs) == judged_before
-        watch.tell("watch", reported.alias_before)
-        return conclude_shadow(content, "nothing new" if nothing_new else "waiting")
-    # The proxy's kill switch or a manual decision came first.
-    return conclude_shadow(content, "nothing new") if reported.says(watch.routing) else report_once(watch, content)
+        evidence = watch.judge_new_pairs(ledger, now) if watch.is_open else watch.read_evidence(ledger, now)
+    reported = watch.reported_state()
+    content, verdict = watch.content(evidence, now()), evidence.verdict
+    if not watch.is_open:  # the proxy's kill switch or a manual decision came first
+        if reported.is_current(watch.routing):
+            return _conclude(content, "nothing new")
+        return _report_once(watch, content)
+    if verdict.outcome == "promote":
+        return _promote(watch, content, verdict.reason, now)
+    if verdict.outcome in ("roll back", "kill"):
+        serving: FinalState = "killed" if verdict.outcome == "kill" else "rolled back"
+        return _apply_decision(watch, content, serving, verdict.reason, now)
+    is_unchanged = reported.is_current(watch.routing) and len(evidence.judged) == judged_before
+    watch.store_reported_state("watch", reported.alias_before)
+    return _conclude(content, "nothing new" if is_unchanged else "waiting")
 
 
 def decide_by_hand(
-    profile: Profile, *, serving: Followed, why: str, by: str, now: Callable[[], float] = time.time
+    profile: Profile, *, serving: FinalState, why: str, by: str, now: Callable[[], float] = time.time
 ) -> RunOutcome:
     """Apply a manual decision, independent of the evidence, and store its reason for later readers.
 
     Raises:
         InvalidInput: The reason is empty.
     """
-    if not why.strip():
-        raise InvalidInput("--why", found="no reason", expected="--why TEXT: it is kept beside what was decided")
+    require_reason(why)
     watch = open_watch(profile)
-    ledger = watch.read_ledger()
-    sample, lost = plan_judging(watch, ledger, now)
-    content = watch.content(watch.routing, watch.verdict(ledger), ledger, sample, lost, now())
-    return apply_decision(
-        watch, content, serving, f"{why.strip()} (by hand{f', {by}' if by else ''})", now, by_hand=True
-    )
+    content = watch.content(watch.read_evidence(watch.read_ledger(), now), now())
+    reason = f"{why.strip()} (by hand{f', {by}' if by else ''})"
+    return _apply_decision(watch, content, serving, reason, now, by_hand=True)
 
 
 def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> ShadowContent:
@@ -104,6 +109,124 @@ def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> S
         InvalidInput: No release is watched.
     """
     watch = open_watch(profile)
-    ledger = watch.read_ledger()
-    sample, lost = plan_judging(watch, ledger, now)
-    return watch.content(watch.routing, watch.verdict(ledger), ledger, sample, lost, now())
+    return watch.content(watch.read_evidence(watch.read_ledger(), now), now())
+
+
+def require_reason(why: str) -> None:
+    """Check that a manual decision has a reason.
+
+    Raises:
+        InvalidInput: The reason is empty.
+    """
+    if not why.strip():
+        raise InvalidInput("--why", found="no reason", expected="--why TEXT, which is stored with the decision")
+
+
+def _promote(watch: Watch, content: ShadowContent, why: str, now: Callable[[], float]) -> RunOutcome:
+    """Promote the candidate, after manual approval if the profile requires it. A rejection rolls it back."""
+    approval = watch.profile.asks("shadow")
+    if approval is None:
+        return _apply_decision(watch, content, "promoted", why, now)
+    page = store_shadow_page(content)
+    # An answer is valid for this candidate only.
+    subject = digest({"promote": content.candidate, "of": content.name})
+    pending = PendingRelease(content.candidate, subject, is_current=False)
+    rows = "\n".join(f"* {label}: {value}" for label, value in shadow_rows(content))
+    summary = (
+        f"**{content.name} {content.candidate}** is ready to be promoted.\n\n{shadow_sentence(content)}.\n\n{rows}\n\n"
+        f"Page `{page}`."
+    )
+    decision = request_decision(ApprovalRequest(content.name, pending, summary, approval.timeout_s, "promote"))
+    if decision.waits:
+        return _conclude(content, "waiting", decision.text())
+    if decision.publish:
+        return _apply_decision(watch, content, "promoted", f"{why}; {decision.text()}", now)
+    return _apply_decision(watch, content, "rolled back", decision.text(), now)
+
+
+def _apply_decision(
+    watch: Watch,
+    content: ShadowContent,
+    serving: FinalState,
+    why: str,
+    now: Callable[[], float],
+    *,
+    by_hand: bool = False,
+) -> RunOutcome:
+    """Apply a decision: set the alias at the target, then the routing, then notify listeners.
+
+    Every step may run twice. If an interim look is killed between steps, the next look completes the rest.
+    """
+    alias_before = watch.reported_state().alias_before
+    if serving == "promoted":
+        alias_before = _set_alias(watch.profile, watch.routing.candidate) or alias_before
+    elif alias_before and watch.routing.serving == "promoted":
+        _set_alias(watch.profile, alias_before)
+    file = routing_file(watch.profile.name)
+    current = read_routing(file) or watch.routing
+    if not by_hand and current != watch.routing:
+        # The proxy's kill switch or a manual decision came first.
+        announce(f"{watch.profile.name}: {current.serving} during this look, which takes precedence")
+    else:
+        current = Routing(
+            candidate=current.candidate,
+            mode=current.mode,
+            share=current.share,
+            serving=serving,
+            since=now(),
+            why=why,
+        )
+        write_routing(file, current)
+    reason = current.why if current.serving != "watch" else content.reason
+    return _report_once(watch, content.model_copy(update={"serving": current.serving, "reason": reason}), alias_before)
+
+
+def _set_alias(profile: Profile, version: str) -> str:
+    """Point the profile's alias at ``version`` on its target.
+
+    Returns:
+        Version that the alias pointed at before, or an empty string.
+
+    Raises:
+        InvalidInput: The target does not support aliases or does not have this version.
+        Refused: The target refused the change.
+    """
+    target, name = profile.publish, profile.shadow.alias if profile.shadow else None
+    if target is None or name is None:
+        return ""
+    previous = target.resolve_alias(profile.root, name) or ""
+    if previous == version:
+        return ""
+    target.set_alias(profile.root, version, name)
+    return previous
+
+
+def _report_once(watch: Watch, content: ShadowContent, alias_before: str = "") -> RunOutcome:
+    """Emit the event ``mergegate.shadow.promoted``, ``.rolled-back`` or ``.killed`` for automations, and conclude."""
+    assert content.serving != "watch"
+    emit_event(
+        event=f"mergegate.shadow.{content.serving.replace(' ', '-')}",
+        resource={
+            "prefect.resource.id": f"mergegate.shadow.{content.name}",
+            "prefect.resource.name": content.name,
+            "mergegate.candidate": content.candidate,
+        },
+        payload={"why": content.reason, "pairs": content.pairs, **dict(shadow_rows(content))},
+    )
+    watch.store_reported_state(content.serving, alias_before or watch.reported_state().alias_before)
+    return _conclude(content, content.serving)
+
+
+def _conclude(
+    content: ShadowContent,
+    status: Literal["promoted", "waiting", "rolled back", "killed", "nothing new"],
+    message: str = "",
+) -> RunOutcome:
+    """Return the outcome of an interim look, with its page."""
+    return RunOutcome(
+        status=status,
+        message=message or f"{status}: {content.name} {content.candidate}: {content.reason}",
+        version=content.candidate,
+        report=store_shadow_page(content),
+        shadow=content,
+    )

@@ -72,8 +72,13 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     content = sweep_report(profile, search, study, verdict, power)
     page = store_sweep_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
-        message = f"no candidate confirmed\n{sweep_sentence(content)}"
-        return RunOutcome(status="refused", message=message, report=page, sweep=content)
+        return RunOutcome(
+            status="refused",
+            message="no candidate confirmed",
+            reasons=(sweep_sentence(content),),
+            report=page,
+            sweep=content,
+        )
     winner = study.recipes[verdict.winner]
     file = keep_winner(profile.name, winner, search.directory, sweep_sentence(content))
     announce(f"confirmed: the winner is {file}")

@@ -25,8 +25,8 @@ from mergegate.flows.preflight import (
 )
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
-from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.system import cores_of_process
 from mergegate.tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
 from mergegate.tasks.merge import numerics, prepare_recipe
 from mergegate.tasks.perplexity import WindowSettings
@@ -139,7 +139,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             seed=profile.merge.seed,
             base=base if settings.change_penalty else "",
             looks=cumulative_shares(settings.racing),
-            threads=max(1, usable_cores() // profile.runner.parallel_items),
+            threads=max(1, cores_of_process() // profile.runner.parallel_items),
             measured={source: digest for recipe in prepared for source, digest in recipe.calibration_results().items()},
         ),
     )

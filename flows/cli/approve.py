@@ -5,10 +5,13 @@ from __future__ import annotations
 import getpass
 import socket
 import sys
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.markdown import Markdown
 
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.server import load_optional_schedules
@@ -24,38 +27,43 @@ from mergegate.flows.prefect_api import (
 from mergegate.merge_core.errors import InvalidInput, Refused
 
 
-def approve_run(named: str | None, console: Console, as_json: bool, *, reject: bool, reason: str) -> None:
-    """Approve or reject a run that waits for approval, and print the decision.
+def approve_command(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="ID or name of a waiting run, or name of its profile.", show_default="the only one"),
+    ] = None,
+    reject: Annotated[bool, typer.Option("--reject", help="Reject the release.")] = False,
+    reason: Annotated[
+        str, typer.Option(help="Reason for the decision. Required with --reject; users are notified of it.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Approve or reject a release that waits on the server.
 
-    Args:
-        named: ID or name of the run, or name of its profile. If it is None, exactly one run must be waiting.
-        console: Console for the output.
-        as_json: Whether to print the decision as JSON.
-        reject: Whether to reject the run instead of approving it.
-        reason: Reason for the decision. A rejection requires a reason.
-
-    Raises:
-        InvalidInput: No waiting run matches, several runs match, or a rejection has no reason.
-        Refused: The run does not accept the decision.
+    mergegate shows the evidence first.
     """
-    if reject and not reason.strip():
-        raise InvalidInput("--reject", found="no reason", expected="--reason TEXT: people are told", remedy="give one")
-    site = find_site(load_optional_schedules())
-    with site_client(site) as client:
-        run = select_waiting_run(waiting_runs(client), named)
-        if not as_json:
-            console.print(Markdown(run.summary))
-        answer_run(client, run, publish=not reject, by=who_is_here(), reason=reason)
-    decision = "rejected" if reject else "approved"
-    if as_json:
-        facts = {"profile": run.profile, "version": run.version, "run": str(run.id), "page": site.run_page(run.id)}
-        print_answer(decision, f"{decision} {run.profile} {run.version}", facts)
-    else:
-        console.print(f"{decision} {run.profile} {run.version}; a worker goes on with it", markup=False)
-        console.print(f"  {site.run_page(run.id)}", markup=False)
+    with command_context(as_json, with_state=True) as console:
+        if reject and not reason.strip():
+            raise InvalidInput(
+                "--reject", found="no reason", expected="--reason TEXT, which is part of the notification"
+            )
+        site = find_site(load_optional_schedules())
+        with site_client(site) as client:
+            waiting_run = select_waiting_run(waiting_runs(client), run)
+            if not as_json:
+                console.print(Markdown(waiting_run.summary))
+            answer_run(client, waiting_run, publish=not reject, by=current_user(), reason=reason)
+        name, page = f"{waiting_run.profile} {waiting_run.version}", site.run_page(waiting_run.id)
+        decision = "rejected" if reject else "approved"
+        if as_json:
+            facts = {"profile": waiting_run.profile, "version": waiting_run.version, "run": str(waiting_run.id)}
+            print_answer(decision, f"{decision} {name}", {**facts, "page": page})
+        else:
+            console.print(f"{decision} {name}; a worker continues the run", markup=False)
+            console.print(f"  {page}", markup=False)
 
 
-def who_is_here() -> str:
+def current_user() -> str:
     """Return ``user@machine``."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
@@ -66,8 +74,8 @@ def who_is_here() -> str:
 class TerminalApproval:
     """Prompts the user on this terminal for approval, unless it was approved in advance."""
 
-    def __init__(self, progress: TerminalProgress, console: Console, *, beforehand: bool) -> None:
-        self._progress, self._console, self._beforehand = progress, console, beforehand
+    def __init__(self, progress: TerminalProgress, console: Console, *, in_advance: bool) -> None:
+        self._progress, self._console, self._in_advance = progress, console, in_advance
 
     def __call__(self, request: ApprovalRequest) -> Decision:
         """Return the decision of the user.
@@ -76,23 +84,22 @@ class TerminalApproval:
             Refused: There is no terminal, or no one answers.
         """
         version, digest = request.pending.version, request.pending.digest
-        if self._beforehand:
-            return Decision(True, who_is_here(), "said beforehand", version, digest)
+        if self._in_advance:
+            return Decision(True, current_user(), "approved in advance", version, digest)
         if not (sys.stdin.isatty() and self._console.is_terminal):
             raise Refused(
                 request.name,
-                found=f"{version} may be {request.verb.rstrip('e')}ed when somebody approves it, "
-                "and there is no terminal to ask on",
-                expected="a yes",
-                remedy=f"mergegate {'run' if request.verb == 'publish' else 'shadow look'} --approve says so "
-                "beforehand; mergegate trigger has a worker do it, and wait",
+                found=f"{version} needs approval before mergegate may {request.verb} it, and there is no terminal",
+                expected="an approval",
+                remedy=f"approve it in advance: mergegate {'run' if request.verb == 'publish' else 'shadow look'} "
+                "--approve; or use mergegate trigger, whose run waits for approval",
             )
         with self._progress.paused():
             self._console.print(Markdown(request.summary))
             try:
                 answer = self._console.input(f"{request.verb} {request.name} {version}? \\[y/N] ").strip().lower()
                 publish = answer in ("y", "yes")
-                reason = "" if publish else self._console.input("why not? ").strip()
+                reason = "" if publish else self._console.input("reason: ").strip()
             except EOFError:
-                raise Refused(request.name, found=f"nobody decided about {version}", expected="y or n") from None
-        return Decision(publish, who_is_here(), reason, version, digest)
+                raise Refused(request.name, found=f"no decision about {version}", expected="y or n") from None
+        return Decision(publish, current_user(), reason, version, digest)

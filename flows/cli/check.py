@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.attempt import sweep_candidates
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.output import print_answer, print_findings
 from mergegate.flows.cli.run_plan import plan_run
-from mergegate.flows.cli.sweep import swept_profile
+from mergegate.flows.cli.sweep import convert_evolve
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
 from mergegate.merge_core import Finding, load_recipe
-from mergegate.merge_core.errors import FindingGroup, group_findings, shown
+from mergegate.merge_core.errors import shown
 
 _LONGEST = 2000  # characters of a prompt to show
-_STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 
 
 class CheckReport(BaseModel):
@@ -34,83 +37,62 @@ class CheckReport(BaseModel):
     rough: bool = False  # whether it is a guess from sizes and a short measurement
 
 
-def check_file(file: Path, console: Console, as_json: bool, verbose: bool = False) -> int:
-    """Check a profile or a recipe, print the findings, and return the exit code.
-
-    Args:
-        verbose: Whether to list findings with the same cause separately, and the prompt that each parent reads.
-
-    Raises:
-        InvalidInput: The file is invalid.
-    """
-    problems, planned = Problems(stop_at_once=False), None
-    if is_recipe(file):
-        check_recipe(load_recipe(file), file.parent, file.stem, problems)
-    elif (profile := load_profile(swept_profile(file, console))).sweep is None:
-        preflight = preflight_profile(profile, problems)
-        if (planned := plan_run(profile, preflight, problems.examples)) and planned.left:
-            problems.summary.append(f"time: {planned.time()}")
-    else:
-        from mergegate.flows.attempt import sweep_candidates
-
-        candidates = sweep_candidates(profile)
-        preflight_profile(profile, problems, candidates.searched, candidates.by_hand)
-    report = CheckReport(
-        file=str(file),
-        remarks=problems.worst_first(),
-        summary=tuple(dict.fromkeys(problems.summary)),
-        examples=tuple(problems.examples),
-        seconds=planned.seconds if planned else None,
-        rough=bool(planned and planned.rough),
-    )
-    if as_json:
-        status = "sound" if problems.status == "passed" else problems.status
-        blocking = sum(finding.severity == "block" for finding in report.remarks)
-        message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "nothing is in the way"
-        print_answer(status, message, report.model_dump(mode="json"), report.remarks)
-        return problems.exit_code
-    print_findings(report.remarks, problems, console, verbose=verbose)
-    if verbose:
-        _print_examples(report.examples, console)
-    return problems.exit_code
-
-
-def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
-    """Print each finding with its remedy, worst first, then the successful checks.
-
-    Args:
-        verbose: Whether to list findings with the same cause separately.
-    """
-    groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
-    for group in groups:
-        finding = group.first
-        glyph, style = _STYLES[finding.severity]
-        console.print(Text(f"{glyph} {finding}", style=style))
-        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
-            if text:
-                console.print(Text(f"    {label}{text}"))
-        if group.others:
-            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
-    for line in dict.fromkeys(problems.summary):
-        console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
+def check_command(
+    file: Annotated[Path, typer.Argument(parser=local_path, help="Profile or recipe.")],
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="List findings with the same cause separately, and show a prompt of each task."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find every problem before any weight is read, and list all findings, worst first."""
+    with command_context(as_json, with_state=True) as console:
+        problems, planned = Problems(stop_at_once=False), None
+        if is_recipe(file):
+            check_recipe(load_recipe(file), file.parent, file.stem, problems)
+        elif (profile := load_profile(convert_evolve(file, console))).sweep is None:
+            preflight = preflight_profile(profile, problems)
+            if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:
+                problems.summary.append(f"time: {planned.time()}")
+        else:
+            candidates = sweep_candidates(profile)
+            preflight_profile(profile, problems, candidates.searched, candidates.by_hand)
+        report = CheckReport(
+            file=str(file),
+            remarks=problems.worst_first(),
+            summary=tuple(dict.fromkeys(problems.summary)),
+            examples=tuple(problems.examples),
+            seconds=planned.seconds if planned else None,
+            rough=bool(planned and planned.rough),
+        )
+        if as_json:
+            status = "sound" if problems.status == "passed" else problems.status
+            blocking = sum(finding.severity == "block" for finding in report.remarks)
+            message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "no finding blocks a run"
+            print_answer(status, message, report.model_dump(mode="json"), report.remarks)
+        else:
+            print_findings(report.remarks, problems, console, verbose=verbose)
+            if verbose:
+                print_examples(report.examples, console)
+        raise typer.Exit(problems.exit_code)
 
 
-def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:
+def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
     """Print each distinct text once, with the models that read it and the number of tokens."""
+
+    def cut(text: str) -> str:
+        """Shorten a long text to its beginning and end: examples come first, the question last."""
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
+
     readers: dict[tuple[str, str, str], list[str]] = {}
     for example in examples:
         reader = f"{example.parent} ({example.preview.summary()})"
         task = f"{example.task} ({example.asked})" if example.asked else example.task
         readers.setdefault((task, example.preview.prompt, example.preview.answer), []).append(reader)
     for (task, prompt, answer), models in readers.items():
-        console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(models)}", style="bold"))
-        for text in shown(_cut(prompt)).split("\n"):
+        console.print(Text(f"\ntask {task}: first document, as {', '.join(models)} would read it", style="bold"))
+        for text in shown(cut(prompt)).split("\n"):
             console.print(Text(f"    {text}"))
-        console.print(Text(f"    ▸ {shown(_cut(answer)).strip()}", style="green"))
-
-
-def _cut(text: str) -> str:
-    """Shorten a long text to its beginning and end: examples come first, the question last."""
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
+        console.print(Text(f"    ▸ {shown(cut(answer)).strip()}", style="green"))

@@ -1,4 +1,4 @@
-"""``mergegate demo``: copy the demo models into a directory of the user's own.
+"""``mergegate demo``: copy the demo models into a directory of the user's own, and release a merge of them.
 
 The wheel includes ``profiles/`` as data (``share/mergegate`` of the environment). In a clone, the directory is next to
 ``flows/``.
@@ -6,16 +6,42 @@ The wheel includes ``profiles/`` as data (``share/mergegate`` of the environment
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.run import run_command
 from mergegate.merge_core.errors import InvalidInput
 
 PROFILE = Path("profiles", "demo.yaml")
 
 
-def place_demo(directory: Path) -> bool:
+def demo_command(
+    directory: Annotated[
+        Path, typer.Argument(parser=local_path, help="Directory for the demo, its state and its release.")
+    ] = Path("mergegate-demo"),
+    as_json: JsonOption = False,
+) -> None:
+    """Copy the demo models into a directory, and release a merge of them there.
+
+    It takes half a minute, and needs neither a network nor an account.
+    """
+    with command_context(as_json) as console:
+        is_new = copy_demo(directory)
+        console.print(
+            f"{'copied the demo into' if is_new else 'the demo is in'} {directory}; paths below are relative to it",
+            markup=False,
+        )
+        os.chdir(directory)
+    run_command(PROFILE, as_json=as_json)
+
+
+def copy_demo(directory: Path) -> bool:
     """Copy the demo's profiles, recipes, models and data into ``directory``, unless they already exist.
 
     Returns:
@@ -29,34 +55,30 @@ def place_demo(directory: Path) -> bool:
     if directory.exists() and any(directory.iterdir()):
         raise InvalidInput(
             str(directory),
-            found="a directory with something else in it",
-            expected="the demo, or a place for it",
-            remedy="name another: mergegate demo DIRECTORY",
+            found="a directory with other content",
+            expected="the demo, or an empty or new directory",
+            remedy="choose another one: mergegate demo DIRECTORY",
         )
-    source = _demo_source()
+    source = Path(__file__).resolve().parents[2] / PROFILE
+    if not source.is_file():
+        try:
+            installed = [file for file in files("mergegate") or () if file.parts[-2:] == PROFILE.parts]
+        except PackageNotFoundError:
+            installed = []
+        paths = (Path(str(file.locate())).resolve() for file in installed)
+        source = next((path for path in paths if path.is_file()), Path())
+    if not source.is_file():
+        raise InvalidInput(
+            "the demo",
+            found="this installation does not include it",
+            expected="share/mergegate/profiles, which is part of the wheel",
+            remedy="install mergegate with pip or pipx, or run profiles/demo.yaml in a clone",
+        )
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copytree(
-        source, directory / PROFILE.parent, ignore=shutil.ignore_patterns("__pycache__", "*.py"), dirs_exist_ok=True
+        source.parent,
+        directory / PROFILE.parent,
+        ignore=shutil.ignore_patterns("__pycache__", "*.py"),
+        dirs_exist_ok=True,
     )
     return True
-
-
-def _demo_source() -> Path:
-    """Return ``profiles/`` of the clone or of the installed distribution."""
-    in_clone = Path(__file__).resolve().parents[2] / PROFILE
-    if in_clone.is_file():
-        return in_clone.parent
-    try:
-        installed = [file for file in files("mergegate") or () if file.parts[-2:] == PROFILE.parts]
-    except PackageNotFoundError:
-        installed = []
-    for file in installed:
-        path = Path(str(file.locate())).resolve()
-        if path.is_file():
-            return path.parent
-    raise InvalidInput(
-        "the demo",
-        found="not a part of this installation",
-        expected="share/mergegate/profiles, which the wheel carries",
-        remedy="install mergegate with pip or pipx, or run profiles/demo.yaml in a clone",
-    )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes
@@ -30,54 +32,52 @@ from mergegate.tasks.store import (
 _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
 
 
-def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
-    """Print the findings, and return the exit code: 3 if damage remains, otherwise 0.
+def doctor_command(
+    mend: Annotated[bool, typer.Option("--mend", help="Set damaged files aside, and remove leftover files.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find damaged, set-aside and leftover files of this project.
 
-    Raises:
-        OSError: The state cannot be read or repaired.
+    The exit code is 3 if damage remains.
     """
-    directory = home()
-    findings = list(_examine(directory))
-    actions = [_mend(finding) if mend else "" for finding in findings]
-    is_damaged = any(
-        finding.kind == "damaged" and not action for finding, action in zip(findings, actions, strict=True)
-    )
-    sizes = {name: directory_bytes(directory / name) for name in _FOLDERS if (directory / name).exists()}
-    if as_json:
-        rows = [
-            {
-                "kind": finding.kind,
-                "path": str(finding.path),
-                "what": finding.what,
-                "bytes": finding.bytes,
-                "done": action,
-            }
-            for finding, action in zip(findings, actions, strict=True)
-        ]
-        more = {"home": str(directory), "sizes": sizes, "found": rows}
-        print_answer("damaged" if is_damaged else "sound", f"{len(rows)} things found", more)
-        return 3 if is_damaged else 0
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-    console.print(f"{directory}: {listed or 'nothing here yet'}")
-    for finding, action in zip(findings, actions, strict=True):
-        ending = f" → {action}" if action else ""
-        console.print(
-            f"  {finding.kind:<10}  {finding.path} ({format_bytes(finding.bytes)}): {finding.what}{ending}",
-            markup=False,
-        )
-    if not findings:
-        console.print("  nothing is damaged, nothing is left over")
-    elif is_damaged:
-        console.print("  the next run makes again what it needs of it; mergegate doctor --mend tidies up now")
-    return 3 if is_damaged else 0
-
-
-def _mend(finding: StateFinding) -> str:
-    """Repair a finding and return a description. In the history, only damaged lines are removed."""
-    if finding.path.name != HISTORY or not finding.path.is_file():
-        return mend_state(finding)
-    mend_history(finding.path.parent)
-    return "set aside; its whole lines are kept"
+    with command_context(as_json) as console:
+        directory = home()
+        findings = list(_examine(directory))
+        actions = [""] * len(findings)
+        for number, finding in enumerate(findings if mend else ()):
+            if finding.path.name == HISTORY and finding.path.is_file():  # only its damaged lines are removed
+                mend_history(finding.path.parent)
+                actions[number] = "set aside; undamaged lines stay"
+            else:
+                actions[number] = mend_state(finding)
+        pairs = list(zip(findings, actions, strict=True))
+        is_damaged = any(finding.kind == "damaged" and not action for finding, action in pairs)
+        sizes = {name: directory_bytes(directory / name) for name in _FOLDERS if (directory / name).exists()}
+        if as_json:
+            rows = [
+                {
+                    "kind": finding.kind,
+                    "path": str(finding.path),
+                    "what": finding.what,
+                    "bytes": finding.bytes,
+                    "done": action,
+                }
+                for finding, action in pairs
+            ]
+            more = {"home": str(directory), "sizes": sizes, "found": rows}
+            print_answer("damaged" if is_damaged else "sound", f"{len(rows)} findings", more)
+        else:
+            listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+            console.print(f"{directory}: {listed or 'empty'}")
+            for finding, action in pairs:
+                ending = f" → {action}" if action else ""
+                details = f"{finding.path} ({format_bytes(finding.bytes)}): {finding.what}{ending}"
+                console.print(f"  {finding.kind:<10}  {details}", markup=False)
+            if not findings:
+                console.print("  no damaged and no leftover files")
+            elif is_damaged:
+                console.print("  the next run rebuilds what it needs; mergegate doctor --mend cleans up now")
+        raise typer.Exit(3 if is_damaged else 0)
 
 
 def _examine(directory: Path) -> Iterator[StateFinding]:
@@ -85,30 +85,27 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
         return
     for entry in sorted(directory.iterdir()):
         if ASIDE not in entry.name and entry.name in _FOLDERS and not entry.is_dir():
-            yield set_aside_count(entry, "no directory")
+            yield set_aside_count(entry, "not a directory")
         elif (finding := is_leftover(entry)) is not None:
             yield finding
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
     for damage in anchor_faults():
-        yield set_aside_count(damage.path, damage.why)
+        yield set_aside_count(damage.path, damage.reason)
     for folder in ("anchors", "prefect", "reports", "runs"):
         if (directory / folder).is_dir():
             for entry in sorted((directory / folder).iterdir()):
                 if (finding := is_leftover(entry)) is not None:
                     yield finding
                 elif entry.suffix == ".html" and (entry.is_symlink() or not entry.is_file()):
-                    yield set_aside_count(entry, "no file")
-    yield from _examine_reports(directory / "reports")
-
-
-def _examine_reports(reports: Path) -> Iterator[StateFinding]:
+                    yield set_aside_count(entry, "not a file")
+    reports = directory / "reports"
     if not reports.is_dir():
         return
-    if damage := read_history(reports).said_of_damage():
-        yield set_aside_count(reports / HISTORY, damage.rstrip("."))
+    if history_damage := read_history(reports).said_of_damage():
+        yield set_aside_count(reports / HISTORY, history_damage.rstrip("."))
     for page in sorted(reports.glob("*/*")):
         if (finding := is_leftover(page)) is not None:
             yield finding
         elif page.is_symlink() or not page.is_file():
-            yield set_aside_count(page, "no file")
+            yield set_aside_count(page, "not a file")

@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.check import print_findings
-from mergegate.flows.cli.output import print_answer
-from mergegate.flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
-from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage, plan_run
-from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
+from mergegate.flows.cli.output import print_answer, print_findings
+from mergegate.flows.cli.plan import PlanOptions, forecast_of, named_prices, print_forecast
+from mergegate.flows.cli.run_plan import plan_run
+from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.wording import format_duration, format_roughly
 from mergegate.tasks.preflight import plan_cached
@@ -36,7 +35,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
     planned = plan_run(profile, preflight, problems.examples)
     seconds = planned.seconds if planned else None
     cost = {name: seconds / 3600 * price for name, price in prices_by_name.items()} if seconds is not None else {}
-    message = planned.sentence() if planned else "its checks say no; see the findings"
+    message = planned.sentence() if planned else "a check refuses the run; see the findings"
     findings = problems.worst_first()
     if as_json:
         status = "ready" if problems.status == "passed" else problems.status
@@ -53,52 +52,40 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
     print_findings(findings, problems, console)
     if planned:
         cleared = next(item for item in preflight.cleared if item.candidate is profile.candidates()[0])
-        if (forecast := _forecast(profile, cleared, prices_by_name)) is not None:
-            print_forecast(forecast, console)
+        recipe, accepted = cleared.candidate.recipe, profile.checks.tokenizer.accepted
+        merge_plan = plan_cached(recipe, cleared.parents, cleared.headers, accepted)[0].plan
+        if merge_plan is not None:
+            options = PlanOptions(Path(), "auto", prices_by_name, None)
+            print_forecast(forecast_of(recipe, cleared.parents, merge_plan, options), console)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("stage", "of", "in the store", "takes"):
+            table.add_column(column)
+        for stage in planned.stages:
+            open_work = "must run" if stage.stage != "evaluate" else f"{stage.missing:,} documents to evaluate"
+            state = Text("cached", "cyan") if stage.cached else Text(open_work, "yellow")
+            duration = ""
+            if stage.seconds is not None:
+                rough, exact = f"roughly {format_roughly(stage.seconds)}", format_duration(stage.seconds)
+                duration = rough if stage.rough else exact
+            table.add_row(stage.stage, Text(stage.subject), state, duration)
         console.print()
-        console.print(_table(planned))
+        console.print(table)
         console.print()
     console.print(Text(f"dry run: {message}", style="bold"))
-    for line in _further(profile):
+    for line in _further_attempts(profile):
         console.print(f"  {line}")
     for name, dollars in cost.items():
         console.print(f"  {name}: ${dollars:.2f}")
     return problems.exit_code
 
 
-def _further(profile: Profile) -> Iterator[str]:
-    """Yield what follows a refusal. Each item costs a merge and an evaluation of its own."""
+def _further_attempts(profile: Profile) -> Iterator[str]:
+    """Yield the attempts that follow a refusal. Each one costs a merge and an evaluation of its own."""
     written = len(profile.candidates()) - 1
     if written:
-        yield f"when the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
+        yield f"if the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
     if profile.tuning:
-        yield f"{'then' if written else 'when the gate refuses:'} a search for the scale, not counted above"
+        yield f"{'then' if written else 'if the gate refuses:'} a search for the scale, not counted above"
     if profile.proposed:
-        then = "then" if written or profile.tuning else "when the gate refuses:"
-        yield f"{then} up to {profile.proposed} that the refusal proposes, not counted above"
-
-
-def _forecast(profile: Profile, cleared: ClearedCandidate, prices: dict[str, float]) -> Forecast | None:
-    """Forecast the needs of the merge, with the plan of the checks if it is cached."""
-    recipe = cleared.candidate.recipe
-    planned, _ = plan_cached(recipe, cleared.parents, cleared.headers, profile.checks.tokenizer.accepted)
-    if planned.plan is None:
-        return None
-    return forecast_of(recipe, cleared.parents, planned.plan, Path(), "auto", prices, None)
-
-
-def _table(planned: PlannedRun) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("stage", "of", "in the store", "takes"):
-        table.add_column(column)
-    for stage in planned.stages:
-        open_work = "to be made" if stage.stage != "evaluate" else f"{stage.missing:,} documents to ask"
-        state = Text("cached", "cyan") if stage.cached else Text(open_work, "yellow")
-        table.add_row(stage.stage, Text(stage.subject), state, _takes(stage))
-    return table
-
-
-def _takes(stage: PlannedStage) -> str:
-    if stage.seconds is None:
-        return ""
-    return f"roughly {format_roughly(stage.seconds)}" if stage.rough else format_duration(stage.seconds)
+        then = "then" if written or profile.tuning else "if the gate refuses:"
+        yield f"{then} up to {profile.proposed} proposed remedies, not counted above"

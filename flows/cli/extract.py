@@ -3,72 +3,73 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
+import typer
 
-from mergegate.merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.output import print_created
+from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.files import new_directory
 from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store
 
-_SHOWN = 5
+_MOST_SHOWN = 5  # modules with the largest errors
 
 
-def extract_to(
-    tuned: str, base: str, out: Path, settings: ExtractionSettings, *, console: Console
-) -> dict[str, object]:
-    """Write the adapter that turns ``base`` into ``tuned`` to ``out``, and return the result as plain data.
+def extract_lora_command(
+    finetuned: Annotated[str, typer.Argument(help="Fine-tune: a directory, or org/name@revision.")],
+    base: Annotated[str, typer.Argument(help="Model that it was fine-tuned from.")],
+    rank: Annotated[int, typer.Option(help="Largest rank of a factor.")],
+    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the adapter. It must not exist.")] = Path(
+        "adapter"
+    ),
+    epsilon: Annotated[
+        float, typer.Option(help="Leave out directions whose singular value is at most this large.")
+    ] = 0.0,
+    save_module: Annotated[
+        list[str] | None,
+        typer.Option(help="Save modules whose name ends like this (for example lm_head) in full. Repeatable."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Format of the factors: float32, bfloat16 or float16.")] = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Extract a LoRA adapter from a fine-tune and its base.
 
-    Raises:
-        InvalidInput: A checkpoint does not exist, the two do not fit, or ``out`` exists.
-        Refused: The Hub denies access to a checkpoint, or one changed while it was read.
+    mergegate prints the share of the change that the adapter leaves out.
     """
-    with new_directory(out) as directory:
-        extracted = _extract(tuned, base, directory, settings, console)
-    return _print_extracted(out, extracted, console)
-
-
-def _extract(tuned: str, base: str, directory: Path, settings: ExtractionSettings, console: Console) -> Extracted:
-    checkpoints = [find_checkpoint(name) for name in (tuned, base)]
-    if snapshots := [snapshot for parent in checkpoints for snapshot in parent.snapshots]:
-        with console.status("fetching weights"):
-            download_snapshots(snapshots, store().hashes)
-    identities = identify_parents(checkpoints)
-    with console.status("reading headers") as status:
-        extracted = extract_adapter(
-            open_parent(checkpoints[0]),
-            open_parent(checkpoints[1]),
-            base,
-            settings,
-            lambda done, total: status.update(f"factoring: {done / max(total, 1):.0%}"),
-        )
-    write_adapter(extracted.adapter, directory)
-    require_same_files(identities)
-    return extracted
-
-
-def _print_extracted(out: Path, extracted: Extracted, console: Console) -> dict[str, object]:
-    worst = sorted(extracted.errors, key=lambda module_error: -module_error.error)
-    for module_error in worst[:_SHOWN]:
+    with command_context(as_json) as console:
+        settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
+        with new_directory(out) as directory:
+            checkpoints = [find_checkpoint(name) for name in (finetuned, base)]
+            if snapshots := [snapshot for parent in checkpoints for snapshot in parent.snapshots]:
+                with console.status("fetching weights"):
+                    download_snapshots(snapshots, store().hashes)
+            identities = identify_parents(checkpoints)
+            with console.status("reading headers") as status:
+                extracted = extract_adapter(
+                    open_parent(checkpoints[0]),
+                    open_parent(checkpoints[1]),
+                    base,
+                    settings,
+                    lambda done, total: status.update(f"factoring: {done / max(total, 1):.0%}"),
+                )
+            write_adapter(extracted.adapter, directory)
+            require_same_files(identities)
+        worst = sorted(extracted.errors, key=lambda module_error: -module_error.error)
+        for module_error in worst[:_MOST_SHOWN]:
+            rest = f"rank {module_error.rank} leaves out {module_error.error:.1%} of the change"
+            console.print(f"  {module_error.module}: {rest}")
+        if len(worst) > _MOST_SHOWN:
+            console.print(f"  and {len(worst) - _MOST_SHOWN} modules with smaller errors")
+        size = sum(file.stat().st_size for file in out.iterdir())
         console.print(
-            f"  {module_error.module}: rank {module_error.rank} leaves {module_error.error:.1%} of the change"
+            f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.full_tensors)} saved in full,"
+            f" {extracted.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; "
+            f"{extracted.error:.2%} of the change is left out"
         )
-    if len(worst) > _SHOWN:
-        console.print(f"  and {len(worst) - _SHOWN} modules with smaller errors")
-    size = sum(file.stat().st_size for file in out.iterdir())
-    console.print(
-        f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.full_tensors)} saved whole,"
-        f" {extracted.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; "
-        f"{extracted.error:.2%} of the change is left out"
-    )
-    return {
-        "out": str(out),
-        "error": extracted.error,
-        "unchanged": extracted.unchanged,
-        "saved_whole": sorted(extracted.adapter.full_tensors),
-        "modules": {
-            module_error.module: {"rank": module_error.rank, "error": module_error.error}
-            for module_error in extracted.errors
-        },
-    }
+        if as_json:
+            modules = {item.module: {"rank": item.rank, "error": item.error} for item in extracted.errors}
+            facts = {"out": str(out), "error": extracted.error, "unchanged": extracted.unchanged}
+            print_created({**facts, "saved_whole": sorted(extracted.adapter.full_tensors), "modules": modules})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -19,8 +22,28 @@ from mergegate.tasks.evaluation import (
 )
 
 
-def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[FetchedDataset]:
-    """Fetch missing datasets, and print and return them.
+def fetch_data_command(
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="Profile with 'evaluate.data'.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch the datasets of a profile's tasks for offline runs.
+
+    They are stored in the directory 'evaluate.data' of the profile.
+    """
+    with command_context(as_json, with_state=True) as console:
+        root, fetched = fetch_profile_data(profile, console)
+        if as_json:
+            rows = [
+                {"dataset": dataset.name, "revision": dataset.revision, "directory": str(dataset.directory)}
+                for dataset in fetched
+            ]
+            print_answer("fetched", f"{len(fetched)} datasets in {root}", {"directory": str(root), "datasets": rows})
+        elif not fetched:
+            console.print("nothing to fetch: the tasks' own files include all data")
+
+
+def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[FetchedDataset]]:
+    """Fetch missing datasets, print them, and return their directory and all of them.
 
     Raises:
         InvalidInput: The profile has no ``evaluate.data``, or a dataset is not available.
@@ -29,8 +52,8 @@ def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[Fetc
     if profile.evaluate is None or profile.evaluate.data is None:
         raise InvalidInput(
             f"{file}: evaluate.data",
-            found="no directory",
-            expected="where to put the datasets",
+            found="it is missing",
+            expected="a directory for the datasets",
             remedy="add 'data: eval-data' under 'evaluate'",
         )
     root = (profile.root / profile.evaluate.data).absolute()
@@ -42,16 +65,8 @@ def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[Fetc
 
     def note(dataset: FetchedDataset) -> None:
         fetched.append(dataset)
-        status = f"fetched at {dataset.revision[:12]}" if dataset.revision else "is there"
+        status = f"fetched at {dataset.revision[:12]}" if dataset.revision else "already there"
         console.print(f"{dataset.name}: {status}", markup=False)
 
     fetch_datasets(datasets, root, note)
-    if as_json:
-        rows = [
-            {"dataset": dataset.name, "revision": dataset.revision, "directory": str(dataset.directory)}
-            for dataset in fetched
-        ]
-        print_answer("fetched", f"{len(fetched)} datasets in {root}", {"directory": str(root), "datasets": rows})
-    elif not fetched:
-        console.print("nothing to fetch: the data of all tasks lie beside them")
-    return fetched
+    return root, fetched

@@ -15,11 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from mergegate.flows.cli.command import GuardsOption, JsonOption, command_context
+from mergegate.flows.cli.run_summary import print_outcome
 from mergegate.flows.outcome import RunOutcome
-from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation import (
     SCORES_FILE,
@@ -36,14 +40,32 @@ from mergegate.tasks.evaluation import (
     score_table,
     write_document_scores,
 )
-from mergegate.tasks.gate import GateVerdict, Guard, distinct_guards, gate, reference_models
+from mergegate.tasks.gate import Guard, distinct_guards, gate, reference_models
 from mergegate.tasks.report import ReportContent, ReportedModel
 from mergegate.tasks.store import Artifact, digest
 
 MERGE, REFERENCE = "merge", "reference"
 
 
-def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
+def gate_command(
+    results: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=DIR", help="lm-eval's output by model: merge=DIR reference=DIR."),
+    ],
+    profile: GuardsOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge the output of lm-eval with the guards of a profile.
+
+    lm-eval must have run with --log_samples. mergegate does not run any model.
+    """
+    with command_context(as_json, with_state=True) as console:
+        outcome = judge_results(results, profile, console)
+        print_outcome(console, outcome, as_json)
+        raise typer.Exit(outcome.exit_code)
+
+
+def judge_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
     """Judge results on disk with the guards of a profile.
 
     Args:
@@ -55,35 +77,19 @@ def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -
     profile = load_profile(profile_file)
     if profile.evaluate is None:
         raise InvalidInput(
-            f"{profile_file}: evaluate", found="no task that is guarded", expected="evaluate: {tasks: [...]}"
+            f"{profile_file}: evaluate",
+            found="it is missing, so there are no guards",
+            expected="evaluate: {tasks: [...]}",
         )
-    directories = _parse_directories(entries)
-    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", directories)
-    results = _read(guards, {name: find_results(directory) for name, directory in directories.items()})
-    for guard, name in ((judged, name) for judged in guards for name in reference_models(judged, directories, MERGE)):
-        where = f"{guard.task}: {MERGE} against {name}"
-        ours, theirs = results[name, guard.task], results[MERGE, guard.task]
-        require_same_conditions(ours, theirs, where)
-        for difference in precision_differences(ours, theirs):
-            console.print(f"! {where}: {difference}: this alone can move scores by tenths of a point", style="yellow")
-    if profile.perplexity:
-        console.print("! perplexity is not judged: lm-eval's output has none of the held-out text", style="yellow")
-    with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
-        scores = _as_artifacts(results, Path(scratch))
-        verdict = gate.work(guards, scores, {}, None, profile.evaluate.gate_rule, MERGE)
-        return _outcome(profile, verdict, scores, directories)
-
-
-def _parse_directories(entries: Sequence[str]) -> dict[str, Path]:
     directories: dict[str, Path] = {}
     for entry in entries:
         name, equals, directory = entry.partition("=")
         if not (name and equals and directory):
             raise InvalidInput(
-                entry, found="no model and directory", expected="NAME=DIRECTORY, such as merge=out/merge"
+                entry, found="not a model with a directory", expected="NAME=DIRECTORY, for example merge=out/merge"
             )
         if name in directories:
-            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one a model")
+            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one directory for each model")
         directories[name] = Path(directory)
     if MERGE not in directories:
         raise InvalidInput(
@@ -93,11 +99,53 @@ def _parse_directories(entries: Sequence[str]) -> dict[str, Path]:
             remedy=suggest(MERGE, directories),
         )
     if len(directories) < 2:
-        raise InvalidInput("RESULTS", found="only the merge", expected=f"{REFERENCE}=DIRECTORY, or its parents by name")
-    return directories
+        raise InvalidInput(
+            "RESULTS", found="only results of the merge", expected=f"also {REFERENCE}=DIRECTORY, or its parents by name"
+        )
+    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", directories)
+    results = _read_results(guards, {name: find_results(directory) for name, directory in directories.items()})
+    for guard, name in ((judged, name) for judged in guards for name in reference_models(judged, directories, MERGE)):
+        location = f"{guard.task}: {MERGE} against {name}"
+        reference, merge = results[name, guard.task], results[MERGE, guard.task]
+        require_same_conditions(reference, merge, location)
+        for difference in precision_differences(reference, merge):
+            warning = f"! {location}: {difference}; this difference alone can move scores by tenths of a point"
+            console.print(warning, style="yellow")
+    if profile.perplexity:
+        console.print("! perplexity is not judged, because lm-eval's output does not include it", style="yellow")
+    with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
+        scores = _as_artifacts(results, Path(scratch))
+        verdict = gate.work(guards, scores, {}, None, profile.evaluate.gate_rule, MERGE)
+        models = [
+            ReportedModel(
+                name=name,
+                role="merge" if name == MERGE else "parent",
+                ref=str(directories[name]),
+                digest=digest([part.digest for part in scores[name]]),
+                licence="",
+                scores=join_parts(scores[name]),
+            )
+            for name in (*(name for name in scores if name != MERGE), MERGE)
+        ]
+    content = ReportContent(
+        name=profile.name,
+        method="results of lm-eval",
+        recipe="",
+        models=tuple(models),
+        licence="",
+        obligations=(),
+        verdict=verdict,
+        files=(),
+        versions=(),
+        reproduce=(),
+    )
+    if verdict.publishable:
+        return RunOutcome(status="passed", message=f"{profile.name} passed the gate", content=content)
+    message = f"{profile.name} does not pass the gate"
+    return RunOutcome(status="refused", message=message, reasons=verdict.reasons, content=content)
 
 
-def _guards(written: Sequence[Guard], root: Path, where: str, directories: Mapping[str, Path]) -> tuple[Guard, ...]:
+def _guards(written: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]) -> tuple[Guard, ...]:
     """Return the guards with lm-eval's task names, each compared with results that exist."""
     references = set(directories) - {MERGE}
     alone = references == {REFERENCE}
@@ -105,8 +153,8 @@ def _guards(written: Sequence[Guard], root: Path, where: str, directories: Mappi
     for position, guard in enumerate(written):
         if not alone and not reference_models(guard, directories, MERGE):
             raise InvalidInput(
-                f"{where}[{position}].guarded_by",
-                found=f"{guard.guarded_by!r}, of which no results are given",
+                f"{location}[{position}].guarded_by",
+                found=f"no results of {guard.guarded_by!r}",
                 expected=f"{guard.guarded_by}=DIRECTORY, or {REFERENCE}=DIRECTORY alone for all guards",
                 remedy=suggest(guard.guarded_by, references),
             )
@@ -117,7 +165,9 @@ def _guards(written: Sequence[Guard], root: Path, where: str, directories: Mappi
     return distinct_guards(guards)
 
 
-def _read(guards: Sequence[Guard], files: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:
+def _read_results(
+    guards: Sequence[Guard], files: Mapping[str, Sequence[ResultsFile]]
+) -> dict[tuple[str, str], TaskResults]:
     """Read the results by model and task: the merge on every task, each reference on the tasks that it guards."""
     results: dict[tuple[str, str], TaskResults] = {}
     for guard in guards:
@@ -144,39 +194,3 @@ def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path)
         content = digest([list(outcome) for outcome in result.outcomes])
         scores.setdefault(model, []).append(Artifact("evaluate", content, content, value, directory, {}))
     return scores
-
-
-def _outcome(
-    profile: Profile,
-    verdict: GateVerdict,
-    scores: Mapping[str, Sequence[Artifact[Scores]]],
-    directories: Mapping[str, Path],
-) -> RunOutcome:
-    ordered = [*(name for name in scores if name != MERGE), MERGE]
-    content = ReportContent(
-        name=profile.name,
-        method="results of lm-eval",
-        recipe="",
-        models=tuple(_reported(name, directories[name], scores[name]) for name in ordered),
-        licence="",
-        obligations=(),
-        verdict=verdict,
-        files=(),
-        versions=(),
-        reproduce=(),
-    )
-    if verdict.publishable:
-        return RunOutcome(status="passed", message=f"{profile.name} passed the gate", content=content)
-    why = "\n".join(verdict.reasons)
-    return RunOutcome(status="refused", message=f"{profile.name} does not pass the gate\n{why}", content=content)
-
-
-def _reported(name: str, directory: Path, parts: Sequence[Artifact[Scores]]) -> ReportedModel:
-    return ReportedModel(
-        name=name,
-        role="merge" if name == MERGE else "parent",
-        ref=str(directory),
-        digest=digest([part.digest for part in parts]),
-        licence="",
-        scores=join_parts(parts),
-    )

@@ -10,17 +10,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.output import print_answer
-from mergegate.flows.cli.styles import OUTCOME_STYLES, short_path
+from mergegate.flows.cli.command import JsonOption, command_context
+from mergegate.flows.cli.output import OUTCOME_STYLES, print_answer, short_path
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report import RunRecord, format_run_time, outcome_of_status, read_history, worst_drop
 from mergegate.tasks.stage import home
+
+
+def history_command(
+    profile: Annotated[str | None, typer.Argument(help="Name of a profile. Default: all profiles.")] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="Maximum number of runs.")] = 30,
+    as_json: JsonOption = False,
+) -> None:
+    """List how the runs of this project ended, newest first."""
+    with command_context(as_json) as console:
+        print_history(console, as_json, profile, last)
 
 
 def print_history(console: Console, as_json: bool, profile: str | None = None, most: int = 30) -> None:
@@ -40,24 +52,24 @@ def print_history(console: Console, as_json: bool, profile: str | None = None, m
         names = {run.profile for run in history.records}
         raise InvalidInput(
             "mergegate history",
-            found=f"{profile!r}, of which no run is known",
-            expected=suggest(profile, names) if names else "a profile that has run here",
+            found=f"no recorded run of {profile!r}",
+            expected=suggest(profile, names) if names else "a profile that has already run here",
         )
     if as_json:
         rows = [run.model_dump(mode="json") for run in runs[:most]]
         more = {"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": rows}
-        print_answer("listed", f"{len(runs)} runs are known", more)
+        print_answer("listed", f"{len(runs)} recorded runs", more)
         return
     if runs:
         console.print(_table(runs[:most], with_profile=profile is None), soft_wrap=False)
     else:
-        console.print("no run has ended here yet")
+        console.print("no run has finished here yet")
     if len(runs) > most:
-        console.print(f"{len(runs) - most} older ones: mergegate history --last {len(runs)}")
+        console.print(f"{len(runs) - most} older runs: mergegate history --last {len(runs)}")
     if damage := history.said_of_damage():
         console.print(Text(damage, style="yellow"))
     if runs and (reports / "index.html").is_file():
-        console.print(Text(f"all of it: {short_path(reports / 'index.html')}", style="dim"))
+        console.print(Text(f"all runs: {short_path(reports / 'index.html')}", style="dim"))
 
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import typer
 import yaml
@@ -25,8 +27,8 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from mergegate.flows.cli.fitting_recipe import fitting_recipe, named_model, written_in
-from mergegate.flows.cli.new_files import directory_for_new_files, require_new, write_new_files
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.fitting_recipe import fitting_recipe, model_in_recipe
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.profile_draft import (
     GuardDraft,
@@ -37,13 +39,14 @@ from mergegate.flows.cli.profile_draft import (
     commented_recipe,
     profile_text,
 )
-from mergegate.flows.cli.prompts import ask
+from mergegate.flows.cli.schema import schema_text
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import state_directory, write_state
-from mergegate.tasks.checkpoints import ResolvedCheckpoint, read_card
+from mergegate.merge_core.recipe import expand_user_path
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
 from mergegate.tasks.evaluation import pin_data, pin_task
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.preflight import SAMPLE
@@ -55,6 +58,36 @@ _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
 # Uses, the most demanding one first.
 _USES = (("commercial", "public"), ("commercial", "private"), ("research", "public"), ("research", "private"))
+
+
+def init_command(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Model that the others were fine-tuned from.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.")],
+    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the recipe and the profile.")] = Path(),
+    name: Annotated[str, typer.Option(help="Name of the release.", show_default="the models' names")] = "",
+    method: Annotated[str, typer.Option(help="Merge method.", show_default="chosen by the headers")] = "",
+    documents: Annotated[
+        Path | None,
+        typer.Option(parser=local_path, help="Held-out text.", show_default="a file next to the models, or a sample"),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK[=PARENT]", help="Task to guard: its name in lm-eval, or a file. Repeatable."),
+    ] = None,
+    accept: Annotated[
+        str, typer.Option(metavar="'WHO: WHY'", help="Accept unclear licenses, with your name and the reason.")
+    ] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a recipe and a profile for your models that pass the checks.
+
+    mergegate never overwrites files.
+    """
+    with command_context(as_json, with_state=True) as console:
+        prompts = not (as_json or yes) and sys.stdin.isatty() and sys.stdout.isatty()
+        request = InitRequest(base, tuple(models), out, name, method, documents, tuple(task or ()), accept, prompts)
+        raise typer.Exit(init_project(request, console, as_json))
 
 
 @dataclass(frozen=True)
@@ -69,7 +102,7 @@ class InitRequest:
     documents: Path | None = None
     tasks: tuple[str, ...] = ()  # TASK or TASK=PARENT
     accept: str = ""  # who: why
-    asks: bool = False
+    prompts: bool = False  # whether to prompt for missing values
 
 
 def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
@@ -80,56 +113,52 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
         Refused: A repository denies access, or the Hub is not available.
     """
     if not request.models:
-        raise InvalidInput("mergegate init", found="no model", expected="the base, then the models to merge")
-    models = [named_model(text, request.base) for text in (request.base, *request.models)]
-    with directory_for_new_files(request.out.absolute()):  # relative paths are resolved before files are written
-        return _init_in(request, models, request.out.absolute(), console, as_json)
+        raise InvalidInput("mergegate init", found="no models", expected="the base, then the models to merge")
+    models = []
+    for text in (request.base, *request.models):  # a directory with an adapter is applied to the base
+        path = expand_user_path(text)
+        is_adapter = (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
+        models.append(find_checkpoint(f"{request.base}+{text}" if is_adapter else text))
+    out = request.out.absolute()  # relative paths are resolved before files are written
 
+    def files_of(name: str) -> tuple[Path, Path]:
+        return out / f"{name}.recipe.yaml", out / f"{name}.yaml"
 
-def _init_in(
-    request: InitRequest, models: Sequence[ResolvedCheckpoint], out: Path, console: Console, as_json: bool
-) -> int:
-    def free_name(name: str) -> str:
+    def unused_name(name: str) -> str:
         if not is_release_name(name):
             raise InvalidInput("--name", found=f"{name!r}", expected="letters, digits, '.', '_' and '-'")
-        require_new(_files(out, name))
+        require_new(files_of(name))
         return name
 
-    name = _answer(request, "name of the release", request.name, _default_name(request.models), free_name)
-    files = _files(out, name)
-    draft, dtype, parents = fitting_recipe(request.method, [written_in(model, out) for model in models], out, name)
-    console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
-    console.print(f"         {draft.why}".replace("\n# ", "\n         "))
+    with directory_for_new_files(out):
+        stems = (Path(model.partition("@")[0]).name for model in request.models[:3])
+        parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") for stem in stems]
+        default_name = "-".join(filter(None, parts)) or "merge"
+        name = _answer(request, "name of the release", request.name, default_name, unused_name)
+        files = files_of(name)
+        draft, parents = fitting_recipe(request.method, [model_in_recipe(model, out) for model in models], out, name)
+        console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
+        console.print(f"         {draft.why}".replace("\n# ", "\n         "))
+        license = _license(request, parents, name, out)
+        console.print(Text(f"license  {license.purpose}, {license.visibility}", style="bold"))
+        documents, is_sample = _documents(request, models, out)
+        profile = ProfileDraft(
+            name=name,
+            recipe=files[0].name,
+            license=license,
+            documents=documents,
+            is_sample=is_sample,
+            guards=_guards(request, parents, out, console),
+            release=f"releases/{name}",
+            schema="",
+        )
+        return _write_project(draft, profile, files, console, as_json)
 
-    license = _license(request, parents, name, out)
-    console.print(Text(f"licence  {license.purpose}, {license.visibility}", style="bold"))
-    documents, is_sample = _documents(request, models, out)
-    guards = _guards(request, parents, out, console)
-    profile = ProfileDraft(
-        name=name,
-        recipe=files[0].name,
-        license=license,
-        documents=documents,
-        is_sample=is_sample,
-        guards=guards,
-        release=f"releases/{name}",
-        schema="",
-    )
-    return _written_out(request, draft, dtype, profile, files, console, as_json)
 
-
-def _written_out(
-    request: InitRequest,
-    draft: RecipeDraft,
-    dtype: str,
-    profile: ProfileDraft,
-    files: Sequence[Path],
-    console: Console,
-    as_json: bool,
+def _write_project(
+    draft: RecipeDraft, profile: ProfileDraft, files: Sequence[Path], console: Console, as_json: bool
 ) -> int:
     """Write schemas, text, recipe and profile, then check the profile in its final location."""
-    from mergegate.flows.cli.schema import schema_text
-
     out = files[0].parent
     directory = home() / "schema"
     schemas = {
@@ -141,7 +170,7 @@ def _written_out(
     write_new_files(
         {
             **({out / profile.documents: sample} if profile.is_sample else {}),
-            files[0]: commented_recipe(draft, dtype, schemas["recipe"]),
+            files[0]: commented_recipe(draft, schemas["recipe"]),
             files[1]: profile_text(replace(profile, schema=schemas["profile"])),
         }
     )
@@ -159,10 +188,10 @@ def _written_out(
         return problems.exit_code
     for doubt in (*profile.license.doubts, *left_out):
         console.print(Text(f"!        {doubt}", style="yellow"))
-    for file in written:
-        console.print(Text(f"wrote    {os.path.relpath(file)}"))
+    for written_file in written:
+        console.print(Text(f"wrote    {os.path.relpath(written_file)}"))
     if profile.is_sample:
-        console.print(Text("         its held-out text is a sample of ours: name one of yours (--documents)", "yellow"))
+        console.print(Text("         its held-out text is mergegate's sample; use your own (--documents)", "yellow"))
     for finding in blocking:
         console.print(Text(f"✗ {finding}", style="bold red"))
         if finding.remedy:
@@ -172,21 +201,9 @@ def _written_out(
     return problems.exit_code
 
 
-def _default_name(models: Sequence[str]) -> str:
-    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-._") for model in models]
-    return "-".join(part for part in parts[:3] if part) or "merge"
-
-
-def _files(out: Path, name: str) -> tuple[Path, Path]:
-    """Return the paths of the recipe and the profile."""
-    return out / f"{name}.recipe.yaml", out / f"{name}.yaml"
-
-
 def _answer(request: InitRequest, question: str, option: str, default: str, check: Callable[[str], str]) -> str:
     """Return the value of an option, or the user's answer, or the default, after ``check``."""
-    if option or not request.asks:
-        return check(option or default)
-    return ask(question, default, check)
+    return check(option or default) if option or not request.prompts else prompt(question, default, check)
 
 
 def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: str, out: Path) -> LicenseDraft:
@@ -202,13 +219,22 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
     verdict = verdicts[purpose, visibility]
     reasons = [reason for reason in verdict.combination.reasons if reason.status != "allowed"]
     subjects = list(dict.fromkeys(subject.license or subject.model for reason in reasons for subject in reason.about))
+
+    def acceptance(text: str) -> str:
+        try:
+            LicenseSettings(accepted={"a doubt": text} if text else {})
+        except ValidationError:
+            expected = "your name and the reason, as 'who: why'"
+            raise InvalidInput("--accept", found=f"{text!r}", expected=expected) from None
+        return text
+
     accept = ""
-    if subjects and (request.asks or request.accept):
+    if subjects and (request.prompts or request.accept):
         if not request.accept:
             for reason in reasons:
-                typer.echo(f"licence: {reason.sentence}")
-        question = "who accepts this and why, as 'who: why' (empty: nobody yet)"
-        accept = _answer(request, question, request.accept, "", _acceptance)
+                typer.echo(f"license: {reason.sentence}")
+        question = "who accepts this and why, as 'who: why' (empty: no one yet)"
+        accept = _answer(request, question, request.accept, "", acceptance)
     return LicenseDraft(
         purpose=purpose,
         visibility=visibility,
@@ -216,15 +242,6 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
         doubts=tuple(reason.sentence for reason in reasons),
         accepted=dict.fromkeys(subjects, accept) if accept else None,
     )
-
-
-def _acceptance(text: str) -> str:
-    """Return ``text`` if it is a valid acceptance. Empty: nothing is accepted."""
-    try:
-        LicenseSettings(accepted={"a doubt": text} if text else {})
-    except ValidationError:
-        raise InvalidInput("--accept", found=f"{text!r}", expected="who accepts it and why, as 'who: why'") from None
-    return text
 
 
 def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: Path) -> tuple[str, bool]:
@@ -244,7 +261,7 @@ def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: 
         pin_documents(PerplexitySettings(documents=Path(text).absolute()), out, store().hashes)
         return text
 
-    question = f"held-out text (jsonl with 'text', or plain; '{_OUR_SAMPLE}': a few lines of ours)"
+    question = f"held-out text (jsonl with 'text', or plain text; '{_OUR_SAMPLE}': a short sample text)"
     option = "" if request.documents is None else str(request.documents)
     answer = _answer(request, question, option, os.path.relpath(existing) if existing else _OUR_SAMPLE, readable)
     if answer == _OUR_SAMPLE:
@@ -260,27 +277,88 @@ def _guards(
     for text in request.tasks:
         task, _, guard = text.partition("=")
         written = Path(os.path.relpath(Path(task).absolute(), out)).as_posix() if Path(task).is_file() else task
-        requested[written] = GuardDraft(written, guard or "best parent", "as you asked")
+        requested[written] = GuardDraft(written, guard or "best parent", "requested with --task")
     claimed: dict[str, GuardDraft] = {}
     for parent in parents:
         card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
         for task in claimed_tasks(card.fields):
-            claimed.setdefault(task, GuardDraft(task, parent.name, f"the card of {parent.name} speaks of it"))
-    # Requested tasks are checked with the rest. A claimed task that cannot run here is only mentioned.
-    checked = [_with_problem(guard, out, console) for guard in claimed.values() if guard.task not in requested]
+            claimed.setdefault(task, GuardDraft(task, parent.name, f"the model card of {parent.name} mentions it"))
+    checked = []
+    for guard_draft in claimed.values():
+        if guard_draft.task in requested:
+            continue  # checked with the rest of the profile
+        # A claimed task that cannot run here is only mentioned.
+        console.print(Text(f"task     {guard_draft.task}: {guard_draft.why}; looking for its data", style="dim"))
+        try:
+            pin_data(pin_task(guard_draft.task, out, store().hashes))
+        except MergegateError as error:
+            first = str(error).partition("\n")[0]
+            guard_draft = replace(guard_draft, problem=f"{guard_draft.task}: {first}")
+        checked.append(guard_draft)
     return (*requested.values(), *checked)
 
 
-def _with_problem(guard: GuardDraft, out: Path, console: Console) -> GuardDraft:
-    console.print(Text(f"task     {guard.task}: {guard.why}; looking for its data", style="dim"))
+def prompt(question: str, default: str, check: Callable[[str], str]) -> str:
+    """Prompt on the terminal until the answer is valid, and return it as ``check`` returns it.
+
+    Args:
+        question: Text of the prompt.
+        default: Answer for Enter alone. If it is empty, ``check`` must accept an empty answer.
+        check: Function that raises InvalidInput for an invalid answer. The user sees the reason and is prompted again.
+
+    Raises:
+        typer.Abort: The user pressed Ctrl-C, or standard input is closed.
+    """
+
+    def checked(text: str) -> str:
+        try:
+            return check(text.strip())
+        except InvalidInput as error:
+            raise typer.BadParameter("; expected: ".join(filter(None, (error.found, error.expected)))) from None
+
+    return str(typer.prompt(question, default=default, show_default=bool(default), value_proc=checked))
+
+
+def require_new(files: Iterable[Path]) -> None:
+    """Check that none of these files exists.
+
+    Raises:
+        InvalidInput: A file exists. The error names the first one.
+    """
+    if existing := next((file for file in files if os.path.lexists(file)), None):
+        raise InvalidInput(
+            str(existing), found="it exists", expected="a new file", remedy="choose another --name or --out"
+        )
+
+
+def write_new_files(texts: Mapping[Path, str]) -> None:
+    """Write ``texts``. If that fails midway (Ctrl-C, a full disk, another process wrote a file), remove all of them.
+
+    Raises:
+        InvalidInput: A file exists.
+    """
+    written: list[Path] = []
     try:
-        pin_data(pin_task(guard.task, out, store().hashes))
-    except MergegateError as error:
-        first = str(error).partition("\n")[0]
-        return replace(guard, problem=f"{guard.task}: {first}")
-    return guard
+        for file, text in texts.items():
+            with file.open("x", encoding="utf-8") as stream:
+                written.append(file)
+                stream.write(text)
+    except BaseException as error:
+        for file in written:
+            file.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            require_new(texts)
+        raise
 
 
-def is_interactive(yes: bool) -> bool:
-    """Return whether the user can be prompted."""
-    return not yes and sys.stdin.isatty() and sys.stdout.isatty()
+@contextmanager
+def directory_for_new_files(directory: Path) -> Iterator[None]:
+    """Create ``directory`` if necessary, and remove it again if it is still empty at the end."""
+    created = [parent for parent in (directory, *directory.parents) if not os.path.lexists(parent)]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # stops at the first directory with content
+            for parent in created:
+                parent.rmdir()

@@ -1,7 +1,7 @@
 """Record the merges of ``mergegate merge``, so that the same merge is not repeated.
 
 The record is in the project's home, under the name of the output directory. It no longer applies if a parent or the
-result changed, or with another seed or another version of torch. The existing directory is then in the way like any
+result changed, or with another seed or another version of torch. The existing directory then blocks the merge like any
 other.
 """
 
@@ -38,7 +38,7 @@ def merge_key(recipe_file: Path, identities: Mapping[Path, FileIdentity], seed: 
     )
 
 
-def remember(out: Path, key: str, result: Mapping[str, Any]) -> None:
+def record_merge(out: Path, key: str, result: Mapping[str, Any]) -> None:
     """Record that ``out``, in its present state, is the merge with the digest ``key``.
 
     Args:
@@ -54,7 +54,7 @@ def remember(out: Path, key: str, result: Mapping[str, Any]) -> None:
     write_state(file, json.dumps(record).encode())
 
 
-def recall(out: Path, key: str) -> dict[str, Any] | None:
+def find_merge(out: Path, key: str) -> dict[str, Any] | None:
     """Return the recorded result of ``out`` if it is this merge and unchanged, otherwise None."""
     record = read_state(_record_file(out), json.loads)
     if not isinstance(record, dict) or record.get("of") != key or not isinstance(result := record.get("told"), dict):

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.text import Text
 
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core import merge_methods
-from mergegate.merge_core.methods import REQUIRED, Method, Parameter
+from mergegate.merge_core.methods import REQUIRED, Method
 
-
-def print_methods(console: Console, as_json: bool) -> None:
-    """Print every registered method, including those of other packages."""
-    if as_json:
-        methods = {name: _plain(method) for name, method in sorted(merge_methods().items())}
-        print_answer("listed", f"{len(methods)} methods", {"methods": methods})
-        return
-    for name, method in sorted(merge_methods().items()):
-        console.print(Text(name, style="bold"), Text(f"  {method.summary}"), sep="")
-        console.print(Text(f"  {_needs(method)} · {method.paper}", style="dim"))
-        for parameter in method.parameters:
-            default = "required" if parameter.default is REQUIRED else f"default {_format_default(parameter.default)}"
-            facts = ", ".join(part for part in (_SCOPES[parameter.scope], parameter.range, default) if part)
-            console.print(f"    {parameter.name:<18}{parameter.summary} ({facts})")
-        console.print()
-
-
-_SCOPES = {"shared": "for the merge", "input": "per model", "non_base": "per model but the base"}
+_SCOPES = {"shared": "for the merge", "input": "per model", "non_base": "per model except the base"}
 _BASES = {
-    "required": "needs a base_model",
+    "required": "base_model required",
     "optional": "base_model optional",
-    "ordinary": "a base_model is one more model",
-    "donor": "base_model gives configuration and tokenizer",
+    "ordinary": "base_model is merged like any other model",
+    "donor": "base_model provides configuration and tokenizer",
 }
 
 
-def _needs(method: Method) -> str:
-    fewest, most = method.models
-    more = "" if fewest == most else f" to {most}" if most else " or more"
-    return f"{fewest}{more} models, {_BASES[method.base]}"
+def methods_command(as_json: JsonOption = False) -> None:
+    """List the merge methods with their parameters, ranges and defaults.
 
-
-def _format_default(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    The list includes methods of other installed packages.
+    """
+    with command_context(as_json) as console:
+        methods = dict(sorted(merge_methods().items()))
+        if as_json:
+            print_answer(
+                "listed",
+                f"{len(methods)} methods",
+                {"methods": {name: _plain(method) for name, method in methods.items()}},
+            )
+            return
+        for name, method in methods.items():
+            fewest, most = method.models
+            more = "" if fewest == most else f" to {most}" if most else " or more"
+            console.print(Text(name, style="bold"), Text(f"  {method.summary}"), sep="")
+            needs = f"{fewest}{more} models, {_BASES[method.base]}"
+            console.print(Text(f"  {needs} · {method.paper}", style="dim"))
+            for parameter in method.parameters:
+                value = parameter.default
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                text = text.lower() if isinstance(value, bool) else text
+                default = "required" if value is REQUIRED else f"default {text}"
+                facts = ", ".join(part for part in (_SCOPES[parameter.scope], parameter.range, default) if part)
+                console.print(f"    {parameter.name:<18}{parameter.summary} ({facts})")
+            console.print()
 
 
 def _plain(method: Method) -> dict[str, object]:
@@ -51,17 +54,15 @@ def _plain(method: Method) -> dict[str, object]:
         "paper": method.paper,
         "base_model": method.base,
         "models": list(method.models),
-        "parameters": {parameter.name: _plain_parameter(parameter) for parameter in method.parameters},
-    }
-
-
-def _plain_parameter(parameter: Parameter) -> dict[str, object]:
-    required = parameter.default is REQUIRED
-    return {
-        "summary": parameter.summary,
-        "kind": parameter.kind,
-        "scope": parameter.scope,
-        "range": parameter.range,
-        "required": required,
-        "default": None if required else parameter.default,
+        "parameters": {
+            parameter.name: {
+                "summary": parameter.summary,
+                "kind": parameter.kind,
+                "scope": parameter.scope,
+                "range": parameter.range,
+                "required": parameter.default is REQUIRED,
+                "default": None if parameter.default is REQUIRED else parameter.default,
+            }
+            for parameter in method.parameters
+        },
     }

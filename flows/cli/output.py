@@ -1,6 +1,6 @@
-"""Print the ``--json`` object of a command: status, message, findings, then other keys.
+"""Print what all commands have in common: the ``--json`` object, colors of outcomes and short paths.
 
-::
+The JSON object has a status, a message, findings, then other keys::
 
     {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
 
@@ -10,11 +10,24 @@ docs/json.md describes it for users, docs/schema/answer.json for programs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.errors import Finding
+from rich.text import Text
+
+from mergegate.merge_core.errors import Finding, FindingGroup, group_findings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mergegate.flows.preflight import Problems
+    from mergegate.tasks.stage import Outcome
+
+_FINDING_STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
+OUTCOME_STYLES: Mapping[Outcome | None, str] = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
 
 
 def print_answer(status: str, message: str, more: Mapping[str, Any], findings: Iterable[Finding] = ()) -> None:
@@ -28,6 +41,12 @@ def print_answer(status: str, message: str, more: Mapping[str, Any], findings: I
     """
     answer = {"status": status, "message": message, "findings": [asdict(finding) for finding in findings]}
     print(json.dumps({**answer, **{key: value for key, value in more.items() if key not in answer}}, default=str))
+
+
+def print_created(record: dict[str, Any]) -> None:
+    """Print the JSON object of a command that creates files."""
+    status = "made" if record.pop("new", True) else "nothing new"
+    print_answer(status, status, record)
 
 
 def answer_schema() -> dict[str, Any]:
@@ -48,3 +67,34 @@ def answer_schema() -> dict[str, Any]:
         "required": ["status", "message", "findings"],
         "properties": {"status": text, "message": text, "findings": {"type": "array", "items": finding}},
     }
+
+
+def short_path(path: Path | str) -> str:
+    """Return the path as a user in this directory would type it. A URL or a path elsewhere stays as it is."""
+    if isinstance(path, str):
+        return path
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory was deleted
+        return str(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
+    """Print each finding with its remedy, worst first, then the successful checks.
+
+    Args:
+        verbose: Whether to list findings with the same cause separately.
+    """
+    groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
+    for group in groups:
+        finding = group.first
+        glyph, style = _FINDING_STYLES[finding.severity]
+        console.print(Text(f"{glyph} {finding}", style=style))
+        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}{text}"))
+        if group.others:
+            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
+    for line in dict.fromkeys(problems.summary):
+        console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))

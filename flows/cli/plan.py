@@ -14,12 +14,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.merge_core import EngineSettings, MergePlan, Recipe, load_recipe
@@ -32,7 +34,6 @@ from mergegate.tasks.stage import home, nearest
 
 if TYPE_CHECKING:
     from mergegate.flows.profile import Profile
-    from mergegate.merge_core.adapters import CombinedSize
     from mergegate.tasks.checkpoints import ResolvedCheckpoint
     from mergegate.tasks.gate import GatePower
     from mergegate.tasks.merge import StatisticsNeeds
@@ -88,83 +89,148 @@ class Forecast:
         return None if self.time is None else (self.time.at_least / 3600 * price, self.time.at_most / 3600 * price)
 
 
-def plan_file(
-    file: Path,
-    console: Console,
-    as_json: bool,
-    *,
-    out: Path,
-    device: str,
-    prices: Sequence[str],
-    probe: bool | None,
-) -> None:
-    """Print what merging the recipe in ``file`` needs.
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of a forecast.
 
     Args:
-        file: Recipe or profile.
-        console: Console for human-readable lines.
-        as_json: Whether to print one JSON object instead.
         out: Directory of the result. It need not exist.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        prices: ``NAME=DOLLARS_PER_HOUR``.
+        prices: Dollars per hour by name.
         probe: Whether to measure now (True), never (False), or only if the last measurement is more than an hour old
             (None).
-
-    Raises:
-        InvalidInput: A recipe or checkpoint cannot be merged, or an option is invalid.
     """
-    prices_by_name = named_prices(prices)
-    from mergegate.flows.profile import is_recipe, load_profile
 
-    profile = None if is_recipe(file) else load_profile(file)
-    recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
-    with console.status("reading headers"):
-        parents, plan = plan_recipe(recipe)
-        forecast = forecast_of(recipe, parents, plan, out, device, prices_by_name, probe)
-    if profile:
-        forecast = replace(forecast, power=_known_power(profile, parents))
-    if as_json:
-        print_answer("planned", forecast.recipe, _plain(forecast), recipe.all_findings)
-        return
-    for finding in recipe.all_findings:
-        console.print(Text(f"! {finding}" + (f"; {finding.remedy}" if finding.remedy else ""), style="yellow"))
-    print_forecast(forecast, console)
-    if profile and profile.evaluate and forecast.power is None:
-        console.print(Text("power: its documents have not been counted here yet; mergegate check does", style="dim"))
+    out: Path
+    device: str
+    prices: Mapping[str, float]
+    probe: bool | None
+
+
+def plan_command(
+    recipe: Annotated[Path, typer.Argument(parser=local_path, help="Recipe (YAML, mergekit's dialect), or a profile.")],
+    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the result.")] = Path(),
+    device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
+    price: Annotated[
+        list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")
+    ] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast bytes, memory, disk, time and cost of a merge from headers alone.
+
+    No weights are read or downloaded.
+    """
+    with command_context(as_json) as console:
+        options = PlanOptions(out, device, named_prices(price or ()), probe)
+        from mergegate.flows.profile import is_recipe, load_profile
+
+        profile = None if is_recipe(recipe) else load_profile(recipe)
+        loaded = profile.candidates()[0].recipe if profile else load_recipe(recipe)
+        with console.status("reading headers"):
+            parents, merge_plan = plan_recipe(loaded)
+            forecast = forecast_of(loaded, parents, merge_plan, options)
+        if profile:
+            forecast = replace(forecast, power=_known_power(profile, parents))
+        if as_json:
+            facts = {
+                **asdict(forecast),
+                "place": str(forecast.place),
+                "disk_missing": forecast.disk_missing,
+                "power": forecast.power.model_dump(mode="json") if forecast.power else None,
+                "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
+            }
+            print_answer("planned", forecast.recipe, facts, loaded.all_findings)
+            return
+        for finding in loaded.all_findings:
+            console.print(Text(f"! {finding}" + (f"; {finding.remedy}" if finding.remedy else ""), style="yellow"))
+        print_forecast(forecast, console)
+        if profile and profile.evaluate and forecast.power is None:
+            note = "power: unknown, because the documents have not been counted yet; mergegate check counts them"
+            console.print(Text(note, style="dim"))
 
 
 def named_prices(texts: Sequence[str]) -> dict[str, float]:
     """Parse ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
-    return dict(_price(text) for text in texts)
+    prices = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            price = float(amount.removeprefix("$"))
+        except ValueError:
+            price = -1.0
+        if not name or not 0 <= price < float("inf"):
+            raise InvalidInput(
+                "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
+            )
+        prices[name.strip()] = price
+    return prices
 
 
 def forecast_of(
-    recipe: Recipe,
-    parents: Sequence[ResolvedCheckpoint],
-    plan: MergePlan,
-    out: Path,
-    device: str,
-    prices: Mapping[str, float],
-    probe: bool | None,
+    recipe: Recipe, parents: Sequence[ResolvedCheckpoint], plan: MergePlan, options: PlanOptions
 ) -> Forecast:
     """Forecast a merge whose parents and plan are known.
 
-    Arguments and errors are those of :func:`plan_file`.
+    Raises:
+        InvalidInput: The device does not exist.
     """
+    from mergegate.merge_core.system import cores_of_process
+    from mergegate.tasks.stage import device_kind, store
+
+    device = device_kind() if options.device == "auto" else options.device
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
     size = size_of_adapter(recipe, parents)
     snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
-    coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
+    directory, cores = nearest(options.out), cores_of_process()
+    needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
+    inputs = [file for file in input_files(plan) if file.exists()]
     # Decomposing changes takes most of the time of an adapter, and that time cannot be forecast.
-    forecast = make_forecast(plan, coming, out, device, prices, False if size else probe)
+    rates = None if size else machine_rates(inputs, directory, cores, device, options.probe)
+    if size:
+        # Factors stay in memory until they are written, in addition to the decomposition of one change at a time.
+        scratch = _DECOMPOSED_BYTES * size.largest if size.scratch else 0
+        needs = replace(
+            needs,
+            device="cpu",
+            tensors=size.tensors,
+            parameters=size.parameters,
+            input_files=size.files,
+            shards=1,
+            bytes_read=size.read,
+            bytes_read_again=0,
+            bytes_from_disk_again=0,
+            bytes_passed=size.read,
+            bytes_written=size.nbytes,
+            passes=1,
+            read_again=0,
+            memory=needs.memory + size.nbytes + scratch,
+            gpu_memory=0,
+            disk=size.nbytes + size.scratch,
+        )
+    statistics = None
     if recipe.texts:
         from mergegate.tasks.merge import statistics_needs
-        from mergegate.tasks.stage import store
 
-        forecast = replace(forecast, statistics=statistics_needs(plan, store().hashes))
-    if size:
-        forecast = replace(forecast, needs=_needs_of_adapter(forecast.needs, size), rates=None, time=None)
-        forecast = replace(forecast, is_adapter=True)
-    return forecast
+        statistics = statistics_needs(plan, store().hashes)
+    return Forecast(
+        recipe=plan.recipe.summary(),
+        method=plan.method.name,
+        needs=needs,
+        place=directory,
+        disk_free=shutil.disk_usage(directory).free,
+        bytes_to_download=sum(snapshot.bytes_to_download for snapshot in snapshots.values()),
+        cores=cores,
+        rates=rates,
+        time=duration(needs, rates, cores=cores) if rates else None,
+        prices=options.prices,
+        is_adapter=bool(size),
+        statistics=statistics,
+    )
 
 
 def _known_power(profile: Profile, parents: Sequence[ResolvedCheckpoint]) -> GatePower | None:
@@ -176,66 +242,8 @@ def _known_power(profile: Profile, parents: Sequence[ResolvedCheckpoint]) -> Gat
 
     evidence = pin_profile_evidence(profile, parents, store().hashes)
     tasks = tuple(find_pinned_data(task) or task for task in evidence.tasks)
-    return forecast_power(
-        evidence._replace(tasks=tasks), parents, len(profile.candidates()) + profile.proposed, past_guards(profile.name)
-    )
-
-
-def make_forecast(
-    plan: MergePlan, bytes_to_download: int, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
-) -> Forecast:
-    """Forecast the execution of ``plan``.
-
-    Args:
-        bytes_to_download: Bytes of parents on the Hub. The other arguments are those of :func:`plan_file`.
-    """
-    from mergegate.merge_core.engine import usable_cores
-    from mergegate.tasks.stage import device_kind
-
-    device = device_kind() if device == "auto" else device
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
-    directory, cores = nearest(out), usable_cores()
-    needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
-    inputs = [file for file in input_files(plan) if file.exists()]
-    rates = machine_rates(inputs, directory, cores, device, probe)
-    return Forecast(
-        recipe=plan.recipe.summary(),
-        method=plan.method.name,
-        needs=needs,
-        place=directory,
-        disk_free=shutil.disk_usage(directory).free,
-        bytes_to_download=bytes_to_download,
-        cores=cores,
-        rates=rates,
-        time=duration(needs, rates, cores=cores) if rates else None,
-        prices=prices,
-    )
-
-
-def _needs_of_adapter(model_needs: Needs, size: CombinedSize) -> Needs:
-    """Return the needs of combining adapters, given the needs of the complete model.
-
-    Factors stay in memory until they are written, in addition to the decomposition of one change at a time.
-    """
-    return replace(
-        model_needs,
-        device="cpu",
-        tensors=size.tensors,
-        parameters=size.parameters,
-        input_files=size.files,
-        shards=1,
-        bytes_read=size.read,
-        bytes_read_again=0,
-        bytes_from_disk_again=0,
-        bytes_passed=size.read,
-        bytes_written=size.nbytes,
-        passes=1,
-        read_again=0,
-        memory=model_needs.memory + size.nbytes + (_DECOMPOSED_BYTES * size.largest if size.scratch else 0),
-        gpu_memory=0,
-        disk=size.nbytes + size.scratch,
-    )
+    attempts = len(profile.candidates()) + profile.proposed
+    return forecast_power(evidence._replace(tasks=tasks), parents, attempts, past_guards(profile.name))
 
 
 def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
@@ -269,19 +277,6 @@ def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: s
     return rates
 
 
-def _price(text: str) -> tuple[str, float]:
-    name, _, amount = text.partition("=")
-    try:
-        price = float(amount.removeprefix("$"))
-    except ValueError:
-        price = -1.0
-    if not name or not 0 <= price < float("inf"):
-        raise InvalidInput(
-            "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
-        )
-    return name.strip(), price
-
-
 def print_forecast(forecast: Forecast, console: Console) -> None:
     table = Table.grid(padding=(0, 3))
     table.add_column()
@@ -295,12 +290,20 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     console.print(table)
     if forecast.disk_missing:
         console.print(
-            Text(f"✗ {format_bytes(forecast.disk_missing)} more are needed at {forecast.place}", style="bold red")
+            Text(
+                f"✗ {format_bytes(forecast.disk_missing)} more disk space needed at {forecast.place}", style="bold red"
+            )
         )
     for line in forecast.power.lines() if forecast.power else ():
         console.print(Text(line))
-    for line in _footnotes(forecast):
-        console.print(Text(line, style="dim"))
+    if forecast.rates is not None:
+        age = time.time() - forecast.rates.measured_at
+        when = "just now" if age < 5 else f"{_seconds(age)} ago"
+        footnote = f"Speeds of this machine, measured {when}; starting takes a few more seconds."
+        console.print(Text(footnote, style="dim"))
+    if forecast.prices and forecast.time is not None:
+        console.print(Text("The cost is for an instance at your price, as fast as this machine.", style="dim"))
+    console.print(Text("To find problems of the merge, run mergegate check.", style="dim"))
 
 
 def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
@@ -308,7 +311,9 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     needs = forecast.needs
     rows = [("tensors", f"{needs.tensors:,}", f"{_count(needs.parameters)} parameters")]
     if forecast.bytes_to_download:
-        rows.append(("download", format_bytes(forecast.bytes_to_download), "from the Hub; its time is not counted"))
+        rows.append(
+            ("download", format_bytes(forecast.bytes_to_download), "from the Hub; the time below does not include it")
+        )
     rows.append(("read", format_bytes(needs.bytes_read), _plural(needs.input_files, "file")))
     if needs.read_again:
         large = _plural(needs.read_again, "large tensor")
@@ -322,54 +327,36 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     rows.append(("disk", format_bytes(needs.disk), f"{format_bytes(forecast.disk_free)} free at {forecast.place}"))
     if forecast.statistics:
         rows.append(("statistics", format_bytes(forecast.statistics.nbytes), forecast.statistics.summary()))
-    return [*rows, *_time_rows(forecast), *_statistics_time(forecast)]
-
-
-def _statistics_time(forecast: Forecast) -> list[tuple[str, str, str]]:
+    rows += _time_rows(forecast)
     memory = system_memory()
-    if forecast.statistics is None or forecast.rates is None or memory is None:
-        return []
-    took = forecast.statistics.seconds(forecast.rates, memory.available // 2)
-    return [("  statistics", _seconds(took), "before the merge, where they are not known yet")] if took else []
+    if forecast.statistics and forecast.rates and memory:
+        seconds = forecast.statistics.seconds(forecast.rates, memory.available // 2)
+        rows += [("  statistics", _seconds(seconds), "before the merge, unless they are cached")] if seconds else []
+    return rows
 
 
 def _time_rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     needs, rates, took = forecast.needs, forecast.rates, forecast.time
     if forecast.is_adapter:
-        return [("time", "unknown", "that of decomposing changes is not forecast")]
+        return [("time", "unknown", "the time to decompose changes cannot be forecast")]
     if took is None or rates is None:
-        return [("time", "unknown", "nothing was measured: plan without --no-probe")]
+        return [("time", "unknown", "this machine was not measured: omit --no-probe")]
+    least, most = _seconds(took.at_least), _seconds(took.at_most)
     rows = [
-        ("time", _range(took), "if all of it overlaps, or nothing"),
+        ("time", least if least == most else f"{least} to {most}", "with full overlap, or none"),
         ("  reading", _seconds(took.reading), f"{format_bytes(rates.read)}/s"),
         ("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"),
         ("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"),
         ("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"),
     ]
     if needs.read_again:
-        rows.insert(2, ("  reading again", _seconds(took.reading_again), "if memory cannot hold them"))
+        rows.insert(2, ("  reading again", _seconds(took.reading_again), "if they do not fit in memory"))
     if needs.assumed_cost:
-        rows.append(("", "", f"assumed, not known: the speed of {', '.join(needs.assumed_cost)}"))
+        rows.append(("", "", f"assumed speed of {', '.join(needs.assumed_cost)}"))
     for name, price in forecast.prices.items():
-        least, most = forecast.cost(price) or (0.0, 0.0)
-        rows.append((f"cost {name}", f"${least:,.2f} to {most:,.2f}", f"at ${price:g} per hour"))
+        cheapest, dearest = forecast.cost(price) or (0.0, 0.0)
+        rows.append((f"cost {name}", f"${cheapest:,.2f} to {dearest:,.2f}", f"at ${price:g} per hour"))
     return rows
-
-
-def _footnotes(forecast: Forecast) -> list[str]:
-    lines = []
-    if forecast.rates is not None:
-        age = time.time() - forecast.rates.measured_at
-        when = "just now" if age < 5 else f"{_seconds(age)} ago"
-        lines.append(f"Speeds of this machine, measured {when}; starting takes a few seconds more.")
-    if forecast.prices and forecast.time is not None:
-        lines.append("Prices are yours; cost is for an instance as fast as this machine.")
-    return [*lines, "What can be wrong with the merge: mergegate check"]
-
-
-def _range(took: Duration) -> str:
-    least, most = _seconds(took.at_least), _seconds(took.at_most)
-    return least if least == most else f"{least} to {most}"
 
 
 def _seconds(value: float) -> str:
@@ -392,12 +379,3 @@ def _count(value: float) -> str:
 
 def _plural(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
-
-
-def _plain(forecast: Forecast) -> dict[str, Any]:
-    plain = asdict(forecast)
-    plain["place"] = str(forecast.place)
-    plain["disk_missing"] = forecast.disk_missing
-    plain["power"] = forecast.power.model_dump(mode="json") if forecast.power else None
-    plain["cost"] = {name: forecast.cost(price) for name, price in forecast.prices.items()}
-    return plain

@@ -3,7 +3,7 @@
 ::
 
     drafts = recipe_drafts(base, models, "")         # the first one that passes the checks is written
-    write(commented_recipe(drafts[0], "bfloat16"), profile_text(draft))
+    write(commented_recipe(drafts[0], schema), profile_text(draft))
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class RecipeDraft:
     recipe: Mapping[str, Any]
     why: str
 
+    def with_chat_template(self) -> RecipeDraft:
+        """Return the draft with a chat template, for models that have one unlike their base."""
+        why = "The chat template is that of most models. Without this setting, the result would get the base's."
+        return RecipeDraft({**self.recipe, "chat_template": "auto"}, f"{self.why}\n# {why}")
+
 
 @dataclass(frozen=True)
 class GuardDraft:
@@ -95,8 +100,8 @@ class ProfileDraft:
     schema: str
 
 
-def recipe_drafts(base: object, models: Sequence[object], method: str) -> tuple[RecipeDraft, ...]:
-    """Return recipes in order of preference. The headers decide which one fits.
+def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
+    """Yield recipes in order of preference. The headers decide which one fits.
 
     Args:
         base: The base, as written in a recipe.
@@ -106,10 +111,6 @@ def recipe_drafts(base: object, models: Sequence[object], method: str) -> tuple[
     Raises:
         InvalidInput: The method does not exist.
     """
-    return tuple(_drafts(base, models, method))
-
-
-def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
     if method:
         chosen_method = find_method(method, "--method")
         plain = _recipe(chosen_method.name, base if chosen_method.base != "ordinary" else None, models)
@@ -117,36 +118,30 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
         return
     if len(models) == 1:
         halfway = _recipe(_first_choice("ordinary").name, None, [base, *models])
-        yield RecipeDraft(halfway, "One fine-tune: halfway between it and its base keeps more of what the base could.")
+        yield RecipeDraft(halfway, "One fine-tune: the mean of it and its base keeps more of the base's skills.")
         yield RecipeDraft(
             {**halfway, "tokenizer": {"source": "union"}},
-            "One fine-tune, halfway to its base. Their tokenizers differ: rows follow their tokens.",
+            "One fine-tune, averaged with its base. The tokenizers differ, so rows are matched by token.",
         )
         return
     first_method = _first_choice("required")
     differences = _recipe(first_method.name, base, models)
-    reason = "what each model learnt is its difference from it"
     reader = next(candidate for candidate in merge_methods().values() if candidate.traits.reads_text)
     method_does = (
         f"# {first_method.name} {first_method.traits.first_draft}.\n"
-        f"# Its scale: mergegate tune. With a text of each model's own, {reader.name} needs none (docs/methods.md)."
+        f"# mergegate tune finds its scale. {reader.name} needs no scale, but a text for each model (docs/methods.md)."
     )
-    yield RecipeDraft(differences, f"All tensors have the base's shapes, so {reason}.\n{method_does}")
+    reason = "so the difference from the base is what each model learned"
+    yield RecipeDraft(differences, f"All tensors have the base's shapes, {reason}.\n{method_does}")
     yield RecipeDraft(
         {**differences, "tokenizer": {"source": "union"}},
-        f"The models have the base's layers, and {reason}.\n{method_does}\n"
-        "# The tokenizers differ: each row follows its token, and no token is lost.",
+        f"The models have the base's layers, {reason}.\n{method_does}\n"
+        "# The tokenizers differ, so rows are matched by token, and all tokens are kept.",
     )
     average = _recipe(_first_choice("ordinary").name, None, models)
-    why = "The models fit each other, but not the base, so they are averaged, each with the same weight."
+    why = "The models fit each other, but not the base, so they are averaged with equal weights."
     yield RecipeDraft(average, why)
-    yield RecipeDraft({**average, "tokenizer": {"source": "union"}}, f"{why} Rows follow their tokens.")
-
-
-def with_template(draft: RecipeDraft) -> RecipeDraft:
-    """Return the draft with a chat template, for models that have one unlike their base."""
-    why = "Chat template: the one that most of the models were tuned with; else the result would get the base's."
-    return RecipeDraft({**draft.recipe, "chat_template": "auto"}, f"{draft.why}\n# {why}")
+    yield RecipeDraft({**average, "tokenizer": {"source": "union"}}, f"{why} Rows are matched by token.")
 
 
 def _first_choice(base: str) -> Method:
@@ -172,15 +167,14 @@ def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[st
     }
 
 
-def commented_recipe(draft: RecipeDraft, dtype: str, schema: str) -> str:
+def commented_recipe(draft: RecipeDraft, schema: str) -> str:
     """Return the recipe as YAML with comments."""
-    body = yaml.safe_dump({**draft.recipe, "dtype": dtype}, sort_keys=False, allow_unicode=True)
     return (
         SCHEMA_LINE.format(schema)
-        + "# What is merged, in mergekit's dialect. 'mergegate methods' lists what else can stand in merge_method.\n"
+        + "# The merge, in mergekit's dialect. 'mergegate methods' lists all values of merge_method.\n"
         + f"# {draft.why}\n"
-        + "# weight: how much of a model's difference counts; density: the share of it that is kept.\n"
-        + body
+        + "# weight: factor of a model's difference; density: share of the difference that is kept.\n"
+        + yaml.safe_dump(dict(draft.recipe), sort_keys=False, allow_unicode=True)
     )
 
 
@@ -205,66 +199,55 @@ def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:
 
 def profile_text(draft: ProfileDraft) -> str:
     """Return the profile as YAML with comments."""
-    return "".join(
-        (
-            SCHEMA_LINE.format(draft.schema),
-            "# How the merge is released. Next: mergegate check, then mergegate run, with this file.\n",
-            f"name: {flow_yaml(draft.name)}\n",
-            f"recipe: {flow_yaml(draft.recipe)}\n",
-            "\n",
-            *_license_lines(draft.license),
-            "\n",
-            *_perplexity_lines(draft),
-            "\n",
-            *_evaluate_lines(draft.guards),
-            "\n# What to try, in this order, when the gate refuses: changes of the recipe, or other recipes.\n",
-            "# remedies:\n#   - {density: 0.3}\n",
-            "\n# Where what passed goes, whole or not at all. Also hub, s3, oci, mlflow: docs/publishing.md\n",
-            f"publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
-        )
-    )
-
-
-def _license_lines(license: LicenseDraft) -> Iterator[str]:
-    yield "checks:\n"
-    yield "  # What the merge is for: commercial or research, public or private. Every parent's licence must allow it\n"
-    yield "".join(f"  #   {_line(name)}: {_line(declared)}\n" for name, declared in license.declared.items())
-    for doubt in license.doubts:
-        yield f"  # doubt: {_line(doubt)}\n"
+    license = draft.license
+    lines = [
+        SCHEMA_LINE.format(draft.schema),
+        "# How the merge is released. Next: mergegate check, then mergegate run, with this file.\n",
+        f"name: {flow_yaml(draft.name)}\n",
+        f"recipe: {flow_yaml(draft.recipe)}\n",
+        "\n",
+        "checks:\n",
+        "  # Use of the merge: commercial or research, public or private. The license of every parent must allow it.\n",
+        *(f"  #   {_line(name)}: {_line(declared)}\n" for name, declared in license.declared.items()),
+        *(f"  # doubt: {_line(doubt)}\n" for doubt in license.doubts),
+    ]
     if license.doubts and not license.accepted:
-        yield "  # A person settles a doubt by its subject: accepted: {SUBJECT: 'who: why'}\n"
+        lines.append("  # To accept a doubt, write its subject: accepted: {SUBJECT: 'who: why'}\n")
     accepted = f", accepted: {flow_yaml(dict(license.accepted))}" if license.accepted else ""
-    yield f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n"
-
-
-def _perplexity_lines(draft: ProfileDraft) -> Iterator[str]:
-    if not draft.documents:
-        yield "# A broken merge is seen in seconds on text that no model was trained on, one document a line:\n"
-        yield "# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n"
-        return
-    yield "# Text that no model was trained on, one document a line (500 and more are good): shows in seconds whether\n"
-    yield "# the merge is broken. More than 5 % above the better parent fails.\n"
-    if draft.is_sample:
-        yield "# These few lines are mergegate's own and only a beginning: name a file of yours.\n"
-    yield f"perplexity: {{documents: {flow_yaml(draft.documents)}, max_increase: 5%}}\n"
-
-
-def _evaluate_lines(guards: Sequence[GuardDraft]) -> Iterator[str]:
-    yield "# What must not be lost: a task of lm-eval by name or a file of yours, the parent that the merge is held\n"
-    yield "# against on the same documents, and how many points it may fall. docs/evaluation.md\n"
-    usable = [guard for guard in guards if not guard.problem]
-    mark = "" if usable else "# "
-    yield f"{mark}evaluate:\n{mark}  tasks:\n"
-    for guard in guards:
-        comment = "# " if guard.problem or mark else ""
-        if guard.problem:
-            yield f"#   left out: {_line(guard.problem)}\n"
-        yield (
-            f"{comment}    - {{task: {flow_yaml(guard.task)}, guarded_by: {flow_yaml(guard.guarded_by)}, max_drop: 3}}"
-            f"   # {_line(guard.why)}\n"
+    lines.append(f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n\n")
+    if draft.documents:
+        lines.append(
+            "# Text that no model was trained on, one document per line (500 or more are good). It shows within\n"
+            "# seconds whether the merge is broken: a perplexity over 5 % above the better parent's fails.\n"
         )
-    if not guards:
-        yield "#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n"
+        if draft.is_sample:
+            lines.append("# These few lines are mergegate's sample. Replace them with a file of your own.\n")
+        lines.append(f"perplexity: {{documents: {flow_yaml(draft.documents)}, max_increase: 5%}}\n")
+    else:
+        lines.append("# A text that no model was trained on shows within seconds whether the merge is broken:\n")
+        lines.append("# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n")
+    lines.append(
+        "\n# Skills to keep: a task (its name in lm-eval, or a file), the parent to compare the merge with on the\n"
+        "# same documents, and the points that it may lose. docs/evaluation.md\n"
+    )
+    mark = "" if any(not guard.problem for guard in draft.guards) else "# "
+    lines.append(f"{mark}evaluate:\n{mark}  tasks:\n")
+    for guard in draft.guards:
+        if guard.problem:
+            lines.append(f"#   left out: {_line(guard.problem)}\n")
+        task, reference = flow_yaml(guard.task), flow_yaml(guard.guarded_by)
+        comment = "# " if guard.problem or mark else ""
+        item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3}}"
+        lines.append(f"{item}   # {_line(guard.why)}\n")
+    if not draft.guards:
+        lines.append("#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n")
+    lines += [
+        "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",
+        "# remedies:\n#   - {density: 0.3}\n",
+        "\n# Target of a release that passes. Other targets: hub, s3, oci, mlflow (docs/publishing.md)\n",
+        f"publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
+    ]
+    return "".join(lines)
 
 
 def _line(text: str) -> str:

@@ -6,21 +6,19 @@ The time of a call is that of its last execution on this machine, or else a roug
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 
 from mergegate.flows.cli.plan import machine_rates
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.flows.preflight import ClearedCandidate, Preflight, TaskExample
 from mergegate.flows.profile import Profile
-from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.parsing import open_buffered
-from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.system import cores_of_process, system_memory
 from mergegate.merge_core.wording import format_duration, format_roughly
 from mergegate.tasks.checkpoints import Model, PinnedRecipe, find_pinned_checkpoints
 from mergegate.tasks.evaluation import (
@@ -55,8 +53,8 @@ from mergegate.tasks.stage import home, nearest, runtime, store
 
 MERGE = "merge"
 _LONG_PROMPT = 500.0  # tokens per document if no example is available
-_BYTES_A_TOKEN = 4.0  # of English text, with current vocabularies
-_LOOKED_AT = 200  # documents of a held-out text whose length is measured
+_BYTES_PER_TOKEN = 4.0  # of English text, with current vocabularies
+_MEASURED_LINES = 200  # documents of a held-out text whose length is measured
 _WEIGHTS = (".safetensors", ".bin")
 
 
@@ -85,41 +83,43 @@ class PlannedRun:
     stages: tuple[PlannedStage, ...]
 
     @property
-    def left(self) -> tuple[PlannedStage, ...]:
+    def open_stages(self) -> tuple[PlannedStage, ...]:
         """Stages that are not cached."""
         return tuple(stage for stage in self.stages if not stage.cached)
 
     @property
     def rough(self) -> bool:
         """Whether any of the time is a rough estimate."""
-        return any(stage.rough for stage in self.left)
+        return any(stage.rough for stage in self.open_stages)
 
     @property
     def seconds(self) -> float | None:
         """Total duration of all open stages. None if any is unknown."""
-        durations = [stage.seconds for stage in self.left if stage.seconds is not None]
-        if len(durations) < len(self.left):
+        durations = [stage.seconds for stage in self.open_stages if stage.seconds is not None]
+        if len(durations) < len(self.open_stages):
             return None
-        starting = STARTING * any(stage.stage != MERGE for stage in self.left)
+        starting = STARTING * any(stage.stage != MERGE for stage in self.open_stages)
         return sum(durations) + (starting + AROUND if self.rough else 0.0)
 
     def time(self) -> str:
-        """Describe the time, for example ``about 3 h, never run here``."""
-        seconds, rough_seconds = self.seconds, sum(stage.seconds or 0.0 for stage in self.left if stage.rough)
+        """Describe the time, for example ``about 3 h, first run here``."""
+        seconds, rough_seconds = self.seconds, sum(stage.seconds or 0.0 for stage in self.open_stages if stage.rough)
         if seconds is None:
-            return "not known yet: no run has made them here"
+            return "unknown, because these stages have not run here yet"
         if not self.rough:
-            return f"about {format_duration(seconds)}, as it took last time"
+            return f"about {format_duration(seconds)}, as in the last run"
         if rough_seconds > seconds / 10:
-            never = "never run here" if all(stage.rough for stage in self.left) else "some of it never run here"
+            never = (
+                "first run here" if all(stage.rough for stage in self.open_stages) else "first run of some stages here"
+            )
             return f"about {format_roughly(seconds)}, {never}"
         return f"about {format_roughly(seconds)}"
 
     def sentence(self) -> str:
         """Describe the cached stages, the open stages and their time."""
-        if not self.left:
-            return f"all {len(self.stages)} stages that cost something are cached; nothing is made anew"
-        head = f"{len(self.left)} of {len(self.stages)} stages that cost something are to be made"
+        if not self.open_stages:
+            return f"all {len(self.stages)} expensive stages are cached, so a run has nothing to do"
+        head = f"{len(self.open_stages)} of {len(self.stages)} expensive stages must run"
         return f"{head}; time: {self.time()}"
 
 
@@ -140,7 +140,14 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
 def _planned_stages(
     profile: Profile, cleared: ClearedCandidate, evidence: Evidence, estimate: _Estimate
 ) -> Iterator[PlannedStage]:
-    last_seconds = _last_times(profile.name)
+    last_seconds: dict[str, float] = {}  # per call of a stage, in its last execution
+    for record in read_history(home() / "reports").records:
+        if record.profile == profile.name:
+            last_seconds |= {
+                stage.name: stage.seconds / (stage.calls - stage.cached)
+                for stage in record.stages
+                if stage.calls > stage.cached
+            }
     parents = find_pinned_checkpoints(cleared.parents, store().hashes)
     by_name = {parent.name: parent for parent in parents}
     is_complete = len(parents) == len(cleared.parents) and not any(parent.adapter for parent in parents)
@@ -202,7 +209,7 @@ class _Estimate:
             if name.endswith(_WEIGHTS) and (parent.directory / name).is_file()
         ]
         try:
-            rates = machine_rates(files, nearest(home()), usable_cores(), runtime().device, None)
+            rates = machine_rates(files, nearest(home()), cores_of_process(), runtime().device, None)
         except MergegateError:  # other checks report a disk that cannot be written
             return None
         return rates if rates and rates.products else None
@@ -230,8 +237,16 @@ class _Estimate:
         windows, text = self._evidence.windows, self._evidence.documents
         if self._rates is None or windows is None or text is None:
             return None
-        documents, size = _length_of(text.path, windows.documents)
-        tokens = size / self._bytes_a_token
+        # Estimate the length of the text from its first lines and its size.
+        with open_buffered(text.path) as file:
+            lines = [len(line) for line in islice(file, _MEASURED_LINES) if line.strip()]
+        mean_bytes = sum(lines) / len(lines) if lines else 1.0
+        documents = text.path.stat().st_size / mean_bytes if lines else 1.0
+        documents = documents if windows.documents is None else min(documents, windows.documents)
+        previews = [example.preview for example in self._examples if example.preview.tokens]
+        sizes = sum(len(preview.prompt.encode()) for preview in previews)
+        bytes_per_token = max(sizes / sum(preview.tokens for preview in previews), 0.5) if sizes else _BYTES_PER_TOKEN
+        tokens = documents * mean_bytes / bytes_per_token
         load = PromptLoad(max(documents, tokens / windows.max_length), tokens, batch=windows.batch_size)
         return evaluation_seconds(self._size, load, self._rates)
 
@@ -242,47 +257,8 @@ class _Estimate:
             return None
         cost = estimate_document_cost(task)
         requests = cost.readings * documents
-        tokens, written = requests * self._tokens_of(task), cost.written * documents
+        tokens_per_prompt = _LONG_PROMPT
+        if preview := next((example.preview for example in self._examples if example.task == task.name), None):
+            tokens_per_prompt = preview.tokens * (1 + len(preview.answer) / max(len(preview.prompt), 1))
+        tokens, written = requests * tokens_per_prompt, cost.written * documents
         return evaluation_seconds(self._size, PromptLoad(requests, tokens, written, scoring.batch_size), self._rates)
-
-    def _tokens_of(self, task: EvalTask) -> float:
-        """Return the tokens of one prompt with its answer."""
-        previews = [example.preview for example in self._examples if example.task == task.name]
-        if not previews:
-            return _LONG_PROMPT
-        first = previews[0]
-        return first.tokens * (1 + len(first.answer) / max(len(first.prompt), 1))
-
-    @property
-    def _bytes_a_token(self) -> float:
-        previews = [example.preview for example in self._examples if example.preview.tokens]
-        size, tokens = (
-            sum(len(preview.prompt.encode()) for preview in previews),
-            sum(preview.tokens for preview in previews),
-        )
-        return max(size / tokens, 0.5) if size else _BYTES_A_TOKEN
-
-
-def _length_of(path: Path, most: int | None) -> tuple[float, float]:
-    """Return the number of documents of a held-out text and their bytes, from its first lines and its size."""
-    with open_buffered(path) as file:
-        lines = [len(line) for line in islice(file, _LOOKED_AT) if line.strip()]
-    if not lines:
-        return 1.0, 1.0
-    size = path.stat().st_size
-    mean_bytes = sum(lines) / len(lines)
-    documents = size / mean_bytes if most is None else min(size / mean_bytes, most)
-    return documents, documents * mean_bytes
-
-
-def _last_times(profile: str) -> Mapping[str, float]:
-    """Return the seconds of the last execution of each stage for the profile, per call."""
-    seconds: dict[str, float] = {}
-    for record in read_history(home() / "reports").records:
-        if record.profile == profile:
-            seconds |= {
-                stage.name: stage.seconds / (stage.calls - stage.cached)
-                for stage in record.stages
-                if stage.calls > stage.cached
-            }
-    return seconds

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.styles import OUTCOME_STYLES
+from mergegate.flows.cli.output import OUTCOME_STYLES
 from mergegate.tasks.report import Row, ScoreTable
 
 _BEST = " *"  # mark of the best parent in plain tables; bold here
@@ -46,8 +46,13 @@ class _Form:
 
 def print_scores(console: Console, drawn: ScoreTable) -> None:
     """Print the final table in the first form that fits. Details of a verdict follow below the table."""
-    rows, notes = _with_notes(drawn.rows)
-    forms = list(_forms(drawn.columns, rows))
+    rows, notes = [], []
+    for row in drawn.rows:
+        word, colon, _ = row.cells[-1].partition(": ")
+        rows.append(Row((*row.cells[:-1], word), row.outcome))
+        if colon:
+            notes.append(f"{row.cells[0]} {row.cells[-1]}")
+    forms = list(_forms(drawn.columns, tuple(rows)))
     form = next((candidate for candidate in forms if candidate.width() <= console.width), forms[-1])
     for line in form.above:
         console.print(Text(line, style="dim"))
@@ -81,17 +86,6 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
                 console.print(Text.assemble("  ", (f"{column:<{label}}", "dim"), "  " if label else "", cell))
 
 
-def _with_notes(rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[str]]:
-    """Return rows with short verdicts, and notes with the rest of the long ones."""
-    short, notes = [], []
-    for row in rows:
-        word, colon, _ = row.cells[-1].partition(": ")
-        short.append(Row((*row.cells[:-1], word), row.outcome))
-        if colon:
-            notes.append(f"{row.cells[0]} {row.cells[-1]}")
-    return tuple(short), notes
-
-
 def _forms(columns: tuple[str, ...], rows: tuple[Row, ...]) -> Iterator[_Form]:
     yield _Form((), columns, rows)
     models, rest = columns[1:-3], columns[-3:]
@@ -104,18 +98,16 @@ def _forms(columns: tuple[str, ...], rows: tuple[Row, ...]) -> Iterator[_Form]:
         above = tuple(f"{letter}  {name}" for name, letter in letters.items())
         yield _Form(above, (columns[0], *lettered, *rest), rows)
         yield _Form(above, (columns[0], *lettered, *rest), rows, two_lines=True)
-    few = tuple(Row((row.cells[0], *_best_and_merge(row.cells[1:-3]), *row.cells[-3:]), row.outcome) for row in rows)
-    note = ("Of the parents the best; the report has all of them.",) if len(models) > 2 else ()
-    pair = ("best parent", models[-1]) if len(models) > 1 else models
+    few, pair = rows, models
+    if len(models) > 1:
+        pair, few = ("best parent", models[-1]), ()
+        for row in rows:
+            *parents, merge = row.cells[1:-3]
+            best = next((cell for cell in parents if cell.endswith(_BEST)), next(filter(None, parents), ""))
+            few = (*few, Row((row.cells[0], best, merge, *row.cells[-3:]), row.outcome))
+    note = ("Only the best parent is shown; the report has all of them.",) if len(models) > 2 else ()
     yield _Form(note, (columns[0], *pair, *rest), few)
     yield _Form(note, (columns[0], *pair, *rest), few, two_lines=True)
-
-
-def _best_and_merge(cells: tuple[str, ...]) -> tuple[str, ...]:
-    if len(cells) < 2:
-        return cells
-    *parents, merge = cells
-    return next((cell for cell in parents if cell.endswith(_BEST)), next(filter(None, parents), "")), merge
 
 
 def _lines(form: _Form) -> Iterator[Text]:
@@ -124,7 +116,9 @@ def _lines(form: _Form) -> Iterator[Text]:
     for row in form.rows:
         if form.two_lines:
             yield Text(row.cells[0])
-        yield _aligned(form, _cells(row))
+        *cells, verdict = row.cells
+        texts = [Text(cell.removesuffix(_BEST), style="bold" if cell.endswith(_BEST) else "") for cell in cells]
+        yield _aligned(form, [*texts, Text(verdict, style=OUTCOME_STYLES[row.outcome])])
 
 
 def _aligned(form: _Form, cells: Sequence[Text]) -> Text:
@@ -137,11 +131,3 @@ def _aligned(form: _Form, cells: Sequence[Text]) -> Text:
         line = line + between + (cell + room if at == 0 else cell if at == last else room + cell)
     line.rstrip()
     return line
-
-
-def _cells(row: Row) -> list[Text]:
-    *cells, verdict = row.cells
-    return [
-        *(Text(cell.removesuffix(_BEST), style="bold" if cell.endswith(_BEST) else "") for cell in cells),
-        Text(verdict, style=OUTCOME_STYLES[row.outcome]),
-    ]

@@ -1,24 +1,26 @@
-"""``mergegate shadow PROFILE`` runs the proxy before two servers, ``mergegate shadow replay FILE`` sends it traffic."""
+"""``mergegate shadow PROFILE`` runs the proxy of a shadow test, ``mergegate shadow replay FILE`` sends it traffic."""
 
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from pathlib import Path
+from typing import Annotated
 
+import typer
+import uvicorn
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
-from mergegate.flows.cli.output import print_answer
-from mergegate.flows.cli.styles import short_path
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.output import print_answer, short_path
+from mergegate.flows.cli.server import require_free_port
 from mergegate.flows.profile import Profile, load_profile
-from mergegate.flows.watching import shadow_settings
+from mergegate.flows.shadow_watch import shadow_settings
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused
 from mergegate.tasks.shadow import (
     FollowedRouting,
     Routing,
-    ShadowSettings,
     read_routing,
     records_url,
     routing_file,
@@ -30,9 +32,29 @@ from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy
 _STOP_S = 5
 # longer than clients keep a connection: the server must not close one before its reuse
 _KEEP_ALIVE_S = 75
+ShadowProfile = Annotated[
+    Path, typer.Argument(parser=local_path, help="Profile with a section 'shadow'.", metavar="PROFILE")
+]
 
 
-def serve_shadow(profile: Path, candidate: str | None, console: Console, *, again: bool = False) -> None:
+def shadow_serve_command(
+    profile: ShadowProfile,
+    candidate: Annotated[
+        str | None, typer.Option(help="Version to test.", show_default="the current release at the target")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Start again, even if the version was promoted, rolled back or killed.")
+    ] = False,
+) -> None:
+    """Run the proxy in front of the parent and the candidate.
+
+    The proxy answers users and records both models (also: mergegate shadow PROFILE).
+    """
+    with command_context(with_state=True) as console:
+        run_proxy(load_profile(profile), candidate, console, again=again)
+
+
+def run_proxy(profile: Profile, candidate: str | None, console: Console, *, again: bool = False) -> None:
     """Answer requests until the process is stopped.
 
     Args:
@@ -43,14 +65,18 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
     Raises:
         InvalidInput: The profile has no section ``shadow``, a key is not set, or the address is in use.
     """
-    import uvicorn
-
-    loaded = load_profile(profile)
-    settings = shadow_settings(loaded)
-    url, file = records_url(loaded.name, settings), routing_file(loaded.name)
+    settings = shadow_settings(profile)
+    url, file = records_url(profile.name, settings), routing_file(profile.name)
     redaction = open_redaction(settings.redact, settings.redactor)
-    routing = _routing(loaded, settings, candidate, file, again)
-    _require_free(*settings.address)
+    previous = read_routing(file)
+    version = candidate or _released_version(profile) or (previous.candidate if previous else "candidate")
+    if previous is not None and previous.candidate == version and not again:
+        routing = previous.model_copy(update={"mode": settings.mode, "share": settings.share})
+    else:
+        routing = Routing(candidate=version, since=time.time(), mode=settings.mode, share=settings.share)
+    write_routing(file, routing)
+    host, port = settings.address
+    require_free_port(host, port, f"shadow.listen: {host}:{port}")
     recorder = Recorder(
         lambda: open_records(url),
         redaction,
@@ -59,14 +85,19 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
         retention_days=settings.retention_days,
     )
     proxy = ShadowProxy(settings, FollowedRouting(file, routing), recorder)
-    host, port = settings.address
     console.print(
-        f"{loaded.name}: {routing.candidate} is watched ({routing.mode}, {routing.share:.0%})"
+        f"{profile.name}: testing {routing.candidate} ({routing.mode}, {routing.share:.0%})"
         if routing.watching
-        else f"{loaded.name}: {routing.candidate} is {routing.serving}: {routing.why}"
+        else f"{profile.name}: {routing.candidate} is {routing.serving}: {routing.why}"
     )
     console.print(f"  parent     {settings.parent.url}\n  candidate  {settings.candidate.url}")
-    console.print(f"  records    {_where(url)}{_reachable(url)}")
+    database = short_path(Path(url.removeprefix("sqlite:///"))) if url.startswith("sqlite") else url
+    problem = ""  # the proxy keeps answering without a database
+    try:
+        open_records(url).close()
+    except (SQLAlchemyError, OSError) as error:
+        problem = f"  (not available now: {type(error).__name__}; requests that are not recorded are counted)"
+    console.print(f"  records    {database}{problem}")
     console.print(f"  listening  http://{settings.listen}/v1   status: http://{settings.listen}/shadow/status")
     # a server that stops midway is recorded, so it needs no traceback
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -83,77 +114,38 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
     )
 
 
-def replay_file(
-    file: Path,
-    to: str,
-    console: Console,
-    as_json: bool,
-    *,
-    model: str,
-    header: str,
-    rate: float,
-    at_once: int,
-    rounds: int,
-    stream: bool,
-) -> None:
-    """Send the requests of a file to a proxy, and print the responses."""
-    if not file.is_file():
-        raise InvalidInput(str(file), found="no such file", expected="jsonl of requests or prompts")
-    traffic = read_traffic(file, model)
-    done = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, at_once, rounds, stream))
-    counts = ", ".join(f"{count} with {response}" for response, count in sorted(done.statuses.items()))
-    message = f"{done.request_count} requests in {done.seconds:.1f} s: {counts}"
-    if as_json:
-        print_answer(
-            "replayed", message, {"sent": done.request_count, "statuses": dict(done.statuses), "seconds": done.seconds}
-        )
-    else:
-        console.print(message)
-
-
-def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, file: Path, again: bool) -> Routing:
-    """Return the routing from now on: unchanged, or that of a new candidate."""
-    previous = read_routing(file)
-    version = candidate or _released(profile) or (previous.candidate if previous else "candidate")
-    settings_now = {"mode": settings.mode, "share": settings.share}
-    if previous is not None and previous.candidate == version and not again:
-        routing = previous.model_copy(update=settings_now)
-    else:
-        routing = Routing(candidate=version, since=time.time(), mode=settings.mode, share=settings.share)
-    write_routing(file, routing)
-    return routing
-
-
-def _released(profile: Profile) -> str | None:
+def _released_version(profile: Profile) -> str | None:
     """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
     try:
-        current = profile.publish.current(profile.root) if profile.publish else None
+        current = profile.publish.current_release(profile.root) if profile.publish else None
     except (Refused, CannotDecide):
         return None
     return current.name if current else None
 
 
-def _where(url: str) -> str:
-    return short_path(Path(url.removeprefix("sqlite:///"))) if url.startswith("sqlite") else url
-
-
-def _reachable(url: str) -> str:
-    """Return why records are lost for now, or an empty string. The proxy keeps answering without a database."""
-    try:
-        open_records(url).close()
-    except (SQLAlchemyError, OSError) as error:
-        return f"  (not reachable now: {type(error).__name__}; what is not recorded is counted)"
-    return ""
-
-
-def _require_free(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise InvalidInput(
-                f"shadow.listen: {host}:{port}",
-                found=(error.strerror or "cannot be had").lower(),
-                expected="an address of this machine that nobody listens on",
-            ) from None
+def shadow_replay_command(
+    file: Annotated[
+        Path, typer.Argument(parser=local_path, help="Requests, conversations or prompts, one JSON object per line.")
+    ],
+    to: Annotated[str, typer.Option(metavar="URL", help="URL of the proxy.")] = "http://127.0.0.1:8100",
+    model: Annotated[str, typer.Option(help="Model of requests that do not name one.")] = "model",
+    header: Annotated[str, typer.Option(help="Header that names a session.")] = "x-session-id",
+    rate: Annotated[float, typer.Option(min=0.001, help="Number of users that start per second.")] = 10.0,
+    at_once: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of repetitions, each with new users.")] = 1,
+    stream: Annotated[bool, typer.Option("--stream", help="Request streamed responses.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Send the requests of a file to the proxy, as users would."""
+    with command_context(as_json, with_state=True) as console:
+        if not file.is_file():
+            raise InvalidInput(str(file), found="no such file", expected="requests or prompts, as JSON lines")
+        traffic = read_traffic(file, model)
+        result = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, at_once, rounds, stream))
+        counts = ", ".join(f"{count} with {response}" for response, count in sorted(result.statuses.items()))
+        message = f"{result.request_count} requests in {result.seconds:.1f} s: {counts}"
+        if as_json:
+            facts = {"sent": result.request_count, "statuses": dict(result.statuses), "seconds": result.seconds}
+            print_answer("replayed", message, facts)
+        else:
+            console.print(message)

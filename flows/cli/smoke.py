@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -27,74 +30,71 @@ from mergegate.tasks.store import digest
 _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": ("·", "dim")}
 
 
-def smoke_target(
-    target: str,
-    console: Console,
-    as_json: bool,
-    *,
-    profile: Path | None,
-    checkpoint: Path | None,
-    model: str | None,
-    key: str,
-) -> int:
-    """Smoke-test ``target``, print the results, and return the exit code: 0 passed, 3 refused.
+def smoke_command(
+    target: Annotated[str, typer.Argument(help="Checkpoint, or URL of a running server.")],
+    profile: Annotated[
+        Path | None,
+        typer.Option(parser=local_path, help="Profile whose section 'serve' applies. Default: no settings."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(parser=local_path, help="For a URL: checkpoint that the server should serve.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="For a URL: name of the model on the server.")] = None,
+    key_from: Annotated[
+        str | None, typer.Option(help="For a URL: environment variable with the server's API key.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a checkpoint, send test requests, and print the results of all checks.
 
-    Args:
-        target: Checkpoint (directory, or ``org/name`` on the Hub), or the URL of a server.
-        profile: Profile whose section ``serve`` applies. Default: an empty section.
-        checkpoint: For a URL: checkpoint that the server should serve.
-        model: For a URL: name of the model on the server.
-        key: For a URL: bearer token.
-
-    Raises:
-        InvalidInput: The target is neither, or options do not apply to it.
-        Refused: The server cannot run on this machine.
+    For a URL, mergegate sends the requests to that server. The exit code is 3 if a check fails.
     """
-    loaded = load_profile(profile) if profile else None
-    settings = (loaded.serve if loaded else None) or ServeSettings()
-    root = loaded.root if loaded else Path()
-    is_url = target.startswith(("http://", "https://"))
-    if not is_url and (checkpoint or model):
-        option = "--checkpoint" if checkpoint else "--model"
-        raise InvalidInput(option, found="given with a checkpoint", expected="a URL", remedy=f"leave {option} out")
-    log: Path | None = None
-    with console.status("reading headers") as status:
+    with command_context(as_json, with_state=True) as console:
+        loaded = load_profile(profile) if profile else None
+        settings = (loaded.serve if loaded else None) or ServeSettings()
+        is_url = target.startswith(("http://", "https://"))
+        if not is_url and (checkpoint or model):
+            option = "--checkpoint" if checkpoint else "--model"
+            raise InvalidInput(
+                option, found="this option needs the URL of a server", expected="a URL", remedy=f"omit {option}"
+            )
+        log: Path | None = None
+        with console.status("reading headers") as status:
 
-        def show(done: int, doing: str) -> None:
-            status.update(f"{done} of {STEPS}: {doing}")
+            def show(done: int, step: str) -> None:
+                status.update(f"{done} of {STEPS}: {step}")
 
-        if is_url:
-            verdict = smoke_url(
-                target,
-                settings,
-                model=model,
-                checkpoint=_local(str(checkpoint)) if checkpoint else None,
-                device=device_kind(),
-                key=key,
-                on_progress=show,
+            if is_url:
+                verdict = smoke_url(
+                    target,
+                    settings,
+                    model=model,
+                    checkpoint=_pinned(str(checkpoint))[0] if checkpoint else None,
+                    device=device_kind(),
+                    key=os.environ.get(key_from, "") if key_from else "",
+                    on_progress=show,
+                )
+            else:
+                # A missing server is reported before a checkpoint is downloaded.
+                server = find_server(settings, loaded.root if loaded else Path())
+                served, adapted = _pinned(target)
+                log = home() / "logs" / f"smoke-{served.directory.name}.log"
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.unlink(missing_ok=True)  # log of an earlier run
+                verdict = smoke_checkpoint(
+                    served, settings, server, device=device_kind(), log=log, adapted=adapted, on_progress=show
+                )
+        if as_json:
+            print_answer(
+                str(verdict.outcome) if hasattr(verdict, "outcome") else "asked",
+                verdict.summary(),
+                verdict.model_dump(mode="json"),
             )
         else:
-            server = find_server(settings, root)  # a missing server is reported before a checkpoint is downloaded
-            served, adapted = _pinned(target)
-            log = home() / "logs" / f"smoke-{served.directory.name}.log"
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.unlink(missing_ok=True)  # log of an earlier run
-            verdict = smoke_checkpoint(
-                served, settings, server, device=device_kind(), log=log, adapted=adapted, on_progress=show
-            )
-    if as_json:
-        print_answer(
-            str(verdict.outcome) if hasattr(verdict, "outcome") else "asked",
-            verdict.summary(),
-            verdict.model_dump(mode="json"),
-        )
-    else:
-        _print(verdict, console, log if log and log.exists() else None)
-    return 3 if verdict.refuses() else 0
-
-
-def _local(reference: str) -> Model:
-    return _pinned(reference)[0]
+            _print_verdict(verdict, console)
+            if verdict.refuses() and log and log.exists():
+                console.print(Text("  log      ", "dim"), Text(os.path.relpath(log)), sep="")
+        raise typer.Exit(3 if verdict.refuses() else 0)
 
 
 def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
@@ -109,25 +109,27 @@ def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
     return Model(name=checkpoint.name, digest=digest(str(checkpoint.directory)), directory=checkpoint.directory), None
 
 
-def _print(verdict: ServeVerdict, console: Console, log: Path | None) -> None:
+def _print_verdict(verdict: ServeVerdict, console: Console) -> None:
     """Print the checks, the serving costs, and the verdict with remedies."""
-    checks = _table("", "check", "seen", "right is")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("", "check", "result", "expected"):
+        table.add_column(column, overflow="fold")
     for check in verdict.checks:
         mark, style = _MARKS[check.outcome]
-        seen = f"{check.where}: {check.seen}" if check.where else check.seen
+        result = f"{check.where}: {check.seen}" if check.where else check.seen
         if check.outcome == "not offered":
-            seen = f"not offered: {seen}"
-        checks.add_row(
-            Text(mark, style), Text(check.name, style, no_wrap=True), Text(seen), Text(check.expected, "dim")
+            result = f"not offered: {result}"
+        table.add_row(
+            Text(mark, style), Text(check.name, style, no_wrap=True), Text(result), Text(check.expected, "dim")
         )
-    console.print(checks)
+    console.print(table)
     console.print()
     if quantities := verdict.measured.quantities():
         numbers = Table.grid(padding=(0, 2, 0, 0))
         for name, value in quantities:
             numbers.add_row(Text(f"   {name}", "dim"), Text(value))
         console.print(numbers)
-        how = "; one request at a time, the quickest of three" if verdict.measured.throughput else ""
+        how = "; one request at a time, the fastest of three" if verdict.measured.throughput else ""
         console.print(Text(f"   {verdict.measured.occasion}{how}", "dim"))
         console.print()
     line = f"{verdict.model} on {verdict.server}: {'refused, ' if verdict.refuses() else ''}{verdict.count()}"
@@ -135,12 +137,3 @@ def _print(verdict: ServeVerdict, console: Console, log: Path | None) -> None:
     for check in verdict.failures:
         if check.remedy:
             console.print(Text(f"  {check.name}: {check.remedy}"))
-    if verdict.refuses() and log:
-        console.print(Text("  log      ", "dim"), Text(os.path.relpath(log)), sep="")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

@@ -1,24 +1,96 @@
-"""``mergegate sweep``: choose the profile to sweep, also from mergekit-evolve's YAML, and serve the dashboard."""
+"""``mergegate sweep`` and ``mergegate tune``: search the free values of a recipe, also from mergekit-evolve's YAML."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
+from mergegate.flows.candidates import TuningSize
+from mergegate.flows.cli.command import JsonOption, VerboseOption, command_context, local_path
+from mergegate.flows.cli.run import RunView, load_for_flow, run_flow
+from mergegate.flows.cli.run_summary import print_outcome
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.stage import home
 from mergegate.tasks.sweep import convert_evolve_file, count_layers, serve_dashboard
 
-PORT = 8080
+_DASHBOARD_PORT = 8080
 
 
-def swept_profile(file: Path, console: Console) -> Path | Profile:
+def sweep_command(
+    profile: Annotated[
+        Path, typer.Argument(parser=local_path, help="Profile with a section 'sweep', or mergekit-evolve's YAML.")
+    ],
+    release: Annotated[
+        bool, typer.Option("--release/--no-release", help="Release a confirmed winner, or only save its recipe.")
+    ] = True,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve Optuna's dashboard of the search on this machine.")
+    ] = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the free values of a recipe, confirm the winner, and release it.
+
+    The winner is confirmed on documents that no trial saw.
+    """
+    with command_context(as_json, with_state=True) as console:
+        from mergegate.flows.sweep import sweep as sweep_flow
+
+        profile_to_sweep = convert_evolve(profile, console)
+        loaded = load_for_flow(profile_to_sweep, "sweep")
+        view, server = None, None
+        if dashboard:
+            # Without a location in the profile, the study is next to the scored trials.
+            view = loaded.sweep_view() or str(home() / "sweeps" / f"{loaded.name}.optuna")
+            console.print(Text(f"dashboard: http://127.0.0.1:{_DASHBOARD_PORT}"))
+            server = threading.Thread(target=serve_dashboard, args=(view, _DASHBOARD_PORT), daemon=True)
+            server.start()
+        flow = partial(sweep_flow, profile_to_sweep, release=release, view=view, return_state=True)
+        outcome = run_flow(flow, RunView(loaded.headline(), profile, verbose=verbose), console)
+        print_outcome(console, outcome, as_json)
+        if server is not None:
+            console.print(Text("the dashboard is still running; press Ctrl-C to stop it", style="dim"))
+            server.join()
+        raise typer.Exit(outcome.exit_code)
+
+
+def tune_command(
+    profile: Annotated[
+        Path, typer.Argument(parser=local_path, help="Profile with tasks, and a recipe with a 'lambda'.")
+    ],
+    trials: Annotated[int, typer.Option(min=2, help="Number of scales to try.")] = 16,
+    search: Annotated[int, typer.Option(min=10, help="Documents of each task for the search.")] = 50,
+    confirmation: Annotated[int, typer.Option(min=20, help="Documents of each task to confirm the best scale.")] = 100,
+    release: Annotated[
+        bool, typer.Option("--release/--no-release", help="Release the merge with a confirmed scale.")
+    ] = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the scale at which a merge is most certain of its answers, without labels.
+
+    The scale is the recipe's 'lambda'.
+    """
+    with command_context(as_json, with_state=True) as console:
+        from mergegate.flows.sweep import sweep as sweep_flow
+
+        loaded = load_for_flow(profile, "sweep").tuned(TuningSize(trials, search, confirmation))
+        flow = partial(sweep_flow, loaded, release=release, return_state=True)
+        outcome = run_flow(flow, RunView(loaded.headline(), profile, verbose=verbose), console)
+        print_outcome(console, outcome, as_json)
+        raise typer.Exit(outcome.exit_code)
+
+
+def convert_evolve(file: Path, console: Console) -> Path | Profile:
     """Return the argument of the sweep flow.
 
     For a profile, this is its path, as Prefect stores it. mergekit-evolve's YAML is converted to an equivalent profile,
@@ -31,37 +103,15 @@ def swept_profile(file: Path, console: Console) -> Path | Profile:
     if len(documents) != 1 or not isinstance(documents[0], Mapping) or "genome" not in documents[0]:
         return file
     content = documents[0]
-    converted = convert_evolve_file(content, file.stem, str(file), _layers(content, file.parent))
-    console.print(Text(f"{file}: taken from mergekit-evolve; without"), style="bold")
-    for lost in converted.unsupported:
-        console.print(Text(f"  {lost.setting}: {lost.reason}", style="dim"))
-    return parse_profile({"root": file.absolute().parent, **converted.profile}, str(file))
-
-
-def view_of(profile: Profile) -> str:
-    """Return the location of the study for the dashboard: that of the profile, or else next to the scored trials."""
-    return profile.sweep_view() or str(home() / "sweeps" / f"{profile.name}.optuna")
-
-
-def look_on(view: str, console: Console) -> Callable[[], None]:
-    """Serve Optuna's dashboard during the sweep, and return a function that waits until the user ends it."""
-    console.print(Text(f"dashboard: http://127.0.0.1:{PORT}"))
-    server = threading.Thread(target=serve_dashboard, args=(view, PORT), daemon=True)
-    server.start()
-
-    def wait() -> None:
-        console.print(Text("the dashboard is still there; Ctrl-C ends it", style="dim"))
-        server.join()
-
-    return wait
-
-
-def _layers(content: Mapping[str, object], directory: Path) -> int | None:
-    """Return the layer count of the first model. None if it is not local: then all layers share one value."""
-    genome = content.get("genome")
+    genome = content["genome"]
     models = genome.get("models") if isinstance(genome, Mapping) else None
     first = models[0] if isinstance(models, list) and models else None
     name = first.get("model") if isinstance(first, Mapping) else first
-    if not isinstance(name, str) or not (directory / name).is_dir():
-        return None
-    return count_layers(open_checkpoint(directory / name).tensors)
+    layers = None  # all layers of a model that is not local share one value
+    if isinstance(name, str) and (file.parent / name).is_dir():
+        layers = count_layers(open_checkpoint(file.parent / name).tensors)
+    converted = convert_evolve_file(content, file.stem, str(file), layers)
+    console.print(Text(f"{file}: converted from mergekit-evolve, without these settings"), style="bold")
+    for dropped in converted.unsupported:
+        console.print(Text(f"  {dropped.setting}: {dropped.reason}", style="dim"))
+    return parse_profile({"root": file.absolute().parent, **converted.profile}, str(file))

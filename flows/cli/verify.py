@@ -5,72 +5,90 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
-from rich.console import Console
+import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
 from mergegate.flows.cli.output import print_answer
-from mergegate.tasks.publish.releases import VerifiedRelease, check_release
+from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
-_SIGNED = {
+_SIGNATURES = {
     "valid": "the signature is valid",
-    "not checked": "it is signed; name the public key with --key to check by whom",
+    "not checked": "it is signed; pass the public key with --key to check the signature",
     "none": "it is not signed",
 }
 
 
-def verify_release(release: str, key: Path | None, console: Console, as_json: bool) -> None:
+def verify_command(
+    release: ReleaseArgument,
+    key: Annotated[
+        Path | None, typer.Option(parser=local_path, help="Public key (EC P-256, PEM) that must have signed it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Verify a release against its own claims.
 
-    Raises:
-        InvalidInput: The input is not a release or not a key.
-        Refused: Any part does not match.
+    This checks every byte, the provenance, the model card and the signature.
     """
-    verified = check_release(find_release(release), key)
-    if as_json:
-        print_answer("verified", f"{release} is as it was published", _plain(verified))
-        return
-    console.print(f"{verified.where}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
-    if verified.version:
-        console.print(f"  its version {verified.version} is its content")
-    else:
-        console.print("  its name is not its content: compared with itself only")
-    console.print(f"  {_SIGNED[verified.signed]}")
+    with command_context(as_json) as console:
+        verified = check_release(find_release(release), key)
+        if as_json:
+            print_answer("verified", f"{release} is as it was published", _plain(verified))
+            return
+        console.print(f"{verified.reference}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
+        if verified.version:
+            console.print(f"  its content matches its version {verified.version}")
+        else:
+            console.print("  its name is not a digest, so it is compared only with its own records")
+        console.print(f"  {_SIGNATURES[verified.signed]}")
 
 
-def reproduce_release(release: str, parents: Path | None, device: str, console: Console, as_json: bool) -> None:
-    """Verify a release, rebuild its weights in a temporary directory, and compare them.
+def reproduce_command(
+    release: ReleaseArgument,
+    parents: Annotated[
+        Path | None,
+        typer.Option(
+            parser=local_path,
+            help="Directory that relative paths of the recipe are relative to. Default: mergegate searches for it.",
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Device of the merge: auto (that of the release), cpu, cuda or cuda:N.")
+    ] = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Rebuild the weights of a release, and compare them byte by byte.
 
-    Raises:
-        InvalidInput: The input is not a release, or a parent cannot be found.
-        Refused: Any part does not match, or the rebuilt weights differ.
+    mergegate verifies the release first, and merges its parents by its recipe.
     """
-    from mergegate.tasks.publish.releases import rebuild_release
-    from mergegate.tasks.stage import store
+    with command_context(as_json, with_state=True) as console:
+        from mergegate.tasks.publish.releases import rebuild_release
 
-    published = find_release(release)
-    verified = check_release(published)
-    columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with TemporaryDirectory(prefix="mergegate-reproduce-") as directory, Progress(*columns, console=console) as bar:
-        job = bar.add_task("merge", total=None)
-        rebuilt = rebuild_release(
-            published,
-            verified,
-            Path(directory) / "merged",
-            store().hashes,
-            directory=parents,
-            device=device,
-            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-        )
-    if as_json:
-        print_answer("reproduced", f"{release} was made again to the byte", asdict(rebuilt))
-        return
-    how = f"made again in {rebuilt.seconds:.1f} s on {rebuilt.device}"
-    console.print(f"{rebuilt.where}: {how}; {len(rebuilt.files)} files, all equal to the byte")
-    for name in rebuilt.files:
-        console.print(f"  = {name}")
+        published = find_release(release)
+        verified = check_release(published)
+        columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with TemporaryDirectory(prefix="mergegate-reproduce-") as scratch, Progress(*columns, console=console) as bar:
+            job = bar.add_task("merge", total=None)
+            rebuilt = rebuild_release(
+                published,
+                verified,
+                Path(scratch) / "merged",
+                directory=parents,
+                device=device,
+                on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+            )
+        if as_json:
+            print_answer("reproduced", f"the rebuilt weights of {release} are identical", _plain(rebuilt))
+            return
+        how = f"rebuilt in {rebuilt.seconds:.1f} s on {rebuilt.device}"
+        console.print(f"{rebuilt.reference}: {how}; {len(rebuilt.files)} files, all identical")
+        for name in rebuilt.files:
+            console.print(f"  = {name}")
 
 
-def _plain(verified: VerifiedRelease) -> dict[str, object]:
-    return {name: value for name, value in asdict(verified).items() if name != "statement"}
+def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
+    fields = asdict(result)
+    return {"where": fields.pop("reference")} | {name: value for name, value in fields.items() if name != "statement"}

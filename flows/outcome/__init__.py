@@ -7,37 +7,24 @@ The command line, ``--json`` and Prefect's pages all use the same frozen value::
 """
 
 from mergegate.flows.outcome.archive import record_refused_run
-from mergegate.flows.outcome.content import public_names, report_content, sweep_report
-from mergegate.flows.outcome.dry_pass import run_dry_pass
-from mergegate.flows.outcome.ending import (
-    RunOutcome,
-    already_released_outcome,
-    reported_outcome,
-    stopped_outcome,
-    store_shadow_page,
-    store_sweep_page,
-)
-from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, publish_artifact, within_limits
+from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
+from mergegate.flows.outcome.report_content import public_names, report_content, sweep_report
 from mergegate.flows.outcome.run_names import name_run, profile_name, run_name
-from mergegate.flows.outcome.shadow_report import shadow_report
+from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, store_shadow_page, store_sweep_page
 
 __all__ = [
     "RunOutcome",
     "StoppedRun",
-    "already_released_outcome",
     "conclude_flow",
     "flow_outcome",
     "name_run",
     "profile_name",
     "public_names",
-    "publish_artifact",
     "record_refused_run",
     "report_content",
     "reported_outcome",
     "run_dry_pass",
     "run_name",
-    "shadow_report",
-    "stopped_outcome",
     "store_shadow_page",
     "store_sweep_page",
     "sweep_report",

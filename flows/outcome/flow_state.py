@@ -19,27 +19,32 @@ would print it, because the state and its reason are already in the log.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mergegate.flows.outcome.archive import RunClock, keep_outcome, running_flow
-from mergegate.flows.outcome.ending import RunOutcome, stopped_outcome
-from mergegate.flows.outcome.markdown import prefect_page
+from mergegate.flows.outcome.archive import archive_outcome, prefect_page, running_flow
+from mergegate.flows.outcome.run_outcome import RunOutcome, stopped_outcome
 from mergegate.flows.prefect_api import find_replacement_run
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import INTERRUPTED, MergegateError, state_name
 from mergegate.merge_core.files import disk_errors_refused
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.stage import (
+    DeferredProgress,
     LostArtifact,
     ProgressLog,
+    WorkRequired,
     announce,
+    dry_pass,
     home,
     keep_quota,
     limited,
     log_shared_store_savings,
+    progress_watcher,
     record_run,
     recorded_stages,
+    relay_progress,
     store_quota,
 )
 from mergegate.tasks.telemetry import json_log
@@ -54,7 +59,7 @@ class StoppedRun(Exception):
     """Outcome of a run that did not succeed, as an exception for Prefect's state. It does not indicate a defect."""
 
     def __init__(self, outcome: RunOutcome) -> None:
-        super().__init__(outcome.in_words)
+        super().__init__(outcome.text_with_proposal)
         self.outcome = outcome
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -78,8 +83,8 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
     from prefect.states import Cancelled, Completed, Failed
 
     if replacement := find_replacement_run():
-        return Cancelled(message=f"made up for by {replacement}, which began after this run was due")
-    clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
+        return Cancelled(message=f"run {replacement} replaces this run, because it started after this one was due")
+    began, watcher = time.monotonic(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
     context = {"run": run, "flow": flow, "profile": name}
@@ -94,24 +99,58 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
         except Exception as failure:
             kind, text = type(failure).__name__, " ".join(str(failure).split())
             outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {text}".rstrip(": "))
-            archived = keep_outcome(outcome, name, clock, recorder.stages)
+            archived = archive_outcome(outcome, name, began, recorder.stages)
             if archived.report is not None:
                 failure.add_note(f"report: {archived.report}")
             publish_artifact(archived, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
-        outcome = keep_outcome(outcome, name, clock, recorder.stages)
+        outcome = archive_outcome(outcome, name, began, recorder.stages)
         level = "warning" if outcome.exit_code else "info"
-        say("run ended", level=level, status=outcome.status, message=outcome.in_words, seconds=clock.seconds())
+        seconds = time.monotonic() - began
+        say("run ended", level=level, status=outcome.status, message=outcome.text_with_proposal, seconds=seconds)
     publish_artifact(outcome, name)
     state = state_name(outcome.status)
     if outcome.exit_code:
-        _hide_refusal_tracebacks()
+        for logger in ("prefect.flow_runs", "prefect.engine"):
+            logging.getLogger(logger).addFilter(_stopped_run_filter)  # ignores a filter that is already attached
         if outcome.status == "interrupted":
-            return Cancelled(name=state, message=outcome.message, data=StoppedRun(outcome))
-        return Failed(name=state, message=outcome.in_words, data=StoppedRun(outcome))
-    return Completed(name=state, message=outcome.message, data=outcome)
+            return Cancelled(name=state, message=outcome.text, data=StoppedRun(outcome))
+        return Failed(name=state, message=outcome.text_with_proposal, data=StoppedRun(outcome))
+    return Completed(name=state, message=outcome.text, data=outcome)
+
+
+def run_dry_pass(
+    make: Callable[[], RunOutcome], flow: str, name: str, overrides: Sequence[str] = ()
+) -> RunOutcome | None:
+    """Return the outcome of ``make`` if everything is cached, or None if work remains or the dry pass cannot finish.
+
+    A dry pass runs the flow's own code on the same inputs, without Prefect's API and against the cache only
+    (``tasks.stage.dry_pass``). If it finishes, the run is over and archived like any other run. If it does not finish,
+    the real run starts and reports the reason.
+
+    Args:
+        make: The story of the flow. Progress watchers receive its stages after it has finished.
+        flow: Name of the flow.
+        name: Name of the profile.
+        overrides: Profile settings that the run overrides. They are recorded with the outcome.
+    """
+    began, deferred = time.monotonic(), DeferredProgress()
+    try:
+        store_quota()  # the real run reports an invalid setting
+        with progress_watcher(deferred), dry_pass():
+            outcome = make()
+    except (Exception, WorkRequired) as reason:
+        detail("the dry pass found work to do: %s", " ".join(str(reason).split()))
+        return None
+    with json_log({"flow": flow, "profile": name}, DeferredProgress) as say:
+        relay_progress(deferred.stages)
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
+        outcome = archive_outcome(outcome, name, began, deferred.stages, flow)
+        seconds = time.monotonic() - began
+        say("run ended", status=outcome.status, message=outcome.text_with_proposal, seconds=seconds)
+    return outcome
 
 
 def within_limits(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutcome:
@@ -140,7 +179,11 @@ def _run_recorded(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
     store_quota()  # reports an invalid setting before any work
     with log_shared_store_savings(), record_run(name) as run:
         try:
-            outcome = _retry_if_lost(make)
+            try:
+                outcome = make()
+            except LostArtifact as lost:  # it was removed from the store between two stages
+                announce(f"{lost.where}: it was removed from the store; the run starts again and rebuilds it")
+                outcome = make()
         except MergegateError as error:
             outcome = stopped_outcome(error)
         if run is not None:
@@ -149,15 +192,6 @@ def _run_recorded(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
             run.end(outcome.status, judged=judged)
             keep_quota()
     return outcome
-
-
-def _retry_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
-    """Run ``make`` again if an artifact was removed from the store between two stages."""
-    try:
-        return make()
-    except LostArtifact as lost:
-        announce(f"{lost.where}: gone from the store; the run begins again and makes what is missing")
-        return make()
 
 
 def publish_artifact(outcome: RunOutcome, name: str) -> None:
@@ -171,7 +205,7 @@ def publish_artifact(outcome: RunOutcome, name: str) -> None:
     try:
         create_markdown_artifact(prefect_page(outcome, name), key=key, description=outcome.message.splitlines()[0])
     except Exception as failure:
-        _log.warning("Prefect's page about this run was not written: %s", failure)
+        _log.warning("Prefect's page about this run could not be written: %s", failure)
 
 
 class _StoppedRunFilter(logging.Filter):
@@ -182,8 +216,3 @@ class _StoppedRunFilter(logging.Filter):
 
 
 _stopped_run_filter = _StoppedRunFilter()
-
-
-def _hide_refusal_tracebacks() -> None:
-    for logger in ("prefect.flow_runs", "prefect.engine"):
-        logging.getLogger(logger).addFilter(_stopped_run_filter)  # addFilter ignores a filter that is already attached

@@ -43,8 +43,8 @@ def name_run() -> str:
 def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
     """Return the name of a run of ``flow`` with these parameters on that day."""
     if "candidate" in parameters:
-        sides = (_last_part(str(parameters[side])) for side in ("candidate", "reference"))
-        return f"{' against '.join(sides)} · {day}"
+        sides = (str(parameters[side]) for side in ("candidate", "reference"))
+        return f"{' against '.join(_cut(shown(Path(side).name or side)) for side in sides)} · {day}"
     profile = parameters.get("profile")
     if not isinstance(profile, Profile | Path | str):
         return f"{flow} · {day}"
@@ -61,10 +61,6 @@ def _method(profile: Profile | Path | str) -> str:
         return candidate.recipe.summary().partition(" over ")[0]
     except Exception:  # the flow reports the error
         return ""
-
-
-def _last_part(reference: str) -> str:
-    return _cut(shown(Path(reference).name or reference))
 
 
 def _cut(text: str) -> str:

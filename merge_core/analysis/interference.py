@@ -35,10 +35,11 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, numbers
-from mergegate.merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
+from mergegate.merge_core.engine import BufferPool, JobInputs, read_ahead
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import StoredBlock
 from mergegate.merge_core.plan import Input, OutputTensor, TensorJob
+from mergegate.merge_core.system import cores_of_process
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -272,7 +273,7 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
             return tally(block.stored(), vectors)
 
     sums: list[list[Tally]] = [[] for _ in jobs]
-    threads = min(_THREADS, usable_cores() + 1)
+    threads = min(_THREADS, cores_of_process() + 1)
     waiting: deque[tuple[int, Future[Tally]]] = deque()
     with _open_files(jobs) as files, ThreadPoolExecutor(threads) as executor:
         try:

@@ -1,13 +1,12 @@
 """Execute a plan: read, fold, map and write many tensors in parallel, resumably, with any number of processes."""
 
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
-from mergegate.merge_core.engine.devices import has_cuda_driver
+from mergegate.merge_core.engine.devices import EngineSettings, has_cuda_driver
 from mergegate.merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
 from mergegate.merge_core.engine.execution import HELD_BYTES, RETAINED_BYTES
 from mergegate.merge_core.engine.finite import count_non_finite
 from mergegate.merge_core.engine.in_memory import merge_tensors
-from mergegate.merge_core.engine.settings import EngineSettings, usable_cores
-from mergegate.merge_core.engine.transplant import Transplant, transplant_tokenizer
+from mergegate.merge_core.engine.transplant import Transplant, TransplantSettings, transplant_tokenizer
 from mergegate.merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "JobInputs",
     "MergeRecord",
     "Transplant",
+    "TransplantSettings",
     "count_non_finite",
     "has_cuda_driver",
     "merge_tensors",
@@ -26,5 +26,4 @@ __all__ = [
     "read_ahead",
     "start_or_resume",
     "transplant_tokenizer",
-    "usable_cores",
 ]

@@ -10,6 +10,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,23 +166,18 @@ class JobInputs:
         for size in sizes:
             rows.append(buffer[position : position + length * size])
             position += _aligned(length * size)
-        non_finite = self._read(rows, start, check_finite, fused)
-        return LoadedBlock(self, buffer, rows, start, length, self._pool, non_finite)
-
-    def _read(self, rows: list[Bytes], start: int, check_finite: bool, fused: bool) -> NDArray[np.int64]:
-        """Fill ``rows``. Return the number of non-finite elements that each input itself has, or 0 if not checked."""
-        counts = np.zeros(len(rows), np.int64)
-        for index, (dtype, row_map, row) in enumerate(zip(self.dtypes, self._row_maps, rows, strict=True)):
+        non_finite = np.zeros(len(rows), np.int64)
+        for number, (dtype, row_map, row) in enumerate(zip(self.dtypes, self._row_maps, rows, strict=True)):
             if row_map is not None:
-                self._read_rows(index, row_map, row, start, counts, fused)
-                counts[index] += count_non_finite(row, dtype, fused=fused) if check_finite else 0
+                self._read_rows(number, row_map, row, start, non_finite, fused)
+                non_finite[number] += count_non_finite(row, dtype, fused=fused) if check_finite else 0
                 continue
             step = PIECE_BYTES if check_finite else max(len(row), 1)
             for first in range(0, len(row), step):
                 piece = row[first : first + step]
-                self._read_elements[index](start + first // dtype.size, piece)
-                counts[index] += count_non_finite(piece, dtype, fused=fused) if check_finite else 0
-        return counts
+                self._read_elements[number](start + first // dtype.size, piece)
+                non_finite[number] += count_non_finite(piece, dtype, fused=fused) if check_finite else 0
+        return LoadedBlock(self, buffer, rows, start, length, self._pool, non_finite)
 
     def _read_rows(
         self, index: int, row_map: RowMap, target: Bytes, start: int, counts: NDArray[np.int64], fused: bool
@@ -326,25 +322,28 @@ def _from_float64(values: NDArray[np.float64], dtype: DType) -> Bytes:
     return stored
 
 
+@dataclass(eq=False)
 class LoadedBlock:
-    """A block of a job's inputs in memory."""
+    """A block of a job's inputs in memory.
 
-    def __init__(
-        self,
-        inputs: JobInputs,
-        buffer: Bytes,
-        rows: list[Bytes],
-        start: int,
-        length: int,
-        pool: BufferPool,
-        non_finite: NDArray[np.int64],
-    ) -> None:
-        self.rows, self.start, self.length = rows, start, length
-        self.dtypes = inputs.dtypes
-        self._inputs, self._buffer, self._pool = inputs, buffer, pool
-        # Number of NaN and infinite elements that each input itself has, as far as they have been checked.
-        self.non_finite = non_finite
-        self._on_device: list[torch.Tensor] = []
+    Args:
+        inputs: Inputs that the block belongs to.
+        buffer: Memory of all rows, from ``pool``.
+        rows: Bytes of each input, then of each importance.
+        start: Index of the first element.
+        length: Number of elements.
+        pool: Pool that provides the memory.
+        non_finite: Number of NaN and infinite elements that each input itself has, as far as they have been checked.
+    """
+
+    inputs: JobInputs
+    buffer: Bytes
+    rows: list[Bytes]
+    start: int
+    length: int
+    pool: BufferPool
+    non_finite: NDArray[np.int64]
+    _on_device: list[torch.Tensor] = field(default_factory=list)
 
     def __enter__(self) -> LoadedBlock:
         return self
@@ -354,16 +353,16 @@ class LoadedBlock:
 
     def retain(self) -> bool:
         """Return whether the block may stay in memory for the next pass, which then calls :meth:`reclaim`."""
-        return self._pool.retain(self._buffer)
+        return self.pool.retain(self.buffer)
 
     def reclaim(self) -> LoadedBlock:
         """Return the block itself, no longer counted as retained."""
-        self._pool.reclaim(self._buffer)
+        self.pool.reclaim(self.buffer)
         return self
 
     def close(self) -> None:
         """Return the block's memory to the pool."""
-        self._pool.give(self._buffer)
+        self.pool.give(self.buffer)
 
     def count_non_finite_on(self, device: str) -> None:
         """Count NaN and infinity on a GPU, which needs the numbers next anyway."""
@@ -374,20 +373,20 @@ class LoadedBlock:
 
     def stored(self) -> StoredBlock:
         """Return the numbers in stored form, all bfloat16 or all float32, for fused kernels."""
-        codes = {dtype.code for dtype in self.dtypes}
+        codes = {dtype.code for dtype in self.inputs.dtypes}
         if codes == {"BF16"} or codes == {"F32"}:
             kind: Any = np.uint16 if codes == {"BF16"} else np.float32
             size = np.dtype(kind).itemsize
-            base = self._buffer.__array_interface__["data"][0]
+            base = self.buffer.__array_interface__["data"][0]
             starts = [(row.__array_interface__["data"][0] - base) // size for row in self.rows]
-            numbers_view = self._buffer[: len(self._buffer) // size * size].view(kind)
-            return StoredBlock(numbers_view, np.array(starts, np.int64), self.length, self.start, self._inputs.grain)
+            numbers_view = self.buffer[: len(self.buffer) // size * size].view(kind)
+            return StoredBlock(numbers_view, np.array(starts, np.int64), self.length, self.start, self.inputs.grain)
         widened = [
             numbers(patterns(row, dtype), dtype).astype(np.float32)
-            for row, dtype in zip(self.rows, self.dtypes, strict=True)
+            for row, dtype in zip(self.rows, self.inputs.dtypes, strict=True)
         ]
         rows_at = np.arange(len(self.rows), dtype=np.int64) * self.length
-        return StoredBlock(np.concatenate(widened), rows_at, self.length, self.start, self._inputs.grain)
+        return StoredBlock(np.concatenate(widened), rows_at, self.length, self.start, self.inputs.grain)
 
     def tiles(self, size: int, device: str, dtype: torch.dtype) -> Iterator[Block]:
         """Yield the block as tensors of ``dtype`` on ``device``.
@@ -396,7 +395,7 @@ class LoadedBlock:
         """
         import torch
 
-        grain, count = self._inputs.grain, len(self._inputs.job.inputs)
+        grain, count = self.inputs.grain, len(self.inputs.job.inputs)
         step = max(1, size // grain) * grain
         tensors = self._tensors(device)
         for first in range(0, self.length, step):
@@ -406,30 +405,28 @@ class LoadedBlock:
 
     def require_equal(self) -> None:
         """Raise InvalidInput unless all inputs have the same bytes."""
-        inputs = self._inputs.job.inputs
+        inputs = self.inputs.job.inputs
         for item, row in zip(inputs[1:], self.rows[1:], strict=True):
             if not np.array_equal(row, self.rows[0]):
                 raise InvalidInput(
                     f"{item.model}: {item.tensor.name}",
-                    found=f"{item.tensor.dtype.code} numbers that differ from {inputs[0].model}",
-                    expected="equal integers: they are no weights and cannot be merged",
-                    remedy="merge models of one kind; a quantised model must be merged before quantisation",
+                    found=f"{item.tensor.dtype.code} numbers that differ from those of {inputs[0].model}",
+                    expected="equal integers, because only floating-point weights can be merged",
+                    remedy="merge models of one kind, and merge before you quantize",
                 )
 
     def _tensors(self, device: str) -> list[torch.Tensor]:
         """Return the inputs in their own formats on ``device``; copy them only once."""
-        tensors = [self._tensor(index) for index in range(len(self.rows))]
-        if device == "cpu":
-            return tensors
-        if not self._on_device:
-            self._on_device = [tensor.to(device, non_blocking=True) for tensor in tensors]
-        return self._on_device
-
-    def _tensor(self, index: int) -> torch.Tensor:
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtypes[index].torch_name)
-        return torch.from_numpy(self.rows[index]).view(dtype)
+        if self._on_device:
+            return self._on_device
+        dtypes = [getattr(torch, dtype.torch_name) for dtype in self.inputs.dtypes]
+        tensors = [torch.from_numpy(row).view(dtype) for row, dtype in zip(self.rows, dtypes, strict=True)]
+        if device == "cpu":
+            return tensors
+        self._on_device = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        return self._on_device
 
 
 def _aligned(size: int) -> int:

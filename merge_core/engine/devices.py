@@ -1,4 +1,4 @@
-"""Choose the devices of a merge (the CPU, one CUDA GPU or all of them) and set up what each thread needs there.
+"""Choose the threads, kernels and devices of a merge (the CPU, one CUDA GPU or all), and set up what each thread needs.
 
 A device is a name in torch's notation, such as ``cpu`` or ``cuda:0``. Importing torch takes longer than merging a small
 model, and the fused kernels do not need it. Therefore torch is imported only if there may be a GPU, or if a block is
@@ -14,15 +14,44 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.system import cores_of_process
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
 _streams = threading.local()
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of the engine. They do not influence the result.
+
+    Args:
+        threads: Number of worker threads. Default: two more than there are cores, so that some can wait for the disk.
+        block_elements: Elements per block.
+        tile_elements: Elements that an unfused CPU computation processes at a time, so that they stay in the cache.
+        keep_output: Whether the result stays in the page cache for the next reader.
+        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU if there is enough input.
+    """
+
+    threads: int | None = None
+    block_elements: int = 1 << 20
+    tile_elements: int = 1 << 15
+    keep_output: bool = True
+    kernels: Literal["auto", "fused", "torch"] = "auto"
+
+    @property
+    def workers(self) -> int:
+        """Number of worker threads on this machine."""
+        return self.workers_on(cores_of_process())
+
+    def workers_on(self, cores: int) -> int:
+        """Return the number of worker threads on a machine with ``cores`` usable cores."""
+        return self.threads or cores + 2
 
 
 @dataclass(frozen=True)
@@ -66,13 +95,15 @@ def choose_devices(name: str) -> Devices:
         return Devices(("cpu",))
     gpus, reason = _gpus()
     if name == "auto" and not gpus:
-        note = f"device auto: {reason}; computing on the CPU"
+        note = f"device auto: {reason}, so the CPU computes"
         _log.info(note)
         return Devices(("cpu",), note)
     if name in ("auto", "cuda") and gpus:
         return Devices(gpus)
     if name not in gpus:
-        raise InvalidInput("device", found=f"{name}, which is not there", expected="a CUDA device", remedy="use cpu")
+        raise InvalidInput(
+            "device", found=f"{name}, which does not exist", expected="an existing CUDA device", remedy="use cpu"
+        )
     return Devices((name,))
 
 
@@ -139,11 +170,8 @@ class SingleThreadedTorch:
 
             torch.set_num_threads(self._previous_threads)
 
-    def expect(self) -> None:
-        """Import torch in the background.
-
-        The import takes a second or two, during which blocks that do not need torch can be processed.
-        """
+    def import_early(self) -> None:
+        """Import torch in the background. The import takes a second or two, in which other blocks can be processed."""
         self._import_thread = threading.Thread(target=self.use, name="torch")
         self._import_thread.start()
 

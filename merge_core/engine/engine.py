@@ -18,13 +18,11 @@ from pathlib import Path
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine import journal
 from mergegate.merge_core.engine.coordination import exclusive_access, join_merge
-from mergegate.merge_core.engine.devices import SingleThreadedTorch, choose_devices
-from mergegate.merge_core.engine.execution import execute
+from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices
+from mergegate.merge_core.engine.execution import ComputeContext, DocumentRun, open_inputs, require_prepared
 from mergegate.merge_core.engine.health import judge_health
-from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
 from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from mergegate.merge_core.engine.pages import input_pages
-from mergegate.merge_core.engine.settings import EngineSettings
 from mergegate.merge_core.engine.writer import PARTIAL, name_shards, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, worst_first
 from mergegate.merge_core.files import remove_any, remove_contents, state_directory
@@ -92,7 +90,7 @@ def merge_weights(
         InvalidInput: The recipe needs a preparation that is missing, an input file does not match its header or has NaN
             or infinity, integer tensors differ, or ``out`` is not empty.
         ChangedInput: An input file was changed or replaced while it was read.
-        Refused: The disk is full or fails.
+        DiskUnavailable: The disk is full or fails.
     """
     require_prepared(plan)
     began = time.monotonic()
@@ -122,26 +120,18 @@ def merge_weights(
         out.mkdir(parents=True, exist_ok=True)
     with SingleThreadedTorch() as torch, join_merge(out, check=check, prepare=prepare, tidy=tidy):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
-            torch.expect()
-        pages = input_pages(parts)
+            torch.import_early()
+        context = ComputeContext(seed, devices, settings, input_pages(parts), torch)
         for part in parts:
             directory = out if part is plan else out / STEPS / str(part.recipe.name)
             with refuse_disk_errors(directory):
                 directory.mkdir(parents=True, exist_ok=True)
             with open_inputs(part, lambda step, name: out / STEPS / step / name) as files:
-                outcome = execute(
-                    part,
-                    directory,
-                    seed=seed,
-                    devices=devices,
-                    settings=settings
-                    if part is plan
-                    else replace(settings, keep_output=True),  # Later plans read the result.
-                    files=files,
-                    pages=pages,
-                    torch=torch,
-                    on_progress=report,
+                # Later plans read the results of steps, so those stay in the page cache.
+                part_context = (
+                    context if part is plan else replace(context, settings=replace(settings, keep_output=True))
                 )
+                outcome = DocumentRun(part, directory, part_context, files, report).execute()
             with exclusive_access(out):
                 name_shards(directory, part.shards)
                 digests = dict(outcome.digests)

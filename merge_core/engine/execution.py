@@ -1,4 +1,4 @@
-"""Execute one recipe document: a few threads read, fold, map and write blocks, many tensors at a time.
+"""Execute one recipe document: open its inputs; a few threads read, fold, map and write blocks of many tensors.
 
 Each thread takes the next block, reads its inputs, computes, and writes the output in place. While one thread waits for
 the disk, the others compute. So reading, computing and writing overlap without queues between them. Apart from a small
@@ -13,23 +13,27 @@ for shards that another participant has claimed until they are complete.
 
 from __future__ import annotations
 
+import heapq
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from mergegate.merge_core.engine import journal
 from mergegate.merge_core.engine.blocks import BufferPool, read_ahead
-from mergegate.merge_core.engine.devices import Devices, SingleThreadedTorch, own_stream
+from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, own_stream
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.pages import InputPages
-from mergegate.merge_core.engine.settings import EngineSettings
 from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
-from mergegate.merge_core.engine.workers import Workers
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
+from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.files import FileIdentity, file_identity, require_unchanged
 from mergegate.merge_core.methods import Method
-from mergegate.merge_core.plan import MergePlan, Shard, TensorJob
+from mergegate.merge_core.plan import MergePlan, Shard, TensorJob, step_of
 
 # Input size below which compiling fused kernels takes longer than it saves.
 _FUSE_FROM_BYTES = 256 << 20
@@ -61,32 +65,72 @@ class ExecutedPlan:
     bytes_resumed: int
 
 
-def execute(
-    plan: MergePlan,
-    directory: Path,
-    *,
-    seed: int,
-    devices: Devices,
-    settings: EngineSettings,
-    files: Mapping[Path, int],
-    pages: InputPages | None,
-    torch: SingleThreadedTorch,
-    on_progress: Callable[[int], None] | None,
-) -> ExecutedPlan:
-    """Write all shards of ``plan`` into ``directory``, together with all other participants.
+def require_prepared(plan: MergePlan) -> None:
+    """Raise InvalidInput unless all values that the recipe must compute in advance are available."""
+    if missing := plan.recipe.missing_preparation():
+        raise InvalidInput(plan.recipe.location, found=missing, expected="a recipe that was prepared before its plan")
+
+
+@contextmanager
+def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) -> Iterator[dict[Path, int]]:
+    """Open every input file of ``plan``, whose steps have been executed.
 
     Args:
-        plan: Plan of one document, whose steps have been executed.
-        directory: Output directory. It exists.
+        plan: Plan of one document.
+        step_file: Function from the names of a step and of one of its shards to the path of this file, or to the
+            descriptor of an unnamed file.
+
+    Yields:
+        Descriptors, by the paths in the plan.
+
+    Raises:
+        InvalidInput: A file cannot be read.
+        ChangedInput: A file was changed or replaced while it was open.
+    """
+    files: dict[Path, int] = {}
+    opened: list[tuple[Path, FileIdentity, int]] = []
+    try:
+        for path in dict.fromkeys(part.file for job in plan.jobs for part in (*job.stored, *job.measured)):
+            try:
+                step = step_of(path)
+                source = step_file(step, path.name) if step else path
+                if isinstance(source, int):
+                    files[path] = os.dup(source)
+                    continue
+                files[path] = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+                opened.append((source, file_identity(files[path]), files[path]))
+            except OSError as error:
+                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
+        try:
+            yield files
+        except MergegateError:
+            for entry in opened:
+                require_unchanged(*entry)  # The change may explain why a read ended early.
+            raise
+        for entry in opened:
+            require_unchanged(*entry)
+    finally:
+        for fd in files.values():
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class ComputeContext:
+    """The values that all documents of a merge share.
+
+    Args:
         seed: Seed of the random masks.
         devices: Devices that compute.
         settings: Settings of the engine.
-        files: Open file descriptor of every input file.
         pages: Manager of the inputs' pages in the page cache. None means that all pages stay cached.
         torch: Context whose :meth:`use` must be called before a block is computed with torch.
-        on_progress: Function called in this thread with the finished output bytes.
     """
-    return _Run(plan, directory, seed, devices, settings, files, pages, torch, on_progress).execute()
+
+    seed: int
+    devices: Devices
+    settings: EngineSettings
+    pages: InputPages | None
+    torch: SingleThreadedTorch
 
 
 def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
@@ -102,40 +146,99 @@ def held_bytes(method: Method, job: TensorJob) -> int:
     return method.costs.held_bytes(job.task())
 
 
-class _Run:
-    """State that the threads of one merge share."""
+class Workers:
+    """A fixed set of threads that process the oldest work first.
+
+    Work is ordered by a number, which is that of its tensor. So a tensor is finished before the next one starts. Data
+    that its later passes read again is still in the page cache, and output is written nearly in order.
+
+    Args:
+        thread_count: Number of threads.
+        on_failure: Function called in the thread with the exception that work raised. No more work starts after it.
+    """
+
+    def __init__(self, thread_count: int, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        self._condition = threading.Condition()
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+        self._counter = count()
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"merge-{index}", daemon=True) for index in range(thread_count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, order: int, work: Callable[[], None]) -> None:
+        """Queue ``work`` behind all work with a lower ``order``, and behind earlier work with the same."""
+        with self._condition:
+            heapq.heappush(self._waiting, (order, next(self._counter), work))
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """Start no more work, and wait until the current work has ended."""
+        with self._condition:
+            self._stopped = True
+            self._waiting.clear()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting or self._stopped)
+                if self._stopped:
+                    return
+                work = heapq.heappop(self._waiting)[2]
+            try:
+                work()
+            except BaseException as failure:
+                with self._condition:
+                    self._stopped = True
+                    self._condition.notify_all()
+                self._on_failure(failure)
+
+
+class DocumentRun:
+    """The execution of one recipe document, whose state the worker threads share.
+
+    Args:
+        plan: Plan of the document, whose steps have been executed.
+        directory: Output directory. It exists.
+        context: Values shared with other documents of the merge.
+        files: Open file descriptor of every input file.
+        on_progress: Function called in the thread of :meth:`execute` with the finished output bytes.
+    """
 
     def __init__(
         self,
         plan: MergePlan,
         directory: Path,
-        seed: int,
-        devices: Devices,
-        settings: EngineSettings,
+        context: ComputeContext,
         files: Mapping[Path, int],
-        pages: InputPages | None,
-        torch: SingleThreadedTorch,
-        on_progress: Callable[[int], None] | None,
+        on_progress: Callable[[int], None],
     ) -> None:
-        self._plan, self._directory, self._settings, self._on_progress = plan, directory, settings, on_progress
-        fused = uses_fused_kernels(plan, devices, settings)
-        mode = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
+        self._plan, self._directory, self._on_progress = plan, directory, on_progress
+        devices, self._settings = context.devices, context.settings
+        fused = uses_fused_kernels(plan, devices, self._settings)
+        mode = f"seed {context.seed}, {devices.kind}, {'fused' if fused else 'torch'}"
         self._identity = journal.merge_identity(plan, files, mode)
         # On a GPU, a retained block would also occupy GPU memory.
         retained_bytes = RETAINED_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
-            seed=seed,
+            seed=context.seed,
             fused=fused,
-            settings=settings,
+            settings=self._settings,
             files=files,
-            torch=torch,
+            torch=context.torch,
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda", retained=retained_bytes),
             submit=self._submit,
             write=self._write,
             finished=self._finished,
-            pages=pages,
+            pages=context.pages,
         )
         self._jobs = {job.output.name: job for job in plan.jobs}
         self._locations = {
@@ -149,10 +252,11 @@ class _Run:
         self._started = self._tensors = self._held = 0
         self._failure: BaseException | None = None
         self._done = self._resumed = 0
-        self._output = ShardFiles(directory, keep_pages=settings.keep_output)
-        self._workers = Workers(settings.workers, self._fail)
+        self._output = ShardFiles(directory, keep_pages=self._settings.keep_output)
+        self._workers = Workers(self._settings.workers, self._fail)
 
     def execute(self) -> ExecutedPlan:
+        """Write all shards into the directory, together with all other participants."""
         try:
             remaining = list(self._plan.shards)
             while remaining:
@@ -165,14 +269,13 @@ class _Run:
         except BaseException as failure:
             self._fail(failure)
             self._workers.stop()
-            self._output.abandon()
+            self._output.close(abandon=True)
             raise
         finally:
             for claimed in self._claims.values():
                 claimed.close()
             self._context.pool.close()
-        if self._on_progress is not None:
-            self._on_progress(self._plan.bytes_written)
+        self._on_progress(self._plan.bytes_written)
         health_by_name = {name: health for claimed in self._claims.values() for name, health in claimed.tensors.items()}
         return ExecutedPlan(
             digests={name: str(claimed.digest) for name, claimed in self._claims.items()},
@@ -194,10 +297,10 @@ class _Run:
             self._output.open(shard, written=claimed.tensors.keys(), on_complete=claimed.record_digest)
             for name in shard.tensors:
                 if name not in claimed.tensors:
-                    self._admit(self._jobs[name])
+                    self._start(self._jobs[name])
         return True
 
-    def _admit(self, job: TensorJob) -> None:
+    def _start(self, job: TensorJob) -> None:
         """Start a tensor once few are in work.
 
         Enough tensors stay in work that no thread idles while one of them ends.
@@ -219,11 +322,11 @@ class _Run:
         read_ahead(job, self._context.files)
 
     def _submit(self, run: TensorRun, work: Callable[[], None]) -> None:
-        def on_its_stream() -> None:
+        def work_on_stream() -> None:
             with own_stream(run.device):
                 work()
 
-        self._workers.submit(run.order, on_its_stream)
+        self._workers.submit(run.order, work_on_stream)
 
     def _fail(self, failure: BaseException) -> None:
         """Stop everything. The first failure is the reported one."""
@@ -265,7 +368,6 @@ class _Run:
                     raise self._failure
                 ready, done = condition(), self._done
             self._output.check()
-            if self._on_progress is not None:
-                self._on_progress(done)
+            self._on_progress(done)
             if ready:
                 return

@@ -49,7 +49,7 @@ def inspect_numbers(stored: Bytes, dtype: DType, *, fused: bool) -> tuple[int, b
         tail[: len(stored) - aligned_size] = stored[aligned_size:]
         tail_bits = _combine_bits(tail.view(np.uint64), dtype, fused=False)
         carried, nonzero_bits = carried | tail_bits[0], nonzero_bits | tail_bits[1]
-    signs = _repeat(_sign(exponent), exponent.itemsize)
+    signs = _repeat(1 << (8 * exponent.itemsize - 1), exponent.itemsize)
     count = 0
     if carried & signs:
         count = int(np.count_nonzero((patterns(stored, dtype) & exponent) == exponent))
@@ -82,10 +82,6 @@ def _combine_bits(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple
     return carried, nonzero_bits
 
 
-def _sign(exponent: np.unsignedinteger[Any]) -> int:
-    return 1 << (8 * exponent.itemsize - 1)
-
-
 def _repeat(bits: int, size: int) -> int:
     """Return a pattern of ``size`` bytes, repeated to fill 64 bits."""
     return sum(bits << shift for shift in range(0, 64, 8 * size))
@@ -103,9 +99,9 @@ def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None
         if count and not isinstance(measured, ExpectedImportance):
             raise InvalidInput(
                 f"{measured.parts[0].file}: {measured.parts[0].name}",
-                found=f"{int(count)} numbers that are NaN or infinite",
-                expected="the importance of elements as mergegate measures it",
-                remedy="run again",
+                found=f"{int(count)} NaN or infinite numbers",
+                expected="finite importance of elements",
+                remedy="measure it again",
             )
     affected = [(item, int(count)) for item, count in zip(job.inputs, counts[:inputs], strict=True) if count]
     if not affected:
@@ -116,8 +112,8 @@ def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None
     raise InvalidInput(
         f"{item.model}: {item.tensor.name}",
         found=f"{count} of {item.tensor.numel} numbers are NaN or infinite{also}",
-        expected="finite numbers in everything that is merged",
+        expected="finite numbers in all inputs",
         remedy="check the range of this step's dtype, and its parameters"
         if is_step_result
-        else "get the checkpoint again or save it again from a sound one; or leave it out of the recipe",
+        else "get the checkpoint again, save it again from an intact one, or remove it from the recipe",
     )

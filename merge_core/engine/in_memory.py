@@ -27,15 +27,13 @@ import numpy as np
 
 from mergegate.merge_core.architecture.experts import DiskTensor
 from mergegate.merge_core.engine.blocks import BufferPool
-from mergegate.merge_core.engine.devices import SingleThreadedTorch, choose_devices, own_stream
-from mergegate.merge_core.engine.execution import uses_fused_kernels
+from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices, own_stream
+from mergegate.merge_core.engine.execution import open_inputs, require_prepared, uses_fused_kernels
 from mergegate.merge_core.engine.health import TensorHealth, judge_health
-from mergegate.merge_core.engine.inputs import open_inputs, require_prepared
-from mergegate.merge_core.engine.settings import EngineSettings
 from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.files import disk_refusal
-from mergegate.merge_core.plan import MergePlan, TensorJob
+from mergegate.merge_core.plan import MergePlan
 from mergegate.merge_core.system import nameless_file
 
 if TYPE_CHECKING:
@@ -73,9 +71,11 @@ def merge_tensors(
         InvalidInput: The recipe needs a preparation that is missing, an input file does not match its header or has NaN
             or infinity, integer tensors differ, or the plan has no tensor of a name in ``names``.
         ChangedInput: An input file was changed or replaced while it was read.
-        Refused: A result is not healthy (NaN, infinity, or only zeros), the plan does not use an input tensor, or there
-            is not enough memory for steps.
+        Refused: A result is not healthy (NaN, infinity, or only zeros), or the plan does not use an input tensor.
+        DiskUnavailable: There is not enough memory for steps.
     """
+    import torch
+
     require_prepared(plan)
     _require_no_blocking(plan.findings)
     settings = settings or EngineSettings()
@@ -88,7 +88,8 @@ def merge_tensors(
         with open_inputs(plan, lambda step, name: descriptors[step, name]) as files:
             run = _Run(plan, seed, device, settings, files, single_threaded)
             for tensor, merged in run.tensors(_select_tensors(plan, names)):
-                yield tensor.name, _to_tensor(tensor, merged)
+                dtype: torch.dtype = getattr(torch, tensor.dtype.torch_name)
+                yield tensor.name, torch.from_numpy(merged).view(dtype).reshape(tensor.shape)
 
 
 def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTensor]:
@@ -96,9 +97,7 @@ def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTe
     if names is None:
         return list(available.values())
     if unknown := next((name for name in names if name not in available), None):
-        raise InvalidInput(
-            plan.recipe.location, found=f"no tensor {unknown}", expected="names of tensors that it makes"
-        )
+        raise InvalidInput(plan.recipe.location, found=f"no tensor {unknown}", expected="names of tensors of the merge")
     return [available[name] for name in names]
 
 
@@ -123,12 +122,6 @@ def _store_step(
                 done += os.pwrite(fd, merged[done:].data, offset + done)
             except OSError as error:
                 raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
-
-
-def _to_tensor(tensor: DiskTensor, merged: Bytes) -> torch.Tensor:
-    import torch
-
-    return torch.from_numpy(merged).view(getattr(torch, tensor.dtype.torch_name)).reshape(tensor.shape)
 
 
 @dataclass(eq=False)
@@ -165,7 +158,7 @@ class _Run:
             files=self.files,
             torch=self.single_threaded,
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
-            submit=_run_directly,
+            submit=lambda _, work: work(),  # Blocks follow one another, and the last one starts the next pass.
             write=self._write,
             pages=None,
             finished=self._check_health,
@@ -198,15 +191,12 @@ class _Run:
         begin = 0
         for name in tensor.pieces:
             job = self._jobs[name]
-            self._compute_job(job, merged[begin : begin + job.output.nbytes])
+            self._targets[name] = merged[begin : begin + job.output.nbytes]
+            with own_stream(self._device):
+                TensorRun(self._context, job, self._device, 0).begin()
+            del self._targets[name]
             begin += job.output.nbytes
         return merged
-
-    def _compute_job(self, job: TensorJob, target: Bytes) -> None:
-        self._targets[job.output.name] = target
-        with own_stream(self._device):
-            TensorRun(self._context, job, self._device, 0).begin()
-        del self._targets[job.output.name]
 
     def _write(self, name: str, start: int, data: memoryview, release: Callable[[], None] | None) -> None:
         self._targets[name][start : start + data.nbytes] = np.frombuffer(data, np.uint8)
@@ -226,8 +216,3 @@ def _require_no_blocking(findings: Sequence[Finding]) -> None:
     for finding in findings:
         if finding.severity == "block":
             raise finding.refusal()
-
-
-def _run_directly(_: TensorRun, work: Callable[[], None]) -> None:
-    """Run the work in the calling thread. Blocks follow one another, and the last one starts the next pass."""
-    work()

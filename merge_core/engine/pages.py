@@ -64,7 +64,14 @@ class InputPages:
 
     def __init__(self, plans: Sequence[MergePlan]) -> None:
         self._lock = threading.Lock()
-        self._remaining = _required_bytes(plans)
+        ranges: dict[Path, list[tuple[int, int]]] = {}
+        for plan in plans:
+            for job in plan.jobs:
+                for tensor in job.stored:
+                    ranges.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
+        # Number of bytes of each part that will still be read. Bytes that several output tensors need count once for
+        # each.
+        self._remaining = {path: _bytes_in_parts(np.array(spans, np.int64)) for path, spans in ranges.items()}
         # Whether each part was cached before.
         self._was_cached: dict[Path, dict[int, bool]] = {path: {} for path in self._remaining}
         self._next_pass_bytes = int(available_memory() * _NEXT_PASS_SHARE)
@@ -108,14 +115,14 @@ class InputPages:
 
     def _finished(self, path: Path, start: int, count: int) -> list[int]:
         """Return the parts of a file that can be released after ``count`` bytes have been read."""
-        done = []
+        finished = []
         with self._lock:
             remaining = self._remaining[path]
             for part in _parts(start, count):
-                remaining[part] -= _overlap(part, start, count)
+                remaining[part] -= min((part + 1) * PART_BYTES, start + count) - max(part * PART_BYTES, start)
                 if remaining[part] == 0 and not self._was_cached[path].get(part):
-                    done.append(part)
-        return done
+                    finished.append(part)
+        return finished
 
 
 def _is_fast(tensor: StoredTensor) -> bool:
@@ -136,20 +143,7 @@ def _is_fast(tensor: StoredTensor) -> bool:
     return 1 / min(seconds_per_byte) >= _FAST_DISK
 
 
-def _required_bytes(plans: Sequence[MergePlan]) -> dict[Path, NDArray[np.int64]]:
-    """Return for every file the number of bytes of each part that the plans read.
-
-    Bytes that several output tensors need count once for each.
-    """
-    ranges_by_file: dict[Path, list[tuple[int, int]]] = {}
-    for plan in plans:
-        for job in plan.jobs:
-            for tensor in job.stored:
-                ranges_by_file.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
-    return {path: _in_parts(np.array(ranges, np.int64)) for path, ranges in ranges_by_file.items()}
-
-
-def _in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bytes_in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the bytes of each part of a file that the ranges ``[ranges, (start, count)]`` cover, with multiplicity."""
     starts, ends = np.sort(ranges[:, 0]), np.sort(ranges.sum(1))
     edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
@@ -166,8 +160,3 @@ def _in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _parts(start: int, count: int) -> range:
     return range(start // PART_BYTES, -(-(start + count) // PART_BYTES)) if count else range(0)
-
-
-def _overlap(part: int, start: int, count: int) -> int:
-    """Return the number of bytes that a part shares with ``count`` bytes from ``start``."""
-    return min((part + 1) * PART_BYTES, start + count) - max(part * PART_BYTES, start)

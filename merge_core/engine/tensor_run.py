@@ -12,11 +12,10 @@ import numpy as np
 
 from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
-from mergegate.merge_core.engine.devices import SingleThreadedTorch, device_type
+from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, device_type
 from mergegate.merge_core.engine.finite import inspect_numbers, require_finite
 from mergegate.merge_core.engine.health import TensorHealth, sampled
 from mergegate.merge_core.engine.pages import InputPages
-from mergegate.merge_core.engine.settings import EngineSettings
 from mergegate.merge_core.methods import (
     GRAIN,
     Fold,
@@ -24,9 +23,9 @@ from mergegate.merge_core.methods import (
     Method,
     Solve,
     Steps,
-    StoredBlock,
     choose_pieces,
     combine,
+    map_only,
     mask_key,
 )
 from mergegate.merge_core.plan import TensorJob
@@ -119,7 +118,7 @@ class TensorRun:
     def _steps(self) -> Steps:
         job, context = self.job, self.context
         if job.mode != "merge":
-            return _copy_steps()
+            return map_only(lambda task: combine([1.0]))(job.task())
         # Steps of one recipe have tensors with the same names, but their masks must differ.
         stream = f"{context.step}: {job.output.name}" if context.step else job.output.name
         seeds = tuple(mask_key(context.seed, stream, index) for index in range(len(job.inputs)))
@@ -131,15 +130,18 @@ class TensorRun:
         while isinstance(self.step, Solve):
             self.context.torch.use()
             self._next_step(self.step.compute(self.device))
-        glance = self.step.sample_count if isinstance(self.step, Fold) else 0
-        self.pass_inputs, numbers = (
-            self._glance_inputs(glance) if glance else (self.inputs, list(range(self.inputs.count)))
-        )
-        eager = isinstance(self.step, Fold) and self.step.eager
+        self.pass_inputs, numbers, eager = self.inputs, list(range(self.inputs.count)), False
+        if isinstance(self.step, Fold):
+            eager = self.step.eager
+            if self.step.sample_count:
+                grain = self.inputs.grain
+                piece, numbers = choose_pieces(self.inputs.numel, grain, self.step.sample_count)
+                files, pool = self.context.files, self.context.pool
+                self.pass_inputs = JobInputs(self.job, files, block=piece, grain=grain, pool=pool)
         self.parts = [None] * (1 if eager else self.pass_inputs.count)
         self.remaining = len(numbers)
         for number in numbers[:1] if self._in_order else numbers:
-            self.context.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # The default argument binds the loop variable.
+            self.context.submit(self, lambda number=number: self._compute_block(number))  # type: ignore[misc]  # The default argument binds the loop variable.
 
     def _next_step(self, result: Any) -> None:
         try:
@@ -151,13 +153,7 @@ class TensorRun:
     def _in_order(self) -> bool:
         return isinstance(self.step, Fold) and self.step.in_order
 
-    def _glance_inputs(self, glance: int) -> tuple[JobInputs, list[int]]:
-        """Return the inputs in small pieces, and the indices of a sample of them."""
-        inputs, context = self.inputs, self.context
-        piece, numbers = choose_pieces(inputs.numel, inputs.grain, glance)
-        return JobInputs(self.job, context.files, block=piece, grain=inputs.grain, pool=context.pool), numbers
-
-    def _block(self, number: int) -> None:
+    def _compute_block(self, number: int) -> None:
         is_full_pass = self.pass_inputs is self.inputs
         first_pass = self.first_pass and is_full_pass
         # On a GPU, the device counts. Integers are always finite.
@@ -174,7 +170,7 @@ class TensorRun:
             if first_pass and not self._check_finite(block):
                 pass  # The merge will be refused with the count of all blocks, so this block is not computed.
             elif isinstance(self.step, Fold):
-                self._store_parts(self.step, number, self._fold(self.step, block))
+                self._fold(self.step, number, block)
             elif self.job.mode == "equal":
                 block.require_equal()
                 self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
@@ -191,7 +187,7 @@ class TensorRun:
             last = self.remaining == 0
         if not last:
             if self._in_order:
-                self.context.submit(self, lambda: self._block(number + 1))
+                self.context.submit(self, lambda: self._compute_block(number + 1))
             return
         require_finite(self.job, self.non_finite_inputs)
         self.first_pass &= not is_full_pass
@@ -232,7 +228,14 @@ class TensorRun:
             self.non_finite_inputs += counts
         return False
 
-    def _store_parts(self, step: Fold, number: int, parts: list[Any]) -> None:
+    def _fold(self, step: Fold, number: int, block: LoadedBlock) -> None:
+        """Compute and store the partial results of a block."""
+        if step.reduce_stored is not None and self._is_fused:
+            parts: list[Any] = [step.reduce_stored(block.stored())]
+        else:
+            # Copy the few resulting numbers. Otherwise they would pin memory between torch's large temporaries, which
+            # could then not be reused.
+            parts = [step.reduce_block(tile).cpu().numpy().copy() for tile in self._tiles(block)]
         if not step.eager:
             self.parts[number] = parts
             return
@@ -240,55 +243,38 @@ class TensorRun:
         with self.lock:
             self.parts = [[part if self.parts[0] is None else step.combine([self.parts[0][0], part])]]
 
-    def _fold(self, step: Fold, block: LoadedBlock) -> list[Any]:
-        if step.reduce_stored is not None and self._is_fused:
-            return [step.reduce_stored(block.stored())]
-        # Copy the few resulting numbers. Otherwise they would pin memory between torch's large temporaries, which could
-        # then not be reused.
-        return [step.reduce_block(tile).cpu().numpy().copy() for tile in self._tiles(block)]
-
     def _map(self, step: Map, block: LoadedBlock) -> None:
-        size = block.length * self.job.output.dtype.size
-        buffer = self.context.pool.take(size)
-        merged = buffer[:size]
+        """Compute and write a block of output."""
+        output = self.job.output.dtype
+        buffer = self.context.pool.take(block.length * output.size)
+        merged = buffer[: block.length * output.size]
         if step.map_stored is not None and self._is_fused:
-            non_finite, nonzero = self._map_fused(step.map_stored, block, merged)
+            if output.code in ("BF16", "F32"):
+                step.map_stored(block.stored(), merged.view(np.uint16 if output.code == "BF16" else np.float32))
+            else:
+                wide = np.empty(block.length, np.float32)
+                step.map_stored(block.stored(), wide)
+                with np.errstate(over="ignore"):  # Numbers that become infinite are counted.
+                    merged.view(np.float16 if output.code == "F16" else np.float64)[:] = wide
+            non_finite, nonzero = inspect_numbers(merged, output, fused=True)
         else:
-            non_finite, nonzero = self._map_torch(step, block, merged)
+            import torch
+
+            dtype: torch.dtype = getattr(torch, output.torch_name)
+            result = torch.cat([step.map_block(tile).to(dtype) for tile in self._tiles(block)])
+            non_finite, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
+            # The memory is pinned on a GPU, because copies to other memory would wait for those of other threads.
+            torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
+            if device_type(self.device) == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
         if self.context.sampled:
             self._sample(block, merged)
         self._write(block.start, merged, non_finite, nonzero, release=lambda: self.context.pool.give(buffer))
 
-    def _map_fused(
-        self, fused: Callable[[StoredBlock, Any], None], block: LoadedBlock, merged: Bytes
-    ) -> tuple[int, bool]:
-        """Fill ``merged``. Return the number of non-finite elements, and whether any element is not zero."""
-        code = self.job.output.dtype.code
-        if code in ("BF16", "F32"):
-            fused(block.stored(), merged.view(np.uint16 if code == "BF16" else np.float32))
-        else:
-            wide = np.empty(block.length, np.float32)
-            fused(block.stored(), wide)
-            with np.errstate(over="ignore"):  # Numbers that become infinite are counted.
-                merged.view(np.float16 if code == "F16" else np.float64)[:] = wide
-        return inspect_numbers(merged, self.job.output.dtype, fused=True)
-
-    def _map_torch(self, step: Map, block: LoadedBlock, merged: Bytes) -> tuple[int, bool]:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self.job.output.dtype.torch_name)
-        result = torch.cat([step.map_block(tile).to(dtype) for tile in self._tiles(block)])
-        non_finite, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
-        # The memory is pinned on a GPU, because copies to other memory would wait for those of other threads.
-        torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
-        if device_type(self.device) == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return non_finite, nonzero
-
     def _sample(self, block: LoadedBlock, merged: Bytes) -> None:
         """Add to the sums of squares of the result and of its inputs."""
         numel = self.job.output.numel
-        inputs = list(zip(block.rows, block.dtypes, strict=True))[: len(self.job.inputs)]
+        inputs = list(zip(block.rows, block.inputs.dtypes, strict=True))[: len(self.job.inputs)]
         stored = [(merged, self.job.output.dtype), *inputs]
         samples = [numbers(sampled(patterns(row, dtype), block.start, numel), dtype) for row, dtype in stored]
         squares = [float(np.square(sample, dtype=np.float64).sum()) for sample in samples]
@@ -301,15 +287,12 @@ class TensorRun:
         import torch
 
         size = self.context.settings.tile_elements if self.device == "cpu" else block.length
-        return block.tiles(size, self.device, torch.float64 if self._is_float64 else torch.float32)
-
-    @property
-    def _is_float64(self) -> bool:
-        return self.job.arithmetic == "float64"
+        dtype = torch.float64 if self.job.arithmetic == "float64" else torch.float32
+        return block.tiles(size, self.device, dtype)
 
     @property
     def _is_fused(self) -> bool:
-        return self.context.fused and not self._is_float64
+        return self.context.fused and self.job.arithmetic != "float64"
 
     def _write(self, start: int, data: Any, non_finite: int, nonzero: bool, release: Callable[[], None] | None) -> None:
         self.context.write(self.job.output.name, start * self.job.output.dtype.size, memoryview(data), release)
@@ -331,8 +314,3 @@ class TensorRun:
             tuple(parents) if has_sample else (),
         )
         self.context.finished(self, health)
-
-
-def _copy_steps() -> Steps:
-    return combine([1.0])
-    yield  # Make the function a generator that has no fold.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,34 @@ _BATCH_TOKENS = 256
 
 
 @dataclass(frozen=True)
+class TransplantSettings:
+    """How to compute the rows of tokens that a model lacks.
+
+    Args:
+        method: Method that computes the rows.
+        k: Maximum number of shared tokens in one combination.
+        device: Device that computes combinations, in torch's notation.
+    """
+
+    method: TransplantMethod = "omp"
+    k: int = 64
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class _TokenMatch:
+    """Rows of the tokens of two models.
+
+    Args:
+        shared: Rows of shared tokens, in the donor and in the model: ``[2, shared]``.
+        missing: Rows of the donor whose tokens the model lacks.
+    """
+
+    shared: np.ndarray
+    missing: np.ndarray
+
+
+@dataclass(frozen=True)
 class Transplant:
     """The outcome of a transplant.
 
@@ -63,10 +91,8 @@ def transplant_tokenizer(
     donor: Checkpoint,
     out: Path,
     scratch: Path,
+    settings: TransplantSettings = TransplantSettings(),
     *,
-    method: TransplantMethod = "omp",
-    k: int = 64,
-    device: str = "cpu",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Transplant:
     """Write ``model`` with the tokenizer of ``donor`` into ``out``.
@@ -76,33 +102,33 @@ def transplant_tokenizer(
         donor: Model that provides the tokenizer. Its tables define the meaning of its tokens.
         out: New or empty directory.
         scratch: File for the new tables until ``out`` is finished. The caller removes it.
-        method: Method that computes rows of tokens that the model lacks.
-        k: Maximum number of shared tokens in one combination.
-        device: Device that computes combinations, in torch's notation.
+        settings: How to compute the rows of tokens that the model lacks.
         on_progress: Function called with the number of computed rows and of all rows to compute.
 
     Raises:
         InvalidInput: A tokenizer is missing or unreadable, the tables are ambiguous, the tokenizers have no token in
             common, a table has NaN or infinity, or the device does not exist.
     """
-    device = choose_devices(device).all[0]
+    settings = replace(settings, device=choose_devices(settings.device).all[0])
     tokenizers = (_require_tokenizer(model), _require_tokenizer(donor))
     tables = _token_tables(model)
-    donor_tables = {name: _counterpart(donor, name, tables) for name in tables}
-    size = next(iter(donor_tables.values())).shape[0]
-    rows = next(iter(tables.values())).shape[0]
+    donor_tables = _token_tables(donor)
+    donor_embedding = next(table for name, table in donor_tables.items() if is_embedding(name))
+    donor_head = next((table for name, table in donor_tables.items() if is_head(name)), donor_embedding)
+    size, rows = donor_embedding.shape[0], next(iter(tables.values())).shape[0]
     model_ids, donor_ids = (token_bytes(definition) for definition in tokenizers)
     shared = ((number, model_ids[text]) for text, number in donor_ids.items() if text in model_ids)
     pairs = sorted((number, row) for number, row in shared if number < size and row < rows)
     if not pairs:
         raise InvalidInput(
             str(donor.directory),
-            found=f"no token that {model.directory.name} has, too",
-            expected="tokens in common: they tie the two spaces together",
+            found=f"no token in common with {model.directory.name}",
+            expected="common tokens, which relate the two embedding spaces",
         )
     shared_rows = np.array(pairs, np.int64).T
-    missing = np.setdiff1d(np.array(sorted({n for n in donor_ids.values() if n < size}), np.int64), shared_rows[0])
-    done, total = 0, len(missing) * len(tables)
+    donor_rows = np.array(sorted({number for number in donor_ids.values() if number < size}), np.int64)
+    match = _TokenMatch(shared_rows, np.setdiff1d(donor_rows, shared_rows[0]))
+    done, total = 0, len(match.missing) * len(tables)
 
     def report(count: int) -> None:
         nonlocal done
@@ -111,27 +137,32 @@ def transplant_tokenizer(
             on_progress(done, total)
 
     errors: dict[str, float] = {}
-    layout = _lay_out(tables, size, scratch)
+    shapes = {name: (size, *table.shape[1:]) for name, table in tables.items()}
+    nbytes = {name: table.nbytes // table.shape[0] * size for name, table in tables.items()}
+    header = render_header([(name, table.dtype.code, shapes[name], nbytes[name]) for name, table in tables.items()], {})
+    new_tables, offset = {}, len(header)
     with refuse_disk_errors(scratch), scratch.open("wb") as file:
-        file.write(layout[0])
+        file.write(header)
         for name, table in tables.items():
-            content, error = _new_table(table, donor_tables[name], shared_rows, missing, method, k, device, report)
+            # A bias uses the embeddings, because only their number of rows matters and the donor may lack a bias.
+            donor_table = donor_head if is_head(name) else donor_embedding
+            content, error = _create_table(table, donor_table, match, settings, report)
             if error is not None:
                 errors[name] = error
             file.write(content.data)
-    plan = plan_transplant(model, donor, {tensor.name: tensor for tensor in layout[1]}, tokenizers)
+            new_tables[name] = StoredTensor(name, scratch, table.dtype, shapes[name], offset)
+            offset += nbytes[name]
+    plan = plan_transplant(model, donor, new_tables, tokenizers)
     record = merge_weights(plan, out, device="cpu")
-    return Transplant(record, len(shared_rows[0]) + len(missing), len(shared_rows[0]), errors)
+    shared_count = len(pairs)
+    return Transplant(record, shared_count + len(match.missing), shared_count, errors)
 
 
-def _new_table(
+def _create_table(
     table: AnyTensor,
     donor_table: AnyTensor,
-    shared_rows: np.ndarray,
-    missing: np.ndarray,
-    method: TransplantMethod,
-    k: int,
-    device: str,
+    match: _TokenMatch,
+    settings: TransplantSettings,
     report: Callable[[int], None],
 ) -> tuple[np.ndarray, float | None]:
     """Return the bytes of a new token table [donor's rows, width], and the error of its combinations.
@@ -139,34 +170,38 @@ def _new_table(
     Args:
         table: The model's table [rows, width], or a bias [rows].
         donor_table: The donor's table for the same purpose [rows, its width].
-        shared_rows: Rows of shared tokens, in the donor and in the model [2, shared].
-        missing: Rows of the donor whose tokens the model lacks.
+        match: Rows of shared and missing tokens.
+        settings: How to compute the missing rows.
+        report: Function that receives the number of computed rows.
     """
     import torch
 
     model_rows = _read_tensor(table)
     wide = model_rows.float() if table.dtype.code != "F64" else model_rows
-    shared = wide[torch.from_numpy(shared_rows[1])]
+    shared = wide[torch.from_numpy(match.shared[1])]
     result = model_rows.new_zeros((donor_table.shape[0], *model_rows.shape[1:]))
     result[:] = shared.mean(0).to(model_rows.dtype)  # This includes padding rows, which no text uses.
-    result[torch.from_numpy(shared_rows[0])] = model_rows[torch.from_numpy(shared_rows[1])]
+    result[torch.from_numpy(match.shared[0])] = model_rows[torch.from_numpy(match.shared[1])]
     error = None
-    if method == "omp" and len(model_rows.shape) == 2 and len(missing):
-        donor_rows = _read_tensor(donor_table).float().to(device)
-        atoms, rows = donor_rows[torch.from_numpy(shared_rows[0]).to(device)], shared.float().to(device)
+    if settings.method == "omp" and len(model_rows.shape) == 2 and len(match.missing):
+        donor_rows = _read_tensor(donor_table).float().to(settings.device)
+        atoms, rows = (
+            donor_rows[torch.from_numpy(match.shared[0]).to(settings.device)],
+            shared.float().to(settings.device),
+        )
         squares = 0.0
-        for first in range(0, len(missing), _BATCH_TOKENS):
-            part = torch.from_numpy(missing[first : first + _BATCH_TOKENS])
-            targets = donor_rows[part.to(device)]
-            chosen, weights = sparse_combinations(targets, atoms, k)
+        for first in range(0, len(match.missing), _BATCH_TOKENS):
+            part = torch.from_numpy(match.missing[first : first + _BATCH_TOKENS])
+            targets = donor_rows[part.to(settings.device)]
+            chosen, weights = sparse_combinations(targets, atoms, settings.k)
             result[part] = combined_rows(chosen, weights, rows).to("cpu", model_rows.dtype)
             difference = combined_rows(chosen, weights, atoms) - targets
             errors = difference.norm(dim=1) / targets.norm(dim=1).clamp_min(1e-30)
             squares += float(errors.double().square().sum())
             report(len(part))
-        error = float(np.sqrt(squares / len(missing)))
+        error = float(np.sqrt(squares / len(match.missing)))
     else:
-        report(len(missing))
+        report(len(match.missing))
     stored: np.ndarray = result.contiguous().view(torch.uint8).numpy().reshape(-1)
     return stored, error
 
@@ -174,7 +209,9 @@ def _new_table(
 def _token_tables(model: Checkpoint) -> dict[str, AnyTensor]:
     """Return the model's token tables, each with one row per token."""
     tables = {
-        name: tensor for name, tensor in model.tensors.items() if is_embedding(name) or is_head(name) or _is_bias(name)
+        name: tensor
+        for name, tensor in model.tensors.items()
+        if is_embedding(name) or is_head(name) or name.endswith("lm_head.bias")
     }
     embeddings = [name for name in tables if is_embedding(name)]
     sizes = {tensor.shape[0] for tensor in tables.values() if tensor.shape}
@@ -182,39 +219,10 @@ def _token_tables(model: Checkpoint) -> dict[str, AnyTensor]:
     if len(embeddings) != 1 or len(sizes) != 1 or not floating:
         raise InvalidInput(
             f"{model.directory}: embeddings",
-            found=f"{len(embeddings)} tables of {', '.join(map(str, sorted(sizes))) or 'no'} rows",
-            expected="one table of embeddings in a floating-point format, and a head of as many rows",
+            found=f"{len(embeddings)} embedding tables; tables with {', '.join(map(str, sorted(sizes))) or 'no'} rows",
+            expected="one embedding table in a floating-point format, and a head with as many rows",
         )
     return tables
-
-
-def _counterpart(donor: Checkpoint, name: str, tables: dict[str, AnyTensor]) -> AnyTensor:
-    """Return the donor's table for the same purpose.
-
-    For a bias, which the donor may lack, return its embeddings, because only the number of rows matters.
-    """
-    donor_tables = _token_tables(donor)
-    embedding = next(table for table_name, table in donor_tables.items() if is_embedding(table_name))
-    if not is_head(name):
-        return embedding
-    heads = [table for table_name, table in donor_tables.items() if is_head(table_name)]
-    return heads[0] if heads else embedding
-
-
-def _is_bias(name: str) -> bool:
-    return name.endswith("lm_head.bias")
-
-
-def _lay_out(tables: dict[str, AnyTensor], size: int, file: Path) -> tuple[bytes, list[StoredTensor]]:
-    """Return the header of a file with the new tables, and the stored tensors at their offsets in it."""
-    shapes = {name: (size, *table.shape[1:]) for name, table in tables.items()}
-    nbytes = {name: table.nbytes // table.shape[0] * size for name, table in tables.items()}
-    header = render_header([(name, table.dtype.code, shapes[name], nbytes[name]) for name, table in tables.items()], {})
-    new_tensors, offset = [], len(header)
-    for name, table in tables.items():
-        new_tensors.append(StoredTensor(name, file, table.dtype, shapes[name], offset))
-        offset += nbytes[name]
-    return header, new_tensors
 
 
 def _read_tensor(tensor: AnyTensor) -> torch.Tensor:
@@ -228,7 +236,7 @@ def _read_tensor(tensor: AnyTensor) -> torch.Tensor:
     if not bool(torch.isfinite(values).all()):
         raise InvalidInput(
             f"{tensor.parts[0].file}: {tensor.name}",
-            found="numbers that are NaN or infinite",
+            found="NaN or infinite numbers",
             expected="finite numbers",
         )
     return values
@@ -240,7 +248,7 @@ def _require_tokenizer(checkpoint: Checkpoint) -> TokenizerDefinition:
         raise InvalidInput(
             str(checkpoint.directory),
             found="no tokenizer.json",
-            expected="a readable tokenizer, to match tokens",
-            remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
+            expected="a readable tokenizer to match tokens with",
+            remedy="save it with a fast tokenizer, which writes tokenizer.json",
         )
     return definition

@@ -33,7 +33,7 @@ WAITING_BYTES = 32 << 20
 
 
 @dataclass(order=True)
-class _Run:
+class _WrittenRange:
     """A written range of bytes, with the data while it is in memory."""
 
     start: int
@@ -42,19 +42,15 @@ class _Run:
     release: Callable[[], None] = field(compare=False, default=lambda: None)
 
 
+@dataclass(eq=False)
 class _OpenShard:
     """A shard during writing: its file, and the ranges of bytes that are written but not yet hashed."""
 
-    def __init__(self, shard: Shard, fd: int, on_complete: Callable[[str], None]) -> None:
-        self.shard, self.fd, self.on_complete = shard, fd, on_complete
-        self.hashed = 0
-        self.written: list[_Run] = []
-
-    def pop_next(self) -> _Run | None:
-        """Return and remove the range to hash next, if it has been written."""
-        if self.written and self.written[0].start == self.hashed:
-            return heapq.heappop(self.written)
-        return None
+    shard: Shard
+    fd: int
+    on_complete: Callable[[str], None]
+    hashed: int = 0
+    written: list[_WrittenRange] = field(default_factory=list)
 
 
 class ShardFiles:
@@ -86,13 +82,13 @@ class ShardFiles:
                 hashed.
 
         Raises:
-            Refused: The disk is full or not writable.
+            DiskUnavailable: The disk is full or not writable.
         """
         opened = _OpenShard(shard, self._create(shard), on_complete)
         ends = (*shard.offsets[1:], shard.size)
         for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
             if name in written and start < end:
-                heapq.heappush(opened.written, _Run(start, end))
+                heapq.heappush(opened.written, _WrittenRange(start, end))
         with self._condition:
             self._open[shard.name] = opened
             self._queue.append(opened)
@@ -109,14 +105,14 @@ class ShardFiles:
                 ``data`` is not used after this call.
 
         Raises:
-            Refused: The disk is full or fails.
+            DiskUnavailable: The disk is full or fails.
         """
         opened = self._open[shard]
         done = 0
         with refuse_disk_errors(self._directory / f"{shard}{PARTIAL}"):
             while done < len(data):
                 done += os.pwrite(opened.fd, data[done:], offset + done)
-        run = _Run(offset, offset + len(data))
+        run = _WrittenRange(offset, offset + len(data))
         with self._condition:
             if release is not None and self._waiting + len(data) <= WAITING_BYTES:
                 self._waiting += len(data)
@@ -131,9 +127,9 @@ class ShardFiles:
         """Wait until every shard has been flushed to the disk and hashed, and close the files.
 
         Raises:
-            Refused: The disk failed.
+            DiskUnavailable: The disk failed.
         """
-        self._close("when done")
+        self.close()
         self.check()
 
     def check(self) -> None:
@@ -141,13 +137,13 @@ class ShardFiles:
         if self._failure is not None:
             raise self._failure
 
-    def abandon(self) -> None:
-        """Stop after a failure. The partial files stay, so that they can be inspected or resumed."""
-        self._close("now")
+    def close(self, *, abandon: bool = False) -> None:
+        """Wait until every shard is hashed, and close the files.
 
-    def _close(self, mode: Literal["when done", "now"]) -> None:
+        With ``abandon``, stop now after a failure. The partial files stay, so that they can be inspected or resumed.
+        """
         with self._condition:
-            self._closing = mode
+            self._closing = "now" if abandon else "when done"
             self._condition.notify_all()
         self._hasher.join()
         while self._open:
@@ -169,40 +165,41 @@ class ShardFiles:
         return fd
 
     def _hash_all(self) -> None:
+        buffer = memoryview(bytearray(_HASH_BYTES))
         try:
-            buffer = bytearray(_HASH_BYTES)
-            while (opened := self._next_shard()) is not None:
-                if not self._hash(opened, memoryview(buffer)):
+            while True:
+                with self._condition:
+                    self._condition.wait_for(lambda: self._queue or self._closing is not None)
+                    if not self._queue or self._closing == "now":
+                        return
+                    opened = self._queue.popleft()
+                if not self._hash(opened, buffer):
                     return
         except BaseException as failure:
             self._failure = failure
 
-    def _next_shard(self) -> _OpenShard | None:
-        with self._condition:
-            while self._closing != "now":
-                if self._queue:
-                    return self._queue.popleft()
-                if self._closing is not None:
-                    return None
-                self._condition.wait()
-        return None
-
     def _hash(self, opened: _OpenShard, buffer: memoryview) -> bool:
         """Hash a shard to its end; return False if it was abandoned."""
-        digest = hashlib.sha256()
+        digest, written = hashlib.sha256(), opened.written
         while opened.hashed < opened.shard.size:
             with self._condition:
-                while (run := opened.pop_next()) is None and self._closing != "now":
-                    self._condition.wait()
-            if run is None or self._closing == "now":
-                return False
+                self._condition.wait_for(
+                    lambda: self._closing == "now" or (written and written[0].start == opened.hashed)
+                )
+                if self._closing == "now":
+                    return False
+                run = heapq.heappop(written)
             if run.data is not None:
                 digest.update(run.data)
                 run.release()
                 with self._condition:
                     self._waiting -= len(run.data)
             else:
-                self._hash_file(opened.fd, run, digest, buffer)
+                start = run.start
+                while start < run.end:
+                    count = read_at(opened.fd, buffer[: min(run.end - start, _HASH_BYTES)], start)
+                    digest.update(buffer[:count])
+                    start += count
             with self._condition:
                 opened.hashed = run.end
         with refuse_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
@@ -211,14 +208,6 @@ class ShardFiles:
             forget_cached(opened.fd)
         opened.on_complete(digest.hexdigest())
         return True
-
-    @staticmethod
-    def _hash_file(fd: int, run: _Run, digest: hashlib._Hash, buffer: memoryview) -> None:
-        done = run.start
-        while done < run.end:
-            count = read_at(fd, buffer[: min(run.end - done, _HASH_BYTES)], done)
-            digest.update(buffer[:count])
-            done += count
 
 
 def name_shards(directory: Path, shards: Sequence[Shard]) -> None:
@@ -246,7 +235,7 @@ def final_or_partial(directory: Path, shard: Shard) -> Path | None:
 
 
 class refuse_disk_errors:  # noqa: N801  # It is lowercase because it reads like a function: `with refuse_disk_errors(path):`.
-    """Turn an OSError on ``path`` into a refusal that explains how to fix it."""
+    """Turn an OSError on ``path`` into DiskUnavailable, which explains how to fix it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -26,6 +26,7 @@ from mergegate.merge_core.methods.contract import (
     fold_counts,
     fold_grains,
     fold_sums,
+    map_only,
     row_length,
 )
 from mergegate.merge_core.methods.masks import mask_key
@@ -59,6 +60,7 @@ __all__ = [
     "fold_counts",
     "fold_grains",
     "fold_sums",
+    "map_only",
     "mask_key",
     "merge_methods",
     "row_length",

@@ -5,11 +5,19 @@ Parsing is strict and happens once. Later code does not validate a recipe again.
 
 from mergegate.merge_core.recipe.adapter_output import AdapterOutput
 from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
-from mergegate.merge_core.recipe.distance_filter import select_models
 from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
 from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
 from mergegate.merge_core.recipe.parameters import Condition, Parameters, value_for
-from mergegate.merge_core.recipe.recipe import CLIENT_KEYS, ModelPlace, Module, Recipe, Slice, Source, load_recipe
+from mergegate.merge_core.recipe.parser import load_recipe
+from mergegate.merge_core.recipe.recipe import (
+    CLIENT_KEYS,
+    Module,
+    Recipe,
+    RelativeDistance,
+    Slice,
+    Source,
+    select_models,
+)
 from mergegate.merge_core.recipe.reference import (
     CheckpointRef,
     expand_user_path,
@@ -32,10 +40,10 @@ __all__ = [
     "GateRows",
     "InputMeasurements",
     "Mixture",
-    "ModelPlace",
     "Module",
     "Parameters",
     "Recipe",
+    "RelativeDistance",
     "RowOrigin",
     "Slice",
     "Source",

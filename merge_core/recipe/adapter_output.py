@@ -68,7 +68,7 @@ def parse_output(
     output, rank = content.get("output"), content.get("rank")
     if output in (None, "model"):
         if rank is not None:
-            raise InvalidInput(f"{location}rank", found="it is set", expected="only with output: adapter")
+            raise InvalidInput(f"{location}rank", found="rank without output: adapter", expected="output: adapter")
         return None
     if output != "adapter":
         raise InvalidInput(f"{location}output", found=f"{output!r:.60}", expected="model or adapter")
@@ -76,28 +76,27 @@ def parse_output(
         fitting = [name for name, candidate in merge_methods().items() if candidate.traits.adapters]
         raise InvalidInput(
             f"{location}output",
-            found=f"adapter, of {method.name}",
-            expected=f"one of {', '.join(fitting)}: what they add to the base is a change of low rank",
+            found=f"{method.name} cannot produce an adapter",
+            expected=f"one of {', '.join(fitting)}, which add a change of low rank to the base",
         )
     for key in _NOT_WITH:
         if content.get(key) is not None:
-            raise InvalidInput(f"{location}{key}", found="it is set", expected="nothing: an adapter has no such part")
+            raise InvalidInput(f"{location}{key}", found="it is set", expected="no such key for an adapter")
     if rank is not None and not (type(rank) is int and 1 <= rank <= _MOST_RANK):
         raise InvalidInput(f"{location}rank", found=f"{rank!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
     if rank is None and method.traits.adapters != "sum":
         raise InvalidInput(
             f"{location}rank",
             found="not set",
-            expected=f"the rank of the result: what {method.name} makes of products has none of its own",
+            expected=f"a rank, because the result of {method.name} has no rank of its own",
         )
     adapted = [model for model in models if model != base or model.adapter]
     bases = dict.fromkeys(CheckpointRef(model.path, model.revision) for model in adapted)
     plain = [model for model in adapted if not model.adapter]
     if plain or len(bases) != 1 or (base is not None and [base] != list(bases)):
-        named = ", ".join(map(str, plain or [*bases, *([base] if base else [])]))
         raise InvalidInput(
             f"{location}models",
-            found=f"{named}",
-            expected="adapters on one base, each written base+adapter" + (f", the base {base}" if base else ""),
+            found=", ".join(map(str, plain or [*bases, *([base] if base else [])])),
+            expected="adapters on one base, each written as base+adapter" + (f", with the base {base}" if base else ""),
         )
     return AdapterOutput(rank, is_sum=method.traits.adapters == "sum")

@@ -13,7 +13,7 @@ Each model reads its text before the merge. The measurements then replace the te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,12 +95,15 @@ def parse_reading(value: object, method: Method, location: str) -> CalibrationRe
         return defaults
     if method.traits.reads_text is None:
         raise InvalidInput(
-            location, found=f"{method.name}, which reads no text", expected="nothing", remedy="remove it"
+            location, found=f"{method.name} does not read texts", expected="no such key", remedy="remove it"
         )
     content = known_mapping(value, location, tuple(defaults.canonical()))
     if "diagonal_above" in content and method.traits.reads_text != "moments":
         raise InvalidInput(
-            f"{location}.diagonal_above", found=f"{method.name}, of which no matrices are kept", expected="nothing"
+            f"{location}.diagonal_above",
+            found=f"{method.name} does not store matrices",
+            expected="no such key",
+            remedy="remove it",
         )
     for key, setting in content.items():
         if key == "field":
@@ -109,7 +112,9 @@ def parse_reading(value: object, method: Method, location: str) -> CalibrationRe
             continue
         minimum = 0 if key == "diagonal_above" else 1 if key == "documents" else 2
         if type(setting) is not int or not minimum <= setting <= _LARGEST:
-            raise InvalidInput(f"{location}.{key}", found=f"{setting!r:.60}", expected=f"a whole number from {minimum}")
+            raise InvalidInput(
+                f"{location}.{key}", found=f"{setting!r:.60}", expected=f"a whole number of at least {minimum}"
+            )
     return CalibrationReading(**content)
 
 
@@ -122,30 +127,10 @@ def parse_text(value: object, method: Method, location: str, *, is_base: bool) -
     if value is None:
         return None
     if method.traits.reads_text is None or is_base:
-        found = "the base, which is not merged" if is_base else f"{method.name}, which reads no text"
-        raise InvalidInput(location, found=found, expected="nothing", remedy="remove it")
+        found = "the base is not merged" if is_base else f"{method.name} does not read texts"
+        raise InvalidInput(location, found=found, expected="no such key", remedy="remove it")
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise InvalidInput(location, found=f"{value!r:.60}", expected="the path of a text (jsonl, or plain text)")
-    return value
-
-
-def require_texts(models: Iterable[tuple[str, str | None]], method: Method, location: str) -> None:
-    """Check that each model has a text if the method reads texts.
-
-    Args:
-        models: Reference and text of each merged model.
-        method: The method of the recipe.
-        location: Prefix of error locations.
-
-    Raises:
-        InvalidInput: A model has no text. The error names the first one.
-    """
-    if method.traits.reads_text is None:
-        return
-    if model_without_text := next((model for model, text in models if text is None), None):
         raise InvalidInput(
-            f"{location}: {model_without_text}",
-            found="no 'text'",
-            expected=f"a text of its own: {method.name} looks at what each model does with one",
-            remedy="add 'text: FILE' beside 'model', with documents of what it shall still be able to do",
+            location, found=f"{value!r:.60}", expected="the path of a text file (JSON Lines or plain text)"
         )
+    return value

@@ -34,12 +34,11 @@ RECIPE_KEYS = (
 def known_mapping(
     value: object,
     location: str,
-    known: Sequence[str],
+    known_keys: Sequence[str],
     log: FindingLog | None = None,
     *,
     separator: str = ".",
     method: Method | None = None,
-    required: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the entries of a mapping that have a known key and a value.
 
@@ -49,49 +48,51 @@ def known_mapping(
     Args:
         value: The mapping.
         location: Location of the mapping for messages.
-        known: Keys that are read.
+        known_keys: Keys that are read.
         log: Receives a warning per unknown key. Default: refuse unknown keys, for mappings that mergekit does not have.
         separator: Text between ``location`` and a key in messages.
         method: Method whose parameters an unknown key probably refers to. Default: none.
-        required: Keys that may be absent, but not null.
 
     Raises:
-        InvalidInput: ``value`` is not a mapping, a ``required`` key is null, or a key is unknown and there is no log.
+        InvalidInput: ``value`` is not a mapping, or a key is unknown and there is no log.
     """
     content = plain_mapping(value, location)
     for key in content:
-        if key in known:
-            if content[key] is None and key in required:
-                raise InvalidInput(
-                    f"{location}{separator}{key}", found="no value", expected="a value", remedy="remove the key"
-                )
+        if key in known_keys:
             continue
         name = str(key)[:_READABLE]
-        place, found, expected = f"{location}{separator}{name}", f"unknown key {name!r}", f"one of {', '.join(known)}"
+        key_location, found = f"{location}{separator}{name}", f"unknown key {name!r}"
+        expected = f"one of {', '.join(known_keys)}"
         if log is None:
-            raise InvalidInput(place, found=found, expected=expected, remedy=suggest(name, known))
-        remedy = _remedy(name, content, known, method)
+            raise InvalidInput(key_location, found=found, expected=expected, remedy=suggest(name, known_keys))
+        remedy = _remedy(name, content, known_keys, method)
         log.warn(
-            place,
+            key_location,
             found=f"{found}, which mergegate ignores, as mergekit does",
             expected=expected if remedy == "remove it" else "",
             remedy=remedy,
         )
-    return {key: inner for key, inner in content.items() if key in known and inner is not None}
+    return {key: inner for key, inner in content.items() if key in known_keys and inner is not None}
 
 
-def _remedy(key: str, content: Mapping[str, Any], known: Sequence[str], method: Method | None) -> str:
+def require_value(content: Mapping[str, Any], key: str, location: str) -> None:
+    """Raise InvalidInput if ``key`` is present but has no value."""
+    if key in content and content[key] is None:
+        raise InvalidInput(location, found="no value", expected="a value", remedy="remove the key, or add a value")
+
+
+def _remedy(key: str, content: Mapping[str, Any], known_keys: Sequence[str], method: Method | None) -> str:
     parameters = {parameter.name: parameter for parameter in method.parameters} if method else {}
-    if key in parameters and "parameters" in known:
+    if key in parameters and "parameters" in known_keys:
         if isinstance(content.get("parameters"), Mapping) and key in content["parameters"]:
-            return "remove it: 'parameters' sets it, too"
-        is_elsewhere = "model" in known and parameters[key].scope == "shared"
+            return "remove it, because 'parameters' also sets it"
+        is_elsewhere = "model" in known_keys and parameters[key].scope == "shared"
         return f"move it under {'the top-level ' if is_elsewhere else ''}'parameters'"
     if key == "revision" and isinstance(content.get("model"), str) and "@" not in content["model"]:
         return f"write 'model: {content['model']}@{content[key]}'"
-    if key == "experts" and "models" in known:
-        return "remove it, or remove the models: experts alone make a mixture"
-    if near := get_close_matches(key, known, n=1, cutoff=0.6):
+    if key == "experts" and "models" in known_keys:
+        return "remove it, or remove the models: a mixture has only experts"
+    if near := get_close_matches(key, known_keys, n=1, cutoff=0.6):
         return f"did you mean {near[0]!r}?"
     if near := get_close_matches(key, parameters, n=1, cutoff=0.6):
         return f"did you mean {near[0]!r}? It belongs under 'parameters'"

@@ -147,11 +147,11 @@ def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) ->
     experts, count = _experts(content, "experts", location, log, most=_MOST)
     shared, _ = _experts(content, "shared_experts", location, log, most=1)
     if mode in _MODES and mode not in _DRAWN:
-        for place in dict.fromkeys(expert.location for expert in experts if expert.positive == ()):
+        for expert_location in dict.fromkeys(expert.location for expert in experts if expert.positive == ()):
             log.fault(
-                f"{place}.positive_prompts",
+                f"{expert_location}.positive_prompts",
                 found="no prompts",
-                expected=f"texts that should be sent to this expert: gate_mode {mode} makes its router row of them",
+                expected=f"texts for this expert, because gate_mode {mode} computes its router row from them",
                 remedy="add positive_prompts, or set gate_mode: random",
             )
     per_token = content.get("experts_per_token", 2)
@@ -159,7 +159,7 @@ def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) ->
         log.fault(
             f"{location}: experts_per_token",
             found=f"{per_token!r:.20}" if "experts_per_token" in content else f"{per_token}, the default",
-            expected=f"1 to {count}, the number of experts" if count else "a whole number from 1",
+            expected=f"1 to {count}, the number of experts" if count else "a whole number of at least 1",
             remedy=f"set experts_per_token: {count}" if count else "",
         )
     output = content.get("architecture")
@@ -172,19 +172,19 @@ def _experts(
     content: Mapping[str, Any], key: str, location: str, log: FindingLog, *, most: int
 ) -> tuple[tuple[Expert, ...], int | None]:
     """Return the readable experts of a list and their number. The number is None after a fault."""
-    place, experts, is_sound = f"{location}: {key}", list[Expert](), True
+    location, experts, is_sound = f"{location}: {key}", list[Expert](), True
     value = content.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
-        log.fault(place, found=f"{value!r:.60}", expected="a list with at least one entry")
+        log.fault(location, found=f"{value!r:.60}", expected="a list with at least one entry")
         return (), None
     for number, item in enumerate(value):
         copies: list[Expert] | None = None
         with log.collect():
-            copies = _expert(item, f"{place}[{number}]", log)
+            copies = _expert(item, f"{location}[{number}]", log)
         experts += copies or []
         is_sound = is_sound and copies is not None
     if len(experts) > most:
-        log.fault(place, found=f"{len(experts)} experts", expected=f"at most {most}")
+        log.fault(location, found=f"{len(experts)} experts", expected=f"at most {most}")
     return tuple(experts), len(experts) if is_sound else None
 
 
@@ -201,14 +201,16 @@ def _expert(item: object, location: str, log: FindingLog) -> list[Expert] | None
     if not is_number:
         log.fault(f"{location}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
     if "source_model" not in content:
-        log.fault(location, found="no 'source_model'", expected="the dense model that the expert is made of")
+        log.fault(location, found="no 'source_model'", expected="the dense model that provides the expert")
     with log.collect():
         if "source_model" in content:
             model = parse_reference(content["source_model"], f"{location}.source_model", log)
     with log.collect():
         noise = _number(content.get("noise_scale") or 0.0, f"{location}.noise_scale")
         if noise < 0:
-            raise InvalidInput(f"{location}.noise_scale", found=f"{noise:g}", expected="a standard deviation, from 0")
+            raise InvalidInput(
+                f"{location}.noise_scale", found=f"{noise:g}", expected="a standard deviation of at least 0"
+            )
     with log.collect():
         if "residual_scale" in content:
             residual = _number(content["residual_scale"], f"{location}.residual_scale")
@@ -229,8 +231,8 @@ def _prompts(value: object, location: str) -> tuple[str, ...]:
         raise InvalidInput(
             location,
             found=f"{value!r:.60}",
-            expected="a list of texts that are not empty",
-            remedy="write texts that should be sent to this expert, or set gate_mode: random and remove the prompts",
+            expected="a list of non-empty texts",
+            remedy="write texts for this expert, or set gate_mode: random and remove the prompts",
         )
     if len(prompts) > _MOST_PROMPTS:
         raise InvalidInput(location, found=f"{len(prompts)} prompts", expected=f"at most {_MOST_PROMPTS}")

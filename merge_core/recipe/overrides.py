@@ -42,34 +42,32 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
         InvalidInput: There is no change, or a change is neither a setting nor a parameter.
     """
     if not changes:
-        raise InvalidInput(location, found="nothing", expected="a change of the recipe")
+        raise InvalidInput(location, found="no changes", expected="at least one setting or parameter")
     if recipe.get("experts") is not None and not recipe.get("models"):
         raise InvalidInput(
             location,
-            found="changes of a mixture of experts",
-            expected="changes of a merge of models",
-            remedy="name a whole recipe",
+            found="mergegate cannot change the settings of a mixture of experts",
+            expected="changes of a recipe that merges models",
+            remedy="use a complete recipe instead",
         )
     method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{location}: merge_method")
     settings = {name: value for name, value in changes.items() if name in _SETTINGS}
-    new = {
-        **_parameters_in(changes, location),
-        **{k: v for k, v in changes.items() if k not in (*_SETTINGS, _PARAMETERS)},
-    }
+    top_level = {name: value for name, value in changes.items() if name not in (*_SETTINGS, _PARAMETERS)}
+    new = {**_parameters_in(changes, location), **top_level}
     for name in new:
         if method.parameter(name) is None:
-            known = [*_SETTINGS, *(parameter.name for parameter in method.parameters)]
+            names = [*_SETTINGS, *(parameter.name for parameter in method.parameters)]
             raise InvalidInput(
                 location,
                 found=f"{name!r}",
-                expected=f"a setting of a recipe, or a parameter of {method.name}",
-                remedy=suggest(name, known) or "name a whole recipe for changes of another kind",
+                expected=f"a setting of the recipe or a parameter of {method.name}",
+                remedy=suggest(name, names) or "use a complete recipe for other changes",
             )
     result: dict[str, Any] = {**_without(dict(recipe), method, dropped=frozenset(new)), **settings}
     if method.name != recipe.get("merge_method") and isinstance(result.get("models"), list):
         result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
-    if everywhere := {**_parameters_in(result, location), **new}:
-        result[_PARAMETERS] = everywhere
+    if parameters := {**_parameters_in(result, location), **new}:
+        result[_PARAMETERS] = parameters
     return result
 
 
@@ -97,7 +95,9 @@ def fit_to_method(recipe: Mapping[str, Any], location: str) -> dict[str, Any]:
 def _parameters_in(value: Mapping[str, Any], location: str) -> Mapping[str, Any]:
     parameters = value.get(_PARAMETERS) or {}
     if not isinstance(parameters, Mapping):
-        raise InvalidInput(f"{location}: {_PARAMETERS}", found=f"{parameters!r:.60}", expected="parameters by name")
+        raise InvalidInput(
+            f"{location}: {_PARAMETERS}", found=f"{parameters!r:.60}", expected="a mapping of parameters"
+        )
     return parameters
 
 

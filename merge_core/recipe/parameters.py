@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
-from mergegate.merge_core.methods import REQUIRED, Method, Parameter, Scalar
+from mergegate.merge_core.methods import Method, Parameter, Scalar
 from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 
@@ -82,38 +82,38 @@ def parse_parameters(
         return Parameters()
     if not isinstance(value, Mapping):
         raise InvalidInput(location, found=f"{value!r:.60}", expected="a mapping of parameters")
-    known = [parameter.name for parameter in method.parameters]
+    names = [parameter.name for parameter in method.parameters]
     settings = []
     for name, content in value.items():
         parameter = method.parameter(str(name))
-        place = f"{location}.{name}"
+        key_location = f"{location}.{name}"
         if parameter is None:
-            suggestion = suggest(str(name), known) if known else ""
+            suggestion = suggest(str(name), names) if names else ""
             remedy, expected = suggestion, ""
             if name in RECIPE_KEYS:
                 remedy = "move it to the top level of the recipe"
             elif not suggestion.startswith("did you"):
-                remedy, expected = "remove it", "one of " + ", ".join(known) if known else "no parameters"
+                remedy, expected = "remove it", "one of " + ", ".join(names) if names else "no parameters"
             found = f"{method.name} does not read {str(name)!r:.60}, so it has no effect"
-            log.warn(place, found=found, expected=expected, remedy=remedy)
+            log.warn(key_location, found=found, expected=expected, remedy=remedy)
         elif per_model and parameter.scope == "shared":
             log.warn(
-                place,
-                found=f"{name} at a model, where it has no effect",
-                expected=f"{name} once for the whole merge",
+                key_location,
+                found=f"{name} has no effect in the parameters of a model",
+                expected=f"one {name} for the whole merge",
                 remedy="move it to the top-level 'parameters'",
             )
         elif is_base and parameter.scope == "non_base":
             log.warn(
-                place,
-                found=f"{name} at the base model, where it has no effect",
-                expected=f"{name} at the other models: the base has no task vector",
+                key_location,
+                found=f"{name} has no effect in the parameters of the base model",
+                expected=f"{name} for the other models, because the base has no task vector",
                 remedy="remove it",
             )
         elif content != []:  # mergekit treats an empty list as not set.
             conditions: tuple[Condition, ...] = ()
             with log.collect():
-                conditions = _conditions(content, parameter, place, log)
+                conditions = _conditions(content, parameter, key_location, log)
             settings.append(Setting(parameter.name, conditions))
     return Parameters(tuple(settings))
 
@@ -144,10 +144,10 @@ def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t
 def gradient(values: tuple[float, ...], t: float) -> float:
     """Return the piecewise linear interpolation of evenly spaced ``values`` at ``t`` in [0, 1]."""
     position = t * (len(values) - 1)
-    left = min(int(position), len(values) - 1)
-    right = min(left + 1, len(values) - 1)
-    fraction = position - left
-    return (1 - fraction) * values[left] + fraction * values[right]
+    lower = min(int(position), len(values) - 1)
+    upper = min(lower + 1, len(values) - 1)
+    fraction = position - lower
+    return (1 - fraction) * values[lower] + fraction * values[upper]
 
 
 def _along(condition: Condition, parameter: Parameter, t: float) -> Scalar:
@@ -161,8 +161,8 @@ def _along(condition: Condition, parameter: Parameter, t: float) -> Scalar:
         if not value.is_integer():
             raise InvalidInput(
                 condition.location,
-                found=f"the gradient gives {value:g} at {t:g} of the layers",
-                expected=f"{parameter.name} is a whole number",
+                found=f"the gradient has the value {value:g} at the relative depth {t:g}",
+                expected=f"a whole number for {parameter.name}",
                 remedy="use one value, or filters",
             )
         return int(value)
@@ -177,8 +177,8 @@ def _conditions(content: object, parameter: Parameter, location: str, log: Findi
         if condition.filter in (None, "*"):
             log.warn(
                 f"{location}[{index}]",
-                found="a value for all tensors, before others",
-                expected="the value without filter last: the first match counts, so the others never do",
+                found="a value for all tensors comes before other values",
+                expected="the value without a filter as the last one, because the first match counts",
                 remedy="move it to the end of the list",
             )
             return tuple(conditions[: index + 1])
@@ -205,52 +205,35 @@ def _condition(content: object, parameter: Parameter, location: str, log: Findin
 
 
 def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
-    convert = {"float": _float, "int": _int, "bool": _bool, "choice": _choice, "switch": _switch}[parameter.kind]
-    result = convert(value, parameter)
+    result = _convert(value, parameter)
     if result is None:
         # A value of None is often an indentation mistake: YAML reads a key with nothing below it as null.
-        kind = {"float": "a number", "int": "a whole number", "bool": "true or false"}.get(
-            parameter.kind, f"one of {parameter.range}"
-        )
+        kinds = {"float": "a number", "int": "a whole number", "bool": "true or false"}
+        expected = kinds.get(parameter.kind, f"one of {parameter.range}")
         remedy = suggest(value, parameter.choices) if isinstance(value, str) and parameter.choices else ""
         if isinstance(value, str) and value.startswith("$"):
-            remedy = "a value that is to be searched for is filled in by a sweep: say under 'sweep' what it may be"
-        raise InvalidInput(location, found=f"{value!r}", expected=kind, remedy=remedy)
+            remedy = "list the values to search under 'sweep' of a profile; a sweep fills them in"
+        raise InvalidInput(location, found=f"{value!r}", expected=expected, remedy=remedy)
     if isinstance(result, (int, float)) and not isinstance(result, bool):
         low, high = parameter.minimum, parameter.maximum
         if (low is not None and result < low) or (high is not None and result > high):
-            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.name} is {parameter.range}")
+            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.name} {parameter.range}")
     return result
 
 
-def _float(value: object, _: Parameter) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+def _convert(value: object, parameter: Parameter) -> Scalar | None:
+    """Return ``value`` as a value of the parameter's kind, or None if it is of another kind."""
+    kind = parameter.kind
+    if kind in ("choice", "switch") and isinstance(value, str) and value in parameter.choices:
+        return value
+    if kind in ("bool", "switch"):
+        return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+    if kind == "choice" or isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
         number = float(value)  # YAML 1.1 reads 1e-5 as text.
     except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
-
-
-def _int(value: object, parameter: Parameter) -> int | None:
-    number = _float(value, parameter)
-    return int(number) if number is not None and number.is_integer() else None
-
-
-def _bool(value: object, _: Parameter) -> bool | None:
-    if isinstance(value, (bool, int, float)) and value in (0, 1):
-        return bool(value)
-    return None
-
-
-def _choice(value: object, parameter: Parameter) -> str | None:
-    return value if isinstance(value, str) and value in parameter.choices else None
-
-
-def _switch(value: object, parameter: Parameter) -> Scalar | None:
-    choice = _choice(value, parameter)
-    return choice if choice is not None else _bool(value, parameter)
-
-
-__all__ = ["REQUIRED", "Condition", "Parameters", "Setting", "gradient", "parse_parameters", "value_for"]
+    if not math.isfinite(number) or (kind == "int" and not number.is_integer()):
+        return None
+    return int(number) if kind == "int" else number

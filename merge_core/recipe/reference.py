@@ -56,13 +56,30 @@ def parse_reference(value: object, location: str, log: FindingLog | None = None)
         InvalidInput: The value has another shape, an empty part, more than one ``+``, or more than one ``@`` in a part.
     """
     if isinstance(value, dict):
-        return _from_mapping(value, location, log)
+        if value.get("override_architecture") is not None:
+            raise InvalidInput(
+                f"{location}.override_architecture",
+                found=f"{value['override_architecture']!r:.60}",
+                expected="no such key, because mergegate reads the architecture from the checkpoint",
+                remedy="remove it, and correct 'architectures' in the model's config.json",
+            )
+        content = known_mapping(value, location, ("model", "lora", "override_architecture"), log)
+        if "model" not in content:
+            raise InvalidInput(
+                location, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}"
+            )
+        path, revision = _path_and_revision(content["model"], f"{location}.model", log)
+        adapter = None
+        if "lora" in content:
+            lora_path, lora_revision = _path_and_revision(content["lora"], f"{location}.lora", log)
+            adapter = lora_path + (f"@{lora_revision}" if lora_revision else "")
+        return CheckpointRef(path, revision, adapter)
     if not isinstance(value, str) or not value.strip():
         raise InvalidInput(
             location,
             found=f"{value!r:.60}",
             expected="a model: 'path[@revision][+adapter]'",
-            remedy="name a directory or org/name",
+            remedy="write a directory or org/name",
         )
     parts = value.strip().split("+")
     if len(parts) > 2:
@@ -98,12 +115,12 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
                 return (start / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # Name too long, no working directory, a loop of links.
         raise InvalidInput(
-            str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
+            str(ref), found=f"the path is not valid: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
     if "\\" in ref.path or _DRIVE.match(ref.path):
         written = ref.path.replace("\\", "/")
         if drive := _DRIVE.match(ref.path):
-            remedy = f"write the path of the directory on this machine; in WSL: /mnt/{drive[1].lower()}{written[2:]}"
+            remedy = f"write the path on this machine, in WSL /mnt/{drive[1].lower()}{written[2:]}"
         elif written.startswith("//"):
             remedy = "mount the share, and write the path of the directory on this machine"
         else:
@@ -111,13 +128,13 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         raise InvalidInput(
             str(ref),
             found="a Windows path",
-            expected="a path on Linux or macOS, where mergegate runs: '/' between directories, no drive",
+            expected="a path on Linux or macOS, with '/' and without a drive",
             remedy=remedy,
         )
     if path.is_absolute() or ref.path.startswith((".", "~")):
-        beside = f" beside {directory}" if directory and not path.is_absolute() else ""
+        searched = f" in {directory} or in the working directory" if directory and not path.is_absolute() else ""
         raise InvalidInput(
-            str(ref), found=f"no such directory{beside}", expected="a checkpoint directory", remedy="correct the path"
+            str(ref), found=f"no such directory{searched}", expected="a checkpoint directory", remedy="correct the path"
         )
     return None
 
@@ -131,13 +148,13 @@ def expand_user_path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except ValueError:
-        raise InvalidInput(text, found="a character that no path can have", expected="a path") from None
+        raise InvalidInput(text, found="the path contains an invalid character", expected="a path") from None
     except RuntimeError:
         raise InvalidInput(
             text,
-            found="the home of a user that this machine does not know",
+            found="the user or its home directory is unknown on this machine",
             expected="a path",
-            remedy="write the whole path",
+            remedy="write the absolute path",
         ) from None
 
 
@@ -163,25 +180,6 @@ def _at(text: str, location: str) -> tuple[str, str | None]:
     if not path.strip() or (revision and not revision[0].strip()):
         raise InvalidInput(location, found=f"an empty part in {text!r}", expected="'path[@revision][+adapter]'")
     return path.strip(), revision[0].strip() if revision else None
-
-
-def _from_mapping(value: dict[str, object], location: str, log: FindingLog | None) -> CheckpointRef:
-    if value.get("override_architecture") is not None:
-        raise InvalidInput(
-            f"{location}.override_architecture",
-            found=f"{value['override_architecture']!r:.60}",
-            expected="nothing: mergegate reads the architecture from the checkpoint",
-            remedy="remove it, and correct 'architectures' in the model's config.json",
-        )
-    content = known_mapping(value, location, ("model", "lora", "override_architecture"), log)
-    if "model" not in content:
-        raise InvalidInput(location, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}")
-    path, revision = _path_and_revision(content["model"], f"{location}.model", log)
-    adapter = None
-    if "lora" in content:
-        lora_path, lora_revision = _path_and_revision(content["lora"], f"{location}.lora", log)
-        adapter = lora_path + (f"@{lora_revision}" if lora_revision else "")
-    return CheckpointRef(path, revision, adapter)
 
 
 def _path_and_revision(value: object, location: str, log: FindingLog | None) -> tuple[str, str | None]:

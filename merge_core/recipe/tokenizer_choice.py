@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from mergegate.merge_core.checkpoint.vocabulary import STRANGERS, Strangers
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
-from mergegate.merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.recipe.keys import known_mapping, require_value
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 _KEYS = ("source", "tokens", "pad_to_multiple_of", "strangers")
@@ -118,38 +118,41 @@ def parse_tokenizer_choice(content: Mapping[str, Any], location: str, log: Findi
             remedy="remove one of them",
         )
     if "tokenizer_source" in content:
-        place = f"{location}: tokenizer_source"
-        return TokenizerChoice(_source(content["tokenizer_source"], place, log), place)
+        location = f"{location}: tokenizer_source"
+        return TokenizerChoice(_source(content["tokenizer_source"], location, log), location)
     if "tokenizer" not in content:
         return None
-    place, value = f"{location}: tokenizer", content["tokenizer"]
+    location, value = f"{location}: tokenizer", content["tokenizer"]
     if isinstance(value, str):
         remedy = f"write 'tokenizer_source: {value}'" if value.strip() else "remove it"
-        raise InvalidInput(place, found=f"{value!r:.60}", expected="a mapping, such as {source: union}", remedy=remedy)
+        raise InvalidInput(
+            location, found=f"{value!r:.60}", expected="a mapping, such as {source: union}", remedy=remedy
+        )
     if value == {}:
-        return TokenizerChoice("union", place)
-    block = known_mapping(value, place, _KEYS, log, required=("source",))
+        return TokenizerChoice("union", location)
+    block = known_mapping(value, location, _KEYS, log)
+    require_value(value, "source", f"{location}.source")
     source: str | CheckpointRef = "union"
     tokens: tuple[TokenRow, ...] = ()
     padding = None
     with log.collect():
-        source = _source(block.get("source", "union"), f"{place}.source", log)
+        source = _source(block.get("source", "union"), f"{location}.source", log)
     with log.collect():
-        tokens = _tokens(block.get("tokens"), f"{place}.tokens", log)
+        tokens = _tokens(block.get("tokens"), f"{location}.tokens", log)
     with log.collect():
-        padding = _padding(block.get("pad_to_multiple_of"), f"{place}.pad_to_multiple_of")
+        padding = _padding(block.get("pad_to_multiple_of"), f"{location}.pad_to_multiple_of")
     strangers = block.get("strangers", "refuse")
     if not isinstance(strangers, str) or strangers not in STRANGERS:
         raise InvalidInput(
-            f"{place}.strangers",
+            f"{location}.strangers",
             found=f"{strangers!r:.60}",
             expected=f"one of {', '.join(STRANGERS)}",
             remedy=suggest(str(strangers)[:60], STRANGERS),
         )
     if strangers != "refuse" and source != "union":
-        raise InvalidInput(f"{place}.strangers", found=f"{strangers}, and source is {source}", expected="source: union")
-    location = f"{place}.source" if "source" in block else place
-    return TokenizerChoice(source, location, tokens, padding, cast(Strangers, strangers))
+        raise InvalidInput(f"{location}.strangers", found=f"{strangers} with source {source}", expected="source: union")
+    source_location = f"{location}.source" if "source" in block else location
+    return TokenizerChoice(source, source_location, tokens, padding, cast(Strangers, strangers))
 
 
 def _source(value: object, location: str, log: FindingLog) -> str | CheckpointRef:
@@ -157,7 +160,7 @@ def _source(value: object, location: str, log: FindingLog) -> str | CheckpointRe
         raise InvalidInput(
             location,
             found=f"{value!r:.60}",
-            expected="union, base, or a model; only mergekit before 0.1 wrote 'model:' before its name",
+            expected="union, base, or a model; the prefix 'model:' is of mergekit before 0.1",
             remedy=f"write {value.removeprefix('model:')!r}",
         )
     return str(value) if value in ("base", "union") else parse_reference(value, location, log)
@@ -179,9 +182,7 @@ def _tokens(value: object, location: str, log: FindingLog) -> tuple[TokenRow, ..
 
 def _token(token: object, value: object, location: str, log: FindingLog) -> TokenRow:
     if not isinstance(token, str) or not token:
-        raise InvalidInput(
-            location, found=f"{token!r:.60}", expected="the text of a token", remedy="write it in quotes"
-        )
+        raise InvalidInput(location, found=f"{token!r:.60}", expected="the text of a token", remedy="put it in quotes")
     if value is None or value == {}:
         return TokenRow(token, None, force=False)
     entry = known_mapping(value, location, ("source", "force"), log)
@@ -190,7 +191,7 @@ def _token(token: object, value: object, location: str, log: FindingLog) -> Toke
         raise InvalidInput(f"{location}.force", found=f"{force!r:.60}", expected="true or false")
     origin = None if entry.get("source") is None else _origin(entry["source"], f"{location}.source", log)
     if force and origin is None:
-        raise InvalidInput(f"{location}.force", found="true, and no source", expected="a source for the row")
+        raise InvalidInput(f"{location}.force", found="true without a source", expected="a source for the row")
     return TokenRow(token, origin, force)
 
 
@@ -208,12 +209,12 @@ def _origin(value: object, location: str, log: FindingLog) -> RowOrigin:
         raise InvalidInput(location, found="no 'model'", expected="{kind: model_token, model: ..., token: ...}")
     token, number = entry.get("token"), entry.get("token_id")
     if (token is None) == (number is None):
-        found = "both" if token is not None else "neither"
-        raise InvalidInput(location, found=f"{found} of token and token_id", expected="exactly one of them")
+        found = "both token and token_id" if token is not None else "neither token nor token_id"
+        raise InvalidInput(location, found=found, expected="exactly one of them")
     if token is not None and not isinstance(token, str):
         raise InvalidInput(f"{location}.token", found=f"{token!r:.60}", expected="the text of a token")
     if number is not None and (type(number) is not int or number < 0):
-        raise InvalidInput(f"{location}.token_id", found=f"{number!r:.60}", expected="a whole number from 0")
+        raise InvalidInput(f"{location}.token_id", found=f"{number!r:.60}", expected="a whole number of at least 0")
     return RowOrigin(parse_reference(entry["model"], f"{location}.model"), token, number)
 
 

@@ -69,7 +69,7 @@ def _refused(record: Path) -> set[str]:
     """Return the recorded digests. A damaged record is set aside and counting starts from an empty set."""
     digests = read_state(record, _digests)
     if isinstance(digests, Damaged):
-        set_aside_damaged(record, digests.why)
+        set_aside_damaged(record, digests.reason)
         return set()
     return digests or set()
 

@@ -25,7 +25,7 @@ from mergegate.merge_core.analysis import (
 from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, read_into
 from mergegate.merge_core.engine import count_non_finite
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import ModelPlace, select_models
+from mergegate.merge_core.recipe import RelativeDistance, select_models
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.stage import StageValue, advance, value_stage
 from mergegate.tasks.store import NotInKey, StoredValue
@@ -139,7 +139,7 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
 
 
 def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
-    if not recipe.needs_distances or recipe.places is not None:
+    if not recipe.needs_distances or recipe.distances is not None:
         return recipe
     refs = [str(source.model) for source in recipe.sources if source.model != recipe.base]
     models = tuple(find(ref) for ref in refs)
@@ -178,5 +178,5 @@ def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint],
     places = {}
     for index, ref in enumerate(refs):
         length, apart = measured.get(index, (None, None))
-        places[ref] = ModelPlace(length, apart, left_out.get(ref, ""))
+        places[ref] = RelativeDistance(length, apart, left_out.get(ref, ""))
     return select_models(recipe, places, shares)

@@ -160,7 +160,7 @@ def _job_sizes(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> dict[s
     largest = max([*models, (plan.bytes_written, plan.parameters)])
     sizes = {"tensors": len(plan.jobs), "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written}
     sizes |= {"largest_bytes": largest[0], "largest_parameters": largest[1]}
-    return sizes | {"disk": needs.disk, "block": needs.block, "gpu_block": needs.gpu_block, "held": needs.held}
+    return sizes | {"disk": needs.disk, "block": needs.block, "gpu_block": needs.gpu_block, "held": needs.held_bytes}
 
 
 Planned = tuple[PlannedMerge, Mapping[str, Checkpoint]]

@@ -61,7 +61,7 @@ def measure_machine_capacity(
     compatibility: Compatibility, parents: Sequence[ResolvedCheckpoint], device: str
 ) -> Machine:
     """Return the resources of this machine for a merge of ``parents`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
-    from mergegate.merge_core.engine import usable_cores
+    from mergegate.merge_core.system import cores_of_process
 
     snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
     writes = [(home(), "the merged checkpoint", compatibility.disk)]
@@ -76,7 +76,7 @@ def measure_machine_capacity(
         total = disk.writes.get(purpose, 0) + count
         disks[device_id] = Disk(disk.directory, disk.free, {**disk.writes, purpose: total})
     gpu = gpu_memory(device) if device != "cpu" else None
-    return Machine(cores=usable_cores(), disks=tuple(disks.values()), memory=system_memory(), gpu=gpu)
+    return Machine(cores=cores_of_process(), disks=tuple(disks.values()), memory=system_memory(), gpu=gpu)
 
 
 def machine_findings(
@@ -109,7 +109,7 @@ def _findings(compatibility: Compatibility, machine: Machine, device: str, dtype
                 remedy="free some space, or point MERGEGATE_HOME or HF_HOME to a larger disk",
             )
     threads = EngineSettings().workers_on(machine.cores)
-    merging = peak_memory(compatibility.block, threads=threads, device=device, held=compatibility.held)
+    merging = peak_memory(compatibility.block, threads=threads, device=device, held_bytes=compatibility.held)
     yield from _memory_shortage("memory", machine.memory, merging, "merge on a machine with more memory")
     if machine.gpu:
         on_gpu = threads * compatibility.gpu_block

@@ -66,13 +66,13 @@ def interference_plot(content: ReportContent) -> tuple[str, ...]:
     if explanation is None or explanation.interference is None:
         return ()
     heat_map = _map(explanation.interference)
-    label = f"{what_is_shown(explanation)}. " + " ".join(
+    label = f"{heat_map_caption(explanation)}. " + " ".join(
         f"{row.label}: {_average(row)}." for row in heat_map.rows if _average(row)
     )
     return tuple(_draw(f"interference-{form.name}", heat_map, form, label) for form in (_WIDE, _NARROW))
 
 
-def what_is_shown(explanation: Explanation) -> str:
+def heat_map_caption(explanation: Explanation) -> str:
     """Return the caption: the meaning of the cells."""
     if explanation.interference is not None and explanation.interference.vectors < 2:
         return "Distance of the parents, in per cent of the weights' norm"

@@ -39,7 +39,7 @@ def interval(low: float, high: float, decimals: int) -> str:
     return f"[{number(low, decimals)}, {number(high, decimals)}]"
 
 
-def what_was_asked(verdict: GateVerdict) -> str:
+def data_digests(verdict: GateVerdict) -> str:
     """Return each guarded task with the digest of its data and the datasets behind it, at their known commits.
 
     Example: ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. The result is empty if no data was inspected.

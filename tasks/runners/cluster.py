@@ -27,9 +27,9 @@ from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import state_directory
+from mergegate.merge_core.system import cores_of_process
 from mergegate.tasks.runners.contract import Cluster, WorkerLost
 from mergegate.tasks.runners.slots import WorkerSlot, gpu_of_worker, threads_of_worker, use_slot, visible_gpus
 from mergegate.tasks.stage import DeferredProgress, StageEnd, home, progress_watcher, relay_progress
@@ -141,7 +141,7 @@ class ClusterRunner:
         workers = self._workers or 1
         environment = {
             **api,
-            **threads_of_worker(workers, usable_cores()),
+            **threads_of_worker(workers, cores_of_process()),
             "MERGEGATE_HOME": str(home()),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }

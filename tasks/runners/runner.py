@@ -27,8 +27,8 @@ from typing import Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergegate.merge_core.engine import usable_cores
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.system import cores_of_process
 from mergegate.tasks.runners.slots import WorkerSlot, end_slot, slots_for, use_slot, visible_gpus
 
 I = TypeVar("I")  # noqa: E741  # an item; R its result
@@ -118,7 +118,7 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
         )
     from mergegate.tasks.runners.cluster import ClusterRunner
 
-    workers = settings.workers or (None if settings.address else len(visible_gpus()) or usable_cores())
+    workers = settings.workers or (None if settings.address else len(visible_gpus()) or cores_of_process())
     cluster = ClusterRunner(settings.kind, workers, settings.address)
     try:
         yield cluster
@@ -139,7 +139,7 @@ class LocalRunner:
     """
 
     def __init__(self, workers: int) -> None:
-        self._slots = slots_for(workers, usable_cores())
+        self._slots = slots_for(workers, cores_of_process())
 
     @property
     def is_parallel(self) -> bool:

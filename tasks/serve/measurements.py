@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.engine import usable_cores
-from mergegate.merge_core.system import kernel_lines
+from mergegate.merge_core.system import cores_of_process, kernel_lines
 from mergegate.merge_core.wording import format_bytes, format_short_time
 
 
@@ -96,7 +95,7 @@ def today() -> str:
 
 def machine_name(device: str) -> str:
     """Return the hardware behind the measurements: cores, processor, and GPUs if ``device`` is ``cuda``."""
-    cores = usable_cores()
+    cores = cores_of_process()
     description = f"{cores} core{'' if cores == 1 else 's'}"
     if processor := _processor():
         description += f" of {processor}"

@@ -9,7 +9,7 @@ import pytest
 from hub_look_alike import Fault, LookAlike
 from rich.console import Console
 
-from mergegate.flows.cli.fetch_data import fetch_data
+from mergegate.flows.cli.fetch_data import fetch_profile_data
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, named_data, pin_task
@@ -59,14 +59,14 @@ def add_piqa(server: LookAlike, place: Path, goal: str) -> str:
 def test_what_is_fetched_is_found_by_its_task(online: LookAlike, tmp_path: Path) -> None:
     commit = add_piqa(online, tmp_path / "piqa", "first")
     (tmp_path / "p.yaml").write_text(PROFILE)
-    (found,) = fetch_data(tmp_path / "p.yaml", Console(quiet=True))
+    _, (found,) = fetch_profile_data(tmp_path / "p.yaml", Console(quiet=True))
     data = tmp_path / "eval-data"
     assert found.revision == commit
     assert not list(data.rglob("setup.py"))  # No file that could be executed.
     before = pin_task("piqa", tmp_path, HashMemo(tmp_path / "h.db"), data)
     # After a new commit on the Hub, the pinned revision is still fetched.
     add_piqa(online, tmp_path / "piqa", "second")
-    (again,) = fetch_data(tmp_path / "p.yaml", Console(quiet=True))
+    _, (again,) = fetch_profile_data(tmp_path / "p.yaml", Console(quiet=True))
     assert again.revision == commit
     assert pin_task("piqa", tmp_path, HashMemo(tmp_path / "i.db"), data) == before
 
@@ -84,7 +84,7 @@ def test_datasets_of_yaml_files_and_of_a_sweep_are_fetched_too(online: LookAlike
     address = "dataset_kwargs: {data_files: {test: 'hf://datasets/acme/digits/d/test.jsonl'}}"
     digits = LETTERS.replace("task: letters", "task: digits").replace("acme/letters", f"json\n{address}")
     (tmp_path / "digits.yaml").write_text(digits)
-    fetched = fetch_data(tmp_path / "p.yaml", Console(quiet=True))
+    _, fetched = fetch_profile_data(tmp_path / "p.yaml", Console(quiet=True))
     assert {one.name: one.revision for one in fetched} == commits
     for name in ("letters", "digits"):
         task = pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db"), tmp_path / "eval-data")

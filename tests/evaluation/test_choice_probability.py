@@ -19,7 +19,7 @@ from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.flows.cli.gate import gate_results
+from mergegate.flows.cli.gate import judge_results
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
@@ -207,7 +207,8 @@ def test_the_gate_judges_lm_evals_own_files_by_it(tmp_path: Path, model: Model, 
     linear = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
     profile = tmp_path / "profile.yaml"
     profile.write_text(yaml.safe_dump({"name": "p", "recipe": linear, "evaluate": {"tasks": [guard]}}))
-    found = gate_results([f"{name}={tmp_path / name}" for name in ("reference", "merge")], profile, Console(quiet=True))
+    entries = [f"{name}={tmp_path / name}" for name in ("reference", "merge")]
+    found = judge_results(entries, profile, Console(quiet=True))
     assert found.content is not None
     (judged,) = found.content.verdict.guards
     likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]

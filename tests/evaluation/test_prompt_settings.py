@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
-from mergegate.flows.cli.check import _print_examples
+from mergegate.flows.cli.check import print_examples
 from mergegate.flows.preflight import TaskExample
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
@@ -189,7 +189,7 @@ def test_check_shows_how_a_task_is_asked() -> None:
     asked = PromptSettings(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
     seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
     console = Console(record=True, width=200)
-    _print_examples([TaskExample("t", "base", seen, asked.described())], console)
+    print_examples([TaskExample("t", "base", seen, asked.described())], console)
     said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5), the first document"
     assert said in console.export_text()
 

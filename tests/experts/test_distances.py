@@ -175,10 +175,10 @@ def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clie
     recipe = recipe_of(clients, *HONEST, merge_method="median", leave_out_beyond=5)
     found = prepare(recipe)
     assert found.left_out == {}
-    assert found.places is not None
-    assert [round(one.length or 0, 1) for one in found.places.values()] == pytest.approx([1.0] * 4, abs=0.2)
+    assert found.distances is not None
+    assert [round(one.length or 0, 1) for one in found.distances.values()] == pytest.approx([1.0] * 4, abs=0.2)
     # Two models of one skill are close; those of different skills are as far apart as unrelated task vectors.
-    assert all(0.8 < (one.apart or 0) < 1.6 for one in found.places.values())
+    assert all(0.8 < (one.apart or 0) < 1.6 for one in found.distances.values())
     assert found.modules == recipe.modules
 
 
@@ -256,8 +256,8 @@ def test_adapters_stand_where_the_models_that_they_make_stand(clients: Path, pre
     lengths = [_length(base, load_file(clients / one / "model.safetensors")) for one in HONEST]
     lengths += [_length(base, made)]
     median = float(np.median([*lengths, 16 * lengths[-1]]))
-    assert found.places is not None
-    assert (found.places[names[0]].length or 0) == pytest.approx(lengths[-1] / median, rel=0.02)
+    assert found.distances is not None
+    assert (found.distances[names[0]].length or 0) == pytest.approx(lengths[-1] / median, rel=0.02)
 
 
 def _length(base: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> float:
@@ -306,11 +306,11 @@ def test_who_is_left_out_is_no_parent_any_more(clients: Path, prepare: Home, tmp
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"merge_method": "linear", "parameters": {"weight": 1}}, "no base that task vectors"),
-        ({"merge_method": "median", "leave_out_beyond": 0.5}, "a number from 1"),
-        ({"merge_method": "median", "leave_out_beyond": True}, "a number from 1"),
-        ({"merge_method": "median", "leave_out_beyond": "5"}, "a number from 1"),
-        ({"merge_method": "median", "leave_out_beyond": float("inf")}, "a number from 1"),
+        ({"merge_method": "linear", "parameters": {"weight": 1}}, "no base to measure task vectors"),
+        ({"merge_method": "median", "leave_out_beyond": 0.5}, "a factor of the median length"),
+        ({"merge_method": "median", "leave_out_beyond": True}, "a factor of the median length"),
+        ({"merge_method": "median", "leave_out_beyond": "5"}, "a factor of the median length"),
+        ({"merge_method": "median", "leave_out_beyond": float("inf")}, "a factor of the median length"),
     ],
 )
 def test_what_a_recipe_cannot_say_of_distances(change: dict[str, Any], said: str) -> None:
@@ -331,4 +331,4 @@ def test_weights_that_nobody_computed_are_refused(clients: Path) -> None:
     plan = plan_merge(recipe, {str(ref): open_at(ref.path) for ref in recipe.references()})
     with pytest.raises(InvalidInput, match="distances between the models"):
         list(merge_tensors(plan))
-    assert replace(recipe, places={}).canonical() != recipe.canonical()
+    assert replace(recipe, distances={}).canonical() != recipe.canonical()

@@ -12,8 +12,7 @@ from made_families import FAMILIES, write_family
 from terminal import terminal
 from typer.testing import CliRunner
 
-from mergegate.flows.cli.new_files import directory_for_new_files, write_new_files
-from mergegate.flows.cli.prompts import ask
+from mergegate.flows.cli.init import directory_for_new_files, prompt, write_new_files
 from mergegate.merge_core.errors import InvalidInput
 
 NAME, WHO, TEXT = "name of the release", "who accepts this and why", "held-out text"
@@ -114,11 +113,11 @@ def test_an_answer_is_asked_for_until_it_can_be_used() -> None:
         return text
 
     app = typer.Typer()
-    app.command()(lambda: typer.echo(f"got {ask('how many', '4', even)}"))
+    app.command()(lambda: typer.echo(f"got {prompt('how many', '4', even)}"))
     done = CliRunner().invoke(app, input="x\n3\n 8 \n")
     assert "got 8" in done.output
     assert done.output.count("Error:") == 2
-    assert "'3'; wanted: an even number" in done.output
+    assert "'3'; expected: an even number" in done.output
     assert "got 4" in CliRunner().invoke(app, input="\n").output
 
 

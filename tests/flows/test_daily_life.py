@@ -99,7 +99,7 @@ def test_status_needs_no_server(project: Project) -> None:
     done = project.mergegate("status")
     assert done.exit_code == 0, done.output
     assert "running  nothing" in done.output
-    assert "no run has ended here yet" in done.output
+    assert "no run has finished here yet" in done.output
 
 
 def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ import typer
 from demo_project import Printed, Project
 
 from mergegate.flows.cli.app import app
-from mergegate.flows.cli.help import FirstIsProfile
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -91,8 +90,8 @@ def test_each_command_takes_what_is_written(command: Documented) -> None:
     at: Any = MERGEGATE
     rest = list(command.words[1:])
     while hasattr(at, "commands") and rest and not rest[0].startswith("-"):
-        if isinstance(at, FirstIsProfile) and rest[0] not in at.commands:
-            rest.insert(0, at.unnamed)
+        if getattr(at, "default_command", None) and rest[0] not in at.commands:
+            rest.insert(0, at.default_command)
         assert rest[0] in at.commands, f"no command {rest[0]!r}"
         at = at.commands[rest.pop(0)]
     options = [one for one in at.params if one.param_type_name == "option"]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from mergegate.flows.cli.history import print_history
 from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome, profile_name
-from mergegate.flows.outcome.flow_state import prefect_page
+from mergegate.flows.outcome.archive import prefect_page
 from mergegate.flows.outcome.run_names import run_name
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -109,7 +109,7 @@ class TestEveryEnding:
         else:
             assert isinstance(outcome, RunOutcome)
             assert (outcome.exit_code, outcome.report) == (code, home() / "reports" / "demo.html")
-            assert ended.message == outcome.message
+            assert ended.message == outcome.text
 
     def test_a_page_about_a_refusal_is_no_verdict(self) -> None:
         for story, judged in ((refused, False), (invalid, False), (passed, True)):
@@ -136,7 +136,7 @@ class TestEveryEnding:
             assert run_of(passed).name == "Passed"
             assert run_of(refused).name == "Refused"
             assert run_of(crashed).name == "Failed"
-        assert "the report of this run was not kept" in caplog.text
+        assert "the report of this run could not be stored" in caplog.text
 
     def test_a_refusal_is_no_exception_for_whoever_asks_for_it(self) -> None:
         with pytest.raises(StoppedRun, match="cc-by-nc"):
@@ -241,12 +241,12 @@ class TestTheCommand:
             file.write(b"garbage\n")
         assert "1 damaged line of the history left out." in project.mergegate("history").output
         assert project.mergegate("doctor").exit_code == 3
-        assert "its whole lines are kept" in project.mergegate("doctor", "--mend").output
+        assert "undamaged lines stay" in project.mergegate("doctor", "--mend").output
         assert "damaged" not in project.mergegate("history").output
         assert len(read_history(project.home / "reports").records) == 3
         empty = Project(tmp_path / "empty")
         empty.root.mkdir()
-        assert "no run has ended here yet" in empty.mergegate("history").output
+        assert "no run has finished here yet" in empty.mergegate("history").output
 
     def test_a_profile_that_cannot_be_read_leaves_its_page(self, project: Project) -> None:
         (project.root / "broken.yaml").write_text("name: support\nrecepe: x\n")

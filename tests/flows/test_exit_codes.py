@@ -71,7 +71,7 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mergegate.flows.cli.check.check_file", interrupted)
+    monkeypatch.setattr("mergegate.flows.cli.check.is_recipe", interrupted)
     said = CliRunner().invoke(app, ["check", "profile.yaml"])
     assert (said.exit_code, said.output.strip()) == (130, INTERRUPTED)
     told = CliRunner().invoke(app, ["check", "profile.yaml", "--json"])

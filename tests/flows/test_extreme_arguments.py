@@ -16,7 +16,8 @@ import typer.main
 from demo_project import Project, make_project
 from samples import sampled
 
-from mergegate.flows.cli.app import app, local_path
+from mergegate.flows.cli.app import app
+from mergegate.flows.cli.command import local_path
 from mergegate.merge_core.errors import EXIT_CODES
 
 PATIENCE_S = 30
@@ -159,7 +160,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("mergegate.flows.cli.server.serve_prefect", end)
     monkeypatch.setattr("mergegate.flows.cli.server.os.execve", end)
-    monkeypatch.setattr("mergegate.flows.cli.app.run_command", end)
+    monkeypatch.setattr("mergegate.flows.cli.demo.run_command", end)
 
 
 def check_command(project: Project, name: str, *, quick: bool) -> None:

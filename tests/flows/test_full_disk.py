@@ -91,7 +91,7 @@ def test_of_two_merges_into_one_directory_the_second_says_so(offline: Project, m
     def first() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(merging, "merge_weights", slow)
-            ended.append(merging.merge_to(Path(RECIPE), out, seed=0, device="cpu", share=False, console=quiet()))
+            ended.append(merging.merge_recipe(Path(RECIPE), merging.MergeOptions(out, device="cpu"), quiet()))
 
     ended: list[object] = []
     out = offline.root / "out"
@@ -156,7 +156,7 @@ def test_output_that_cannot_be_printed_is_said_where_it_can_be(tmp_path: Path, c
 def test_a_doctor_says_that_nothing_is_wrong_where_nothing_is(offline: Project) -> None:
     result = offline.mergegate("doctor")
     assert result.exit_code == 0
-    assert "nothing is damaged" in result.output
+    assert "no damaged and no leftover files" in result.output
 
 
 def test_a_doctor_finds_what_is_damaged_and_mends_it(offline: Project) -> None:

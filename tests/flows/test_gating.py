@@ -110,7 +110,7 @@ def test_a_person_sees_a_table_and_what_was_not_judged(judged: tuple[Project, Pa
         (["merge"], "NAME=DIRECTORY"),
         (["merge=a", "merge=b"], "a second directory for merge"),
         (["mege=a", "base=b"], "did you mean 'mege'"),
-        (["merge=a"], "only the merge"),
+        (["merge=a"], "only results of the merge"),
         (["merge=a", "bsae=b"], "did you mean 'bsae'"),
         (["merge=nowhere", "reference=nowhere"], "no such directory"),
     ],
@@ -125,4 +125,4 @@ def test_a_profile_without_guards_cannot_judge(project: Project) -> None:
     (project.root / "bare.yaml").write_text("name: bare\nrecipe: none.yaml\n")
     done = project.mergegate("gate", "merge=a", "reference=b", "--profile", "bare.yaml")
     assert done.exit_code == 2
-    assert "no task that is guarded" in done.output
+    assert "there are no guards" in done.output

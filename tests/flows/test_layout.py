@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import typer.main
 from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
 from mergegate.flows.cli import progress
 from mergegate.flows.cli.app import app
-from mergegate.flows.cli.help import command_line
 from mergegate.flows.cli.progress import TerminalProgress, fitted
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.tasks.report import Row, ScoreTable
@@ -189,7 +189,7 @@ def described(command: object) -> Iterator[tuple[str, object]]:
 
 
 def test_help_speaks_in_whole_sentences_and_names_what_is_to_be_given() -> None:
-    root = command_line(app)
+    root = typer.main.get_command(app)
     assert "-h" in root.context_settings["help_option_names"]
     for name, command in described(root):
         assert command.short_help[0].isupper(), name  # type: ignore[attr-defined]
@@ -199,6 +199,12 @@ def test_help_speaks_in_whole_sentences_and_names_what_is_to_be_given() -> None:
         assert all(one.metavar.isupper() or "=" in one.metavar for one in arguments), name
     shown = CliRunner().invoke(app, ["history", "-h"])
     assert shown.exit_code == 0
+
+
+def test_the_list_of_commands_agrees_with_the_help_of_each_command() -> None:
+    for name, command in described(typer.main.get_command(app)):
+        text = " ".join(str(command.help).split())  # type: ignore[attr-defined]
+        assert text.startswith(command.short_help), name  # type: ignore[attr-defined]
 
 
 def test_the_module_is_the_command() -> None:

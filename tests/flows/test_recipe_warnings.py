@@ -12,7 +12,7 @@ from demo_project import PROFILES
 from typer.testing import CliRunner, Result
 
 from mergegate.flows.cli.app import app
-from mergegate.flows.outcome.content import recipe_warnings
+from mergegate.flows.outcome.report_content import recipe_warnings
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core import load_recipe

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.cli.sweep_summary import sweep_summary
+from mergegate.flows.cli.run_summary import sweep_summary
 from mergegate.tasks.report import SearchStatus, search_line
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.stage import progress_watcher, say_progress

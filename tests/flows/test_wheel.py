@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benchmark_scripts import load_benchmark
 
-from mergegate.flows.cli.demo import PROFILE, place_demo
+from mergegate.flows.cli.demo import PROFILE, copy_demo
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.sandbox import require_linux
 
@@ -88,14 +88,14 @@ def test_the_wheel_alone_is_all_that_a_first_hour_needs(tmp_path: Path) -> None:
 
 def test_the_demo_is_copied_once_and_over_nothing_else(tmp_path: Path) -> None:
     place = tmp_path / "new" / "mergegate-demo"
-    assert place_demo(place)
+    assert copy_demo(place)
     copied = {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()}
     assert copied >= {file for file in tracked("profiles/demo", "profiles/demo.yaml") if not file.endswith(".py")}
     (place / PROFILE).write_text("name: mine\n")
-    assert not place_demo(place)
+    assert not copy_demo(place)
     assert (place / PROFILE).read_text() == "name: mine\n"
-    with pytest.raises(InvalidInput, match="something else in it"):
-        place_demo(tmp_path / "new")
+    with pytest.raises(InvalidInput, match="a directory with other content"):
+        copy_demo(tmp_path / "new")
 
 
 def test_elsewhere_than_on_linux_a_run_is_refused_with_the_way_out() -> None:

@@ -19,7 +19,7 @@ from samples import sampled
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.engine import blocks, execution, tensor_run
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
 from mergegate.merge_core.methods import Fold, Map, Steps
 from mergegate.merge_core.methods.masks import MaskCache
 
@@ -249,7 +249,9 @@ def test_a_shard_that_shrinks_after_planning_leaves_nothing_that_loads(family: P
     assert not any(name.endswith(".safetensors") for name in names)
 
 
-def test_a_full_disk_is_a_refusal_and_leaves_nothing_that_loads(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_merge_and_leaves_nothing_that_loads(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import errno
     import os
 
@@ -257,7 +259,7 @@ def test_a_full_disk_is_a_refusal_and_leaves_nothing_that_loads(family: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(Refused, match="disk is full"):
+    with pytest.raises(DiskUnavailable, match="disk is full"):
         merge_text(LINEAR, family)
     assert not (family / "out/config.json").exists()
 

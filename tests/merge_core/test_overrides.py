@@ -108,5 +108,5 @@ def test_a_parameter_of_another_method_is_refused() -> None:
 
 
 def test_no_change_is_no_remedy() -> None:
-    with pytest.raises(InvalidInput, match="nothing"):
+    with pytest.raises(InvalidInput, match="no changes"):
         apply_overrides(TIES, {}, "remedies[0]")

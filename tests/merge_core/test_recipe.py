@@ -70,7 +70,7 @@ def test_comments_and_spelling_of_numbers_do_not_change_the_canonical_form() -> 
         (("dtype: float16", "dtype: bfloat61"), "did you mean 'bfloat16'"),
         (("base_model: org/base@v1\n", ""), "base_model"),
         (("- model: org/code", "- model: local/math+adapters/one@main"), "twice"),
-        (("dtype: float16", "dtype: float16\ndtype: float32"), "written twice"),
+        (("dtype: float16", "dtype: float16\ndtype: float32"), "appears twice"),
         (("weight: [{filter: mlp, value: 0.5}, {value: 0}]", ""), "weight: not set for org/code"),
         (("models:", "slices: [{}]\nmodels:"), "exactly one"),
         (("  - model: org/code", "  - modle: org/code"), "did you mean 'model'"),
@@ -95,7 +95,7 @@ def test_what_has_no_meaning_is_refused_with_place_and_suggestion(change: tuple[
         (("filter: mlp", "filter: mlp, filtre: x"), "models[2].parameters.weight[0].filtre", "did you mean 'filter'?"),
         (("normalize: true", "densty: 1"), "parameters.densty", "did you mean 'density'?"),
         (("dtype: float16", "weight: 1"), "weight", "move it under 'parameters'"),
-        (("dtype: float16", "normalize: 1"), "normalize", "remove it: 'parameters' sets it, too"),
+        (("dtype: float16", "normalize: 1"), "normalize", "remove it, because 'parameters' also sets it"),
         (("dtype: float16", "lamda: 1"), "lamda", "did you mean 'lambda'? It belongs under 'parameters'"),
         (("- model: org/code", "- model: org/code\n    lambda: 1"), "models[2].lambda", "top-level 'parameters'"),
         (("- model: org/code", "- model: org/code\n    revision: v0"), "models[2].revision", "'model: org/code@v0'"),
@@ -131,7 +131,7 @@ def test_slices_without_a_single_layer_are_refused() -> None:
 
 def test_slices_of_unequal_length_are_refused() -> None:
     sources = "[{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}]"
-    with pytest.raises(InvalidInput, match="as many layers"):
+    with pytest.raises(InvalidInput, match="same number of layers"):
         load_recipe(f"merge_method: slerp\nslices: [{{sources: {sources}}}]\nparameters: {{t: 0.5}}")
 
 
@@ -165,7 +165,7 @@ def test_documents_that_need_each_other_come_in_the_order_of_computing() -> None
     )
     assert [step.name for step in recipe.steps] == ["first", "second"]
     assert sorted(str(ref) for ref in recipe.references()) == ["x", "y", "z"]
-    with pytest.raises(InvalidInput, match="needs itself"):
+    with pytest.raises(InvalidInput, match="needs its own result"):
         load_recipe(
             "---\n".join(
                 [text("", "[{model: p}]"), text("name: p\n", "[{model: q}]"), text("name: q\n", "[{model: p}]")]
@@ -357,7 +357,7 @@ def apply_remedy(recipe: dict[str, Any], finding: Finding) -> None:
             holder[written[2]] = written[3]
     elif written := re.match(r"write '(.+)'$", remedy):
         holder[key] = written[1]
-    elif example := re.search(r"e\.g\. (\w+): (.+)$", remedy):
+    elif example := re.search(r"for example (\w+): (.+)$", remedy):
         model = finding.found.removeprefix("not set for ")
         entry = next((one for one in recipe["models"] if one["model"] == model), recipe)
         entry.setdefault("parameters", {})[example[1]] = float(example[2])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from mergegate.flows.cli.app import app
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.checkpoint.vocabulary import combined_rows, read_tokenizer, sparse_combinations, token_bytes
-from mergegate.merge_core.engine import transplant_tokenizer
+from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
 from mergegate.merge_core.errors import InvalidInput
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -106,7 +106,7 @@ def test_combinations_carry_over_from_one_space_to_the_other(tmp_path: Path, tie
     first, second = planted(tmp_path, tied=tied)
     donor_rows = load(tmp_path / "donor")[EMBED]
     opened = [open_checkpoint(tmp_path / name) for name in ("model", "donor")]
-    made = transplant_tokenizer(*opened, tmp_path / "out", tmp_path / "rows", k=12)
+    made = transplant_tokenizer(*opened, tmp_path / "out", tmp_path / "rows", TransplantSettings(k=12))
     out, before = load(tmp_path / "out"), load(tmp_path / "model")
     assert set(out) == set(before)
     assert Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).get_vocab() == second.get_vocab()

@@ -6,7 +6,7 @@ import threading
 
 from patience import HANG_S
 
-from mergegate.merge_core.engine.workers import Workers
+from mergegate.merge_core.engine.execution import Workers
 
 
 def ignore(failure: BaseException) -> None:

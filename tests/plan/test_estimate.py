@@ -21,8 +21,15 @@ from mergegate.merge_core import (
     open_checkpoint,
     plan_merge,
 )
-from mergegate.merge_core.engine.forecast.forecast import Needs, Rates, duration, estimate_needs, input_files
-from mergegate.merge_core.engine.forecast.work import Work, work_of
+from mergegate.merge_core.engine.forecast.forecast import (
+    Needs,
+    Rates,
+    Work,
+    duration,
+    estimate_needs,
+    input_files,
+    work_of,
+)
 from mergegate.merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
 from mergegate.merge_core.methods.masks import mask_key
 

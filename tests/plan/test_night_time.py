@@ -60,12 +60,12 @@ def test_more_of_anything_takes_longer_and_a_batch_less() -> None:
 def test_what_was_guessed_is_said_to_be_and_what_nobody_knows_is_not_added_up() -> None:
     measured = PlannedStage("merge", "", False, 1, 100.0)
     guessed = PlannedStage("evaluate", "merge, copy", False, 400, 7200.0, rough=True)
-    assert PlannedRun((measured,)).time() == "about 1 m 40 s, as it took last time"
-    assert PlannedRun((guessed,)).time() == "about 2 h, never run here"
-    assert PlannedRun((measured, guessed)).time() == "about 2 h, some of it never run here"
+    assert PlannedRun((measured,)).time() == "about 1 m 40 s, as in the last run"
+    assert PlannedRun((guessed,)).time() == "about 2 h, first run here"
+    assert PlannedRun((measured, guessed)).time() == "about 2 h, first run of some stages here"
     unknown = PlannedStage("evaluate", "merge, served", False, 400)
     assert PlannedRun((guessed, unknown)).seconds is None
-    assert PlannedRun((PlannedStage("merge", "", True),)).sentence().startswith("all 1 stages")
+    assert PlannedRun((PlannedStage("merge", "", True),)).sentence().startswith("all 1 expensive stages")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_without_a_probe_there_is_no_time_and_nothing_is_written(plan: Plan, hom
     content = answer(plan("--json", "--no-probe", "--price", "a=1"))
     assert (content["rates"], content["time"], content["cost"]) == (None, None, {"a": None})
     assert not home.exists()
-    assert "nothing was measured" in plan("--no-probe").stdout
+    assert "this machine was not measured" in plan("--no-probe").stdout
 
 
 def test_without_a_probe_earlier_rates_still_count(plan: Plan) -> None:
@@ -110,7 +110,7 @@ def test_a_disk_that_is_too_small_is_said(plan: Plan, monkeypatch: pytest.Monkey
 
     real = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type(real)(total=2_000_000, used=0, free=1_000_000))
-    assert "more are needed at" in plan("--no-probe").stdout
+    assert "more disk space needed at" in plan("--no-probe").stdout
     content = answer(plan("--no-probe", "--json"))
     assert content["disk_missing"] == content["needs"]["disk"] - 1_000_000
 

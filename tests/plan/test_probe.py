@@ -86,7 +86,7 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidInput, match="cuda:99, which is not there"):
+    with pytest.raises(InvalidInput, match="cuda:99, which does not exist"):
         measure_bus("cuda:99")
 
 

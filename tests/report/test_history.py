@@ -30,8 +30,9 @@ from mergegate.tasks.report import (
     render_ending,
     render_history,
 )
-from mergegate.tasks.report.history import History, archive, ledger
+from mergegate.tasks.report.history import archive, ledger
 from mergegate.tasks.report.history.archive import run_facts
+from mergegate.tasks.report.history.ledger import History
 from mergegate.tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
 from mergegate.tasks.report.history.links import Neighbours, tied
 from mergegate.tasks.report.history.record import parse_record

@@ -13,11 +13,11 @@ import report_samples as samples
 from pages import page_of
 from rich.console import Console
 
-from mergegate.flows.cli.summary import print_summary
+from mergegate.flows.cli.run_summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing
-from mergegate.tasks.report.serving_costs import costs
 from mergegate.tasks.report.stage import write_report
+from mergegate.tasks.report.table import costs
 from mergegate.tasks.report.wording import NONE
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.store.keys import stage_key

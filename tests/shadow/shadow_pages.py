@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mergegate.flows.outcome import shadow_report
+from mergegate.flows.shadow_watch import LookEvidence, shadow_content
 from mergegate.tasks.report import ShadowContent
 from mergegate.tasks.shadow import (
     ArmRow,
@@ -94,17 +94,14 @@ def page_content(
     verdict = shadow_verdict("3f9a0c71b2de", scores, 0.86, rows, hours, settings)
     said = {"candidate": "3f9a0c71b2de", "mode": mode, "share": 0.1, "serving": serving, "since": BEGAN}
     routing = Routing(**said, why=why or verdict.reason)  # type: ignore[arg-type]
-    return shadow_report(
-        "support-assistant",
-        settings,
-        routing,
+    evidence = LookEvidence(
         verdict,
         judged,
         Sample((), 143 if pairs else 0, LEFT_OUT if pairs else {}),
         lost if pairs else (),
-        not_recorded={"the queue was full": 12} if pairs else {},
-        looked=BEGAN + 100_000,
+        {"the queue was full": 12} if pairs else {},
     )
+    return shadow_content("support-assistant", settings, routing, evidence, BEGAN + 100_000)
 
 
 EVERY = {

@@ -52,7 +52,7 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DirectoryTarget, "set_alias", set_alias, raising=False)
         monkeypatch.setattr(
             DirectoryTarget,
-            "aliased",
+            "resolve_alias",
             lambda self, root, name: str((root / self.path / name).readlink()),
             raising=False,
         )
@@ -181,20 +181,20 @@ def test_a_person_is_asked_before_and_who_says_it_beforehand_is_kept(
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     refused = watch.look()
     assert refused.exit_code == 3
-    assert "may be promoted when somebody approves it" in refused.output
+    assert "needs approval before mergegate may promote it" in refused.output
     assert watch.routing.serving == "watch"
     assert watch.look("--approve").exit_code == 0
     assert watch.routing.serving == "promoted"
-    assert "said beforehand" in watch.routing.why
+    assert "approved in advance" in watch.routing.why
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("promote", "profiles/watched.yaml"), "no reason"),
-        (("look", "profiles/demo.yaml"), "no 'shadow'"),
-        (("look", "profiles/watched.yaml"), "nothing is watched yet"),
-        (("status", "profiles/watched.yaml"), "nothing is watched yet"),
+        (("look", "profiles/demo.yaml"), "no section 'shadow'"),
+        (("look", "profiles/watched.yaml"), "no release is watched yet"),
+        (("status", "profiles/watched.yaml"), "no release is watched yet"),
     ],
 )
 def test_what_cannot_mean_anything_is_said(

@@ -9,7 +9,8 @@ import uvicorn
 import yaml
 from rich.console import Console
 
-from mergegate.flows.cli.shadow import serve_shadow
+from mergegate.flows.cli.shadow import run_proxy
+from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.shadow import Routing, read_routing, routing_file, write_routing
@@ -38,7 +39,7 @@ def release(place: Path, version: str) -> None:
 
 
 def watched_now(profile: Path, candidate: str | None = None, *, again: bool = False) -> Routing:
-    serve_shadow(profile, candidate, Console(quiet=True), again=again)
+    run_proxy(load_profile(profile), candidate, Console(quiet=True), again=again)
     found = read_routing(routing_file("watched"))
     assert found is not None
     return found

@@ -13,15 +13,14 @@ cache, and a result that must reach the disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.architecture import is_projection
 from mergegate.merge_core.engine import HELD_BYTES, RETAINED_BYTES, WAITING_BYTES
-from mergegate.merge_core.engine.forecast.work import COPY, Work, work_of
-from mergegate.merge_core.methods import GRAIN
+from mergegate.merge_core.methods import GRAIN, Method, TensorTask
 from mergegate.merge_core.plan import MergePlan, TensorJob, step_of
 
 if TYPE_CHECKING:
@@ -34,6 +33,11 @@ _GPU_TEMPORARIES = 4
 _JOURNAL_BYTES_PER_TENSOR = 200
 # Bytes that the page cache of any machine retains between the passes over one tensor.
 _CACHED_BYTES = 1 << 30
+# Units per input element of a method that declares no costs: between those of plain and selecting methods, with one
+# fold.
+_ASSUMED_UNITS = 3.0 + 5.0
+# Units per element to copy a tensor that only one model has.
+_COPY_UNITS = 0.6
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Needs:
         read_again: Number of tensors that may have left the page cache between passes.
         units: Units of arithmetic, see :class:`merge_core.methods.Costs`.
         products: Operations of float64 matrix products and decompositions, for methods that work on matrices.
-        held: Peak of the bytes that all tensors in work hold in addition to their blocks.
+        held_bytes: Peak of the bytes that all tensors in work hold in addition to their blocks.
         block: Bytes of the largest block of one thread, in memory.
         gpu_block: Bytes of the largest block on a GPU, including the values computed from it.
         memory: Peak of anonymous memory, in bytes.
@@ -113,7 +117,7 @@ class Needs:
     disk: int
     assumed_cost: tuple[str, ...] = ()
     products: float = 0.0
-    held: int = 0
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,9 @@ def estimate_needs(
     repeated = [kind for kind in kinds if kind.work.passes > 1]
     evicted = [kind for kind in repeated if kind.job.nbytes_in > _CACHED_BYTES]
     threads = settings.workers_on(cores)
-    held = _peak_held(kinds)
+    # Either the largest tensor alone, or as many as fit into the limit (see ``engine.execution``).
+    together = sum(kind.count * kind.work.held_bytes for kind in kinds)
+    held_bytes = max(min(HELD_BYTES, together), max((kind.work.held_bytes for kind in kinds), default=0))
     block = max((_block_bytes(kind, settings, 0) for kind in kinds), default=0)
     gpu_block = max((_block_bytes(kind, settings, 4 * _GPU_TEMPORARIES) for kind in kinds), default=0)
     tensors, written = sum(kind.count for kind in kinds), sum(part.bytes_written for part in parts)
@@ -177,34 +183,25 @@ def estimate_needs(
         units=sum(kind.count * kind.job.output.numel * len(kind.job.inputs) * kind.work.units for kind in kinds),
         block=block,
         gpu_block=gpu_block,
-        memory=peak_memory(block, threads=threads, device=kind, held=held),
+        memory=peak_memory(block, threads=threads, device=kind, held_bytes=held_bytes),
         gpu_memory=threads * gpu_block if kind == "cuda" else 0,
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
         assumed_cost=tuple(sorted({kind.plan.recipe.merge_method for kind in kinds if not kind.work.is_measured})),
         products=sum(kind.count * kind.work.products for kind in kinds),
-        held=held,
+        held_bytes=held_bytes,
     )
 
 
-def peak_memory(block: int, *, threads: int, device: str, held: int = 0) -> int:
+def peak_memory(block: int, *, threads: int, device: str, held_bytes: int = 0) -> int:
     """Return the peak of anonymous memory of a merge, in bytes.
 
     Args:
         block: Bytes of the largest block.
         threads: Number of worker threads.
         device: ``cpu``, ``cuda`` or ``cuda:1``.
-        held: Bytes that all tensors in work hold in addition to their blocks.
+        held_bytes: Bytes that all tensors in work hold in addition to their blocks.
     """
-    return _PROCESS_BYTES[device.partition(":")[0]] + RETAINED_BYTES + WAITING_BYTES + threads * block + held
-
-
-def _peak_held(kinds: Sequence[_Kind]) -> int:
-    """Return the peak of the bytes that tensors in work hold in addition to their blocks.
-
-    It is the largest tensor alone, or as many as fit into the limit (see ``engine.execution``).
-    """
-    together = sum(kind.count * kind.work.held for kind in kinds)
-    return max(min(HELD_BYTES, together), max((kind.work.held for kind in kinds), default=0))
+    return _PROCESS_BYTES[device.partition(":")[0]] + RETAINED_BYTES + WAITING_BYTES + threads * block + held_bytes
 
 
 def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
@@ -240,6 +237,41 @@ def input_files(plan: MergePlan) -> list[Path]:
     parts = (*plan.steps, plan)
     files = dict.fromkeys(tensor.file for part in parts for job in part.jobs for tensor in job.stored)
     return [file for file in files if step_of(file) is None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The computation of one output tensor.
+
+    Args:
+        folds: Maximum number of passes over all inputs before the last one.
+        units: Arithmetic of all passes, in units per input element.
+        is_measured: Whether the method's cost was measured, as opposed to assumed.
+        products: Operations of float64 matrix products and decompositions.
+        held_bytes: Bytes held in addition to its blocks.
+    """
+
+    folds: int
+    units: float
+    is_measured: bool = True
+    products: float = 0.0
+    held_bytes: int = 0
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over the inputs."""
+        return self.folds + 1
+
+
+def work_of(method: Method, task: TensorTask) -> Work:
+    """Return the computation of the tensor ``task`` by ``method``."""
+    costs = method.costs
+    if costs is None:
+        return Work(1, _ASSUMED_UNITS, is_measured=False)
+    folds = costs.folds(task)
+    products = costs.products(task) if costs.products else 0.0
+    held_bytes = costs.held_bytes(task) if costs.held_bytes else 0
+    return Work(folds, folds * costs.fold + costs.map, products=products, held_bytes=held_bytes)
 
 
 @dataclass(frozen=True)
@@ -280,13 +312,8 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
             job
         )
     for jobs in jobs_by_kind.values():
-        yield _Kind(plan, jobs[0], _work(plan, jobs[0]), len(jobs))
-
-
-def _work(plan: MergePlan, job: TensorJob) -> Work:
-    if job.mode != "merge":
-        return COPY
-    return work_of(plan.method, job.task())
+        work = work_of(plan.method, jobs[0].task()) if jobs[0].mode == "merge" else Work(0, _COPY_UNITS)
+        yield _Kind(plan, jobs[0], work, len(jobs))
 
 
 def _block_bytes(kind: _Kind, settings: EngineSettings, further: int) -> int:

@@ -66,9 +66,12 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         raise InvalidInput(
             str(output),
             found=f"cannot be written: {error.strerror}",
-            expected="the directory that the result goes to",
-            remedy="name another with --out, or plan with --no-probe",
+            expected="a directory that the result can be written to",
+            remedy="choose another directory with --out, or use --no-probe",
         ) from None
+    matrix = np.full((_PRODUCT_SIDE, _PRODUCT_SIDE), 0.5, np.float32)
+    product = matrix @ matrix  # This also starts the library's threads, as many as it uses.
+    product_seconds = _shortest_seconds(lambda: np.matmul(matrix, matrix, out=product))
     return Rates(
         read=read if read is not None else _input_rate(inputs),
         write=write,
@@ -77,7 +80,7 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         units=_threaded_rate(cores, lambda: reference_pass),
         same_disk=not inputs or inputs[0].stat().st_dev == output.stat().st_dev,
         measured_at=time.time(),
-        products=_product_rate(),
+        products=2 * _PRODUCT_SIDE**3 / product_seconds,
     )
 
 
@@ -96,7 +99,10 @@ def measure_bus(device: str) -> float:
 
     if int(device.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise InvalidInput(
-            "device", found=f"{device}, which is not there", expected="a CUDA device", remedy="use cpu, or --no-probe"
+            "device",
+            found=f"{device}, which does not exist",
+            expected="an existing CUDA device",
+            remedy="use cpu, or --no-probe",
         )
     size = 1 << 26
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -146,13 +152,6 @@ def measure_products_on(device: str) -> float:
         torch.cuda.synchronize(device)
 
     return 2 * side**3 / _shortest_seconds(product)
-
-
-def _product_rate() -> float:
-    """Return the operations per second of a matrix product, on as many cores as the library uses."""
-    matrix = np.full((_PRODUCT_SIDE, _PRODUCT_SIDE), 0.5, np.float32)
-    out = matrix @ matrix  # This also starts the library's threads.
-    return 2 * _PRODUCT_SIDE**3 / _shortest_seconds(lambda: np.matmul(matrix, matrix, out=out))
 
 
 def _shortest_seconds(work: Callable[[], object]) -> float:
@@ -240,7 +239,7 @@ def _input_rate(inputs: Sequence[Path]) -> float:
         return _read_rate(opened)
     except OSError as error:
         raise InvalidInput(
-            str(largest[-1]), found=f"cannot be read: {error.strerror}", remedy="check disk and rights"
+            str(largest[-1]), found=f"cannot be read: {error.strerror}", remedy="check the disk and the permissions"
         ) from None
     finally:
         for fd, _ in opened:
@@ -260,10 +259,11 @@ def _read_rate(files: Sequence[tuple[int, int]]) -> float:
                 nonlocal turns
                 turns += 1
                 size = total // _READERS
-                requests = zip(buffers, cycle(files), range(_READERS), strict=False)
+                # Golden-ratio steps through a file never return the same offset twice.
+                offsets = [(turns * _READERS + number) * 0.6180339887 % 1 for number in range(_READERS)]
                 reads = [
-                    threads.submit(_read, fd, buffer, size, _read_offset(length, size, turns * _READERS + number))
-                    for buffer, (fd, length), number in requests
+                    threads.submit(_read, fd, buffer, size, int(offset * max(length - size, 0)) // _SECTOR * _SECTOR)
+                    for buffer, (fd, length), offset in zip(buffers, cycle(files), offsets, strict=False)
                 ]
                 for read in reads:
                     read.result()
@@ -278,15 +278,6 @@ def _read_rate(files: Sequence[tuple[int, int]]) -> float:
 def _read(fd: int, buffer: mmap.mmap, size: int, offset: int) -> None:
     with memoryview(buffer)[:size] as view:
         read_at(fd, view, offset)
-
-
-def _read_offset(length: int, size: int, number: int) -> int:
-    """Return an offset, aligned to a sector, for reading ``size`` bytes.
-
-    Golden-ratio steps through the file never return the same offset twice.
-    """
-    room = max(length - size, 0)
-    return int(number * 0.6180339887 % 1 * room) // _SECTOR * _SECTOR
 
 
 def _threaded_rate(threads: int, make: Callable[[], Callable[[int], float]]) -> float:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -20,14 +18,12 @@ from mergegate.tasks.report.history.changes import changes_since, format_run_tim
 from mergegate.tasks.report.history.ledger import History
 from mergegate.tasks.report.history.lines import MOST_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
 from mergegate.tasks.report.history.record import RunRecord, RunScore
-from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.report.page import page_style, page_template
 from mergegate.tasks.stage import Outcome, worst_verdict
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from markupsafe import Markup
 
-HERE = Path(__file__).parent
 # Runs per profile that are drawn and that are listed, and number of profiles with details.
 DRAWN, LISTED, AT_LENGTH = 120, 30, 40
 _STAGES = 6  # number of stages with drawn durations, the slowest first
@@ -69,8 +65,6 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         history: All runs.
         pages: Reports that still exist, relative to the directory of the page.
     """
-    from markupsafe import Markup
-
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in reversed(history.records):
         groups.setdefault((record.profile, record.flow), []).append(record)
@@ -78,7 +72,7 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         _profile_runs(number, history, profile, flow, records, at_length=number < AT_LENGTH)
         for number, ((profile, flow), records) in enumerate(groups.items())
     ]
-    return _template().render(
+    return page_template("history/history.html").render(
         profiles=shown,
         count=len(history.records),
         damage=history.said_of_damage(),
@@ -95,9 +89,7 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         size=format_bytes,
         lost_most=worst_drop,
         number=wording.number,
-        style=Markup(
-            "\n".join((file).read_text(encoding="utf-8") for file in (HERE.parent / "style.css", HERE / "history.css"))
-        ),
+        style=page_style("history/history.css"),
     )
 
 
@@ -112,11 +104,6 @@ def outcome_of_status(status: str) -> Outcome:
 def worst_drop(record: RunRecord) -> RunScore | None:
     """Return the guard with the largest drop."""
     return max(record.scores, key=lambda score: score.drop, default=None)
-
-
-@cache
-def _template() -> Template:
-    return page_environment(HERE).get_template("history.html")
 
 
 def _profile_runs(

@@ -1,0 +1,143 @@
+"""Share among all commands: the types of common options, the console, and one message and exit code for each error.
+
+``merge_core.errors.EXIT_CODES`` maps every outcome to its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mergegate.flows.cli.output import print_answer
+from mergegate.merge_core.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    DiskUnavailable,
+    Finding,
+    MergegateError,
+    Status,
+    findings_of,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def local_path(text: str | Path) -> Path:
+    """Parse a path on the command line. The import is deferred because pydantic is slow to import."""
+    from mergegate.merge_core.parsing import parse_path
+
+    return parse_path(os.fspath(text))
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Log cache keys, store accesses, file reads and subprocesses.")
+]
+ApproveOption = Annotated[
+    bool, typer.Option("--approve", help="Approve publication or promotion without a prompt, if the profile asks.")
+]
+GuardsOption = Annotated[
+    Path, typer.Option("--profile", "-p", parser=local_path, help="Profile with the evidence and the guards.")
+]
+ReleaseArgument = Annotated[
+    str, typer.Argument(help="Release: a directory, or org/name[@version] on the Hub.", metavar="RELEASE")
+]
+
+
+def new_console(as_json: bool) -> Console:
+    """Return the console for human-readable lines. It is quiet if standard output carries JSON."""
+    from rich.console import Console
+
+    return Console(quiet=as_json, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def command_context(as_json: bool = False, *, with_state: bool = False) -> Iterator[Console]:
+    """Yield the console of a command, and end the command with one message and an exit code if the block fails.
+
+    Errors that a user, a disk or the system causes have no traceback.
+
+    Args:
+        as_json: Whether standard output carries JSON.
+        with_state: Whether to create the project's state directory and to point Prefect at it. Prefect reads its
+            settings when it is imported, so commands import their flow inside the block.
+    """
+    with refusals(as_json):
+        if with_state:
+            from mergegate.flows.prefect_api import configure
+
+            configure(Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute()))))
+        yield new_console(as_json)
+
+
+@contextmanager
+def refusals(as_json: bool) -> Iterator[None]:
+    """Turn errors that a user, a disk or the system causes into one message and an exit code."""
+    try:
+        try:
+            yield
+        except typer.Exit:  # the command has done its work, and ends with this exit code
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+    except MergegateError as error:
+        raise _exit_with(error, as_json) from None
+    except OSError as error:
+        raise _exit_with(convert_os_error(error), as_json) from None
+    except UnicodeEncodeError as error:
+        # Python represents bytes that are not UTF-8 as lone surrogates, which cannot be encoded.
+        text = ascii(error.object[max(0, error.start - 40) : error.end + 20])
+        refusal = DiskUnavailable(
+            text, found="a file name that is not valid text", expected="UTF-8", remedy="rename the file"
+        )
+        raise _exit_with(refusal, as_json) from None
+    except (KeyboardInterrupt, typer.Abort):  # typer.Abort comes from a prompt
+        _print_message("interrupted", INTERRUPTED, as_json)
+        raise typer.Exit(EXIT_CODES["interrupted"]) from None
+
+
+def convert_os_error(error: OSError) -> MergegateError:
+    """Convert an error of the operating system into a refusal."""
+    from mergegate.merge_core.files import disk_refusal
+
+    if isinstance(error, FileNotFoundError):
+        try:
+            Path.cwd()
+        except OSError:
+            return DiskUnavailable(
+                "the working directory",
+                found="it has been deleted",
+                expected="an existing directory",
+                remedy="change to an existing directory, then run the command again",
+            )
+    return disk_refusal(error)
+
+
+def print_refusal(error: MergegateError, as_json: bool) -> None:
+    """Print the message of an error, or its JSON object."""
+    _print_message(error.status, str(error), as_json, *findings_of(error))
+
+
+def _exit_with(error: MergegateError, as_json: bool) -> typer.Exit:
+    print_refusal(error, as_json)
+    return typer.Exit(error.exit_code)
+
+
+def _print_message(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
+    """Print the message if possible. The output itself may be on a full disk."""
+    try:
+        if as_json:
+            print_answer(status, message, {}, findings)
+            sys.stdout.flush()
+            return
+    except OSError:
+        pass
+    with suppress(OSError):
+        print(message, file=sys.stderr, flush=True)

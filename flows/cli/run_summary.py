@@ -1,0 +1,164 @@
+"""Print the last lines of a run: the final table, the outcome, what to try, and the location of the results.
+
+A refused run ends with its reasons, the proposed remedy and the next command::
+
+    refused: demo is not released
+      reverse: 12.5 points below reverser, limit 3
+      to try: …
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from mergegate.flows.candidates import has_searchable_scale
+from mergegate.flows.cli.output import short_path
+from mergegate.flows.cli.score_table import print_scores, print_table
+from mergegate.flows.outcome import RunOutcome
+from mergegate.tasks.report import (
+    SweepContent,
+    costs,
+    cut_off_answers,
+    final_table,
+    search_effort,
+    sweep_outcome,
+    sweep_sentence,
+    sweep_table,
+    sweep_title,
+)
+from mergegate.tasks.stage import Outcome
+
+_LABEL = 9  # columns of 'release', 'report' and 'next'
+_REMEDY_LOCATION = "add it to the profile (under 'remedies', if the profile has them), or run with --remedy auto"
+_SWEEP_STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
+
+
+def outcome_json(outcome: RunOutcome) -> dict[str, Any]:
+    """Return the outcome in the shape of every JSON object."""
+    findings = [asdict(outcome.stopped_by)] if outcome.stopped_by else []
+    return {**outcome.model_dump(mode="json"), "message": outcome.text, "findings": findings}
+
+
+def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile: Path | None = None) -> None:
+    """Print the outcome of a run as JSON or for users.
+
+    Args:
+        profile: Profile of the run, to also print the next command for the user.
+    """
+    if as_json:
+        print(json.dumps(outcome_json(outcome), indent=1))
+        return
+    print_summary(console, outcome)
+    if profile is None:
+        return
+    if outcome.status in ("released", "nothing new") and outcome.location is not None:
+        command = f"mergegate verify {short_path(outcome.location)}"
+    elif outcome.status == "passed":
+        command = f"mergegate run {profile} also publishes it, if the profile has 'publish'"
+    elif outcome.status == "refused" and outcome.content is not None:
+        command = "add the change under 'to try' to the profile, then run again; " if outcome.to_try else ""
+        if outcome.content.scoring and has_searchable_scale(outcome.content.recipe):
+            command += f"mergegate tune {profile} searches for the best scale of this merge; "
+        command += f"mergegate open {outcome.content.name} shows the report"
+    else:
+        command = f"mergegate check {profile}"
+    _print_below(console, command, "next")
+
+
+def print_summary(console: Console, outcome: RunOutcome) -> None:
+    """Print the evidence as a table, then the outcome. A sweep starts with its own results."""
+    if outcome.sweep is not None:
+        console.print()
+        # If nothing was released, the message is already the sweep's own verdict.
+        for piece in sweep_summary(outcome.sweep, with_verdict=outcome.content is not None):
+            console.print(piece, soft_wrap=False)
+    if outcome.content is not None:
+        console.print()
+        print_scores(console, final_table(outcome.content))
+        for warning in cut_off_answers(outcome.content):
+            console.print(Text(f"! {warning}", style="yellow"), soft_wrap=not console.is_terminal)
+        if (cost_table := costs(outcome.content)).rows:
+            columns = ("served", *map(str.lower, cost_table.columns), "")
+            empty = ("",) * len(cost_table.columns)
+            rows = [
+                (row.name, *(row.cells or empty), f"not measured: {row.problem}" if row.problem else row.occasion)
+                for row in cost_table.rows
+            ]
+            console.print()
+            print_table(console, columns, rows, numbers=True)
+            console.print(Text(f"measured {cost_table.occasion}", style="dim"))
+        for section in outcome.content.sections:  # verdicts without a drawing of their own
+            console.print()
+            console.print(Text(section.title, style="bold"))
+            for sentence in section.sentences:
+                console.print(Text(f"  {sentence}"))
+            if section.rows:
+                print_table(console, section.columns, section.rows, numbers=False)
+    console.print()
+    first, *details = outcome.message.splitlines()
+    if f" {outcome.status}" not in f" {first}":  # the same word as in history, report and Prefect
+        first = f"{outcome.status}: {first}"
+    style = "bold green" if outcome.exit_code == 0 else "bold red"
+    console.print(Text(first, style=style), soft_wrap=not console.is_terminal)
+    for line in (*details, *outcome.reasons, *outcome.fix):
+        _print_below(console, line.strip())
+    if (remedy := outcome.to_try) is not None:
+        for line in (f"to try: {remedy.reason}", f"{_REMEDY_LOCATION}:"):
+            _print_below(console, line)
+        console.print(Text(remedy.block(), style="bold"))  # starts in the first column, so that it can be pasted
+    result = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
+    for label, location in ((result, outcome.location), ("report", outcome.report)):
+        if location is not None:
+            console.print(Text(f"  {label:<{_LABEL}}", style="dim"), Text(short_path(location)), sep="")
+
+
+def _print_below(console: Console, line: str, label: str = "") -> None:
+    """Print a line in full to a log. On a terminal, wrap a long one below its beginning."""
+    margin = "  " + (f"{label:<{_LABEL}}" if label else "")
+    if not console.is_terminal:
+        console.print(Text.assemble((margin, "dim"), line), soft_wrap=True)
+        return
+    grid = Table.grid()
+    grid.add_column(width=len(margin), no_wrap=True)
+    grid.add_column()
+    grid.add_row(Text(margin, style="dim"), Text(line))
+    console.print(grid, soft_wrap=False)
+
+
+def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterator[RenderableType]:
+    """Yield a table for each objective, the verdict with its reason, and the effort.
+
+    Args:
+        with_verdict: Whether to include the verdict, not only its basis.
+    """
+    outcome = sweep_outcome(content)
+    for objective in range(len(content.objectives)):
+        drawn = sweep_table(content, objective)
+        if not drawn.rows:
+            continue
+        yield Text(drawn.title, style="dim")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        last = len(drawn.columns) - 1
+        for position, column in enumerate(drawn.columns):
+            # Names may wrap, so that numbers are complete on a narrow terminal.
+            is_text = position in (0, last)
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        for row in drawn.rows:
+            *cells, verdict = row.cells
+            style, color = ("", "dim") if row.outcome is None else ("bold", _SWEEP_STYLES[row.outcome])
+            table.add_row(*(Text(cell, style=style) for cell in cells), Text(verdict, style=color))
+        yield table
+        yield Text()
+    if with_verdict:
+        yield Text(f"{content.name}: {sweep_title(content).lower()}", style=_SWEEP_STYLES[outcome])
+        yield Padding(Text(sweep_sentence(content)), (0, 0, 0, 2))
+    yield Padding(Text(search_effort(content), style="dim"), (0, 0, 0, 2 if with_verdict else 0))

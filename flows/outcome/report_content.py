@@ -1,0 +1,265 @@
+"""Collect everything that a run learned about an attempt or in a sweep, as one frozen value for the report page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mergegate.flows.attempt import Attempt, FailedMerge, open_remedies
+from mergegate.flows.profile import Profile
+from mergegate.merge_core import Recipe
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation import join_parts
+from mergegate.tasks.explain import Explanation
+from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.judge import JudgeVerdict
+from mergegate.tasks.merge import MERGED
+from mergegate.tasks.publish import PublicNames, recipe_paths, stored_files
+from mergegate.tasks.report import (
+    Library,
+    MergedFile,
+    ReportContent,
+    ReportedAttempt,
+    ReportedCheck,
+    ReportedJudge,
+    ReportedModel,
+    ReportedPlace,
+    ReportedServing,
+    StoredArtifact,
+    SweepContent,
+    sweep_content,
+)
+from mergegate.tasks.serve import ServedModels
+from mergegate.tasks.stage import Outcome, versions
+from mergegate.tasks.store import StoredValue
+from mergegate.tasks.sweep import (
+    Confirmation,
+    ConfirmationPower,
+    NothingToConfirm,
+    PreparedSearch,
+    Study,
+    parameter_importances,
+)
+
+# The page draws these verdicts in its own way. For all others it shows their section.
+_DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
+_LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
+
+
+def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
+    """Return the public names that replace the local paths of a run in everything that is published."""
+    cleared = attempt.cleared
+    paths = [path for attempt_before in earlier for path in recipe_paths(attempt_before.cleared.candidate.recipe)]
+    paths += [
+        str(path)
+        for attempt_before in earlier
+        for parent in attempt_before.cleared.parents
+        for path in parent.directories
+    ]
+    paths += [*_paths_in(profile), *cleared.license.value.all_names]
+    return PublicNames.from_recipe(cleared.candidate.recipe, cleared.parents, profile.root, paths)
+
+
+def report_content(
+    profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge], names: PublicNames
+) -> ReportContent:
+    """Return everything that a run found out about an attempt, for the report, the card and the final table.
+
+    Args:
+        profile: Profile of the run.
+        attempt: The attempt.
+        earlier: Earlier attempts, which were refused.
+        names: Public names of local models and texts.
+    """
+    parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
+    license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
+
+    def measured(name: str) -> dict[str, object]:
+        scores = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
+        likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
+        return {"scores": scores, "likelihoods": likelihoods}
+
+    verdict = assessed.verdict.value.joined_by(attempt.verdict)
+    parents = [
+        ReportedModel(
+            name=parent.name,
+            role="base" if parent.is_base else "parent",
+            ref=parent.ref,
+            revision=parent.revision,
+            digest=parent.digest,
+            licence=license.licenses[parent.name],
+            **measured(parent.name),
+        )
+        for parent in attempt.pinned.parents
+    ]
+    merge_model = ReportedModel(
+        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
+    )
+    # A stable sort puts the base first and keeps the others in recipe order.
+    parents.sort(key=lambda model: model.role != "base")
+    content = ReportContent(
+        name=profile.name,
+        method=attempt.pinned.recipe.summary(),
+        recipe=names.rename_yaml(attempt.cleared.candidate.text),
+        recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
+        models=(*parents, merge_model),
+        licence=license.result,
+        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
+        verdict=verdict,
+        scoring=assessed.evidence.scoring if profile.evaluate else None,
+        asked=profile.evaluate.prompts_by_task if profile.evaluate else {},
+        windows=assessed.evidence.windows,
+        computed=assessed.evidence.computed,
+        places=tuple(
+            ReportedPlace(
+                name=parent_names[ref], length=distance.length, apart=distance.apart, left_out=distance.left_out
+            )
+            for ref, distance in attempt.pinned.recipe.all_distances.items()
+        ),
+        files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
+        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
+        reproduce=_how_to_reproduce(profile, verdict),
+        explanation=_with_untried(attempt, earlier),
+        attempts=tuple(_tried(item) for item in (*earlier, attempt)) if earlier else (),
+        judge=_reported(attempt.evidence_of(JudgeVerdict)),
+        experts=merged.value.experts,
+        ensemble=attempt.ensemble.value if attempt.ensemble else None,
+        **_serving(attempt.evidence_of(ServedModels)),
+        artifacts=_artifacts(attempt),
+        overrides=profile.overrides,
+        sections=tuple(verdict.section for verdict in attempt.verdicts if not isinstance(verdict.evidence, _DRAWN)),
+    )
+    return names.apply(content)
+
+
+def _paths_in(profile: Profile) -> Iterator[str]:
+    """Yield every absolute path that the profile or an override names."""
+    values: list[Any] = [profile.model_dump(), *(override.partition("=")[2] for override in profile.overrides)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+        elif isinstance(value, Path | str) and str(value).startswith(("/", "~/")) and _exists(str(value)):
+            yield str(value)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # the text cannot be a path
+        return False
+
+
+def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
+    """Return the warnings about a recipe without the path of its file: a release must not reveal local paths."""
+    return tuple(
+        f"{finding.where.removeprefix(document.location).removeprefix(': ')}: {finding.found}; {finding.remedy}"
+        for document in (*recipe.steps, recipe)
+        for finding in document.findings
+    )
+
+
+def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:
+    """Return the commands that reproduce the result. A refused merge only has its recipe, shown above on the page."""
+    if verdict.publishable:
+        return ("mergegate reproduce RELEASE",)
+    return (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",)
+
+
+def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
+    """Return the explanation without remedies that were already refused.
+
+    Each remedy is written as a change of the profile's own recipe.
+    """
+    change = attempt.cleared.candidate.change
+    remedies = tuple(
+        remedy.model_copy(update={"change": {**change, **remedy.change}}) if change else remedy
+        for remedy in open_remedies(attempt, (*earlier, attempt))
+    )
+    return attempt.explanation.model_copy(update={"remedies": remedies})
+
+
+def _serving(served: ServedModels | None) -> dict[str, Any]:
+    if served is None:
+        return {}
+    verdict = served.verdict
+    return {
+        "server": verdict.server,
+        "served_as": verdict.way,
+        "served": tuple(ReportedCheck(**check.model_dump()) for check in verdict.checks),
+        "serving": (
+            *(
+                ReportedServing(name=name, measured=parent.measured, problem=parent.problem)
+                for name, parent in served.parents.items()
+            ),
+            ReportedServing(name=MERGED, measured=verdict.measured),
+        ),
+    }
+
+
+def _reported(answers: JudgeVerdict | None) -> ReportedJudge | None:
+    if answers is None:
+        return None
+    fields = answers.model_dump(include=set(ReportedJudge.model_fields))
+    return ReportedJudge(model=answers.judge, **fields)
+
+
+def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
+    candidate = attempt.cleared.candidate
+    outcome: Outcome
+    if isinstance(attempt, FailedMerge):
+        outcome, reason, digest = "fail", str(attempt.refusal.found), ""
+    else:
+        verdict = attempt.verdict
+        outcome, reason, digest = verdict.outcome, next(iter(verdict.reasons), ""), attempt.merged.digest
+    return ReportedAttempt(
+        recipe=candidate.recipe.summary(), change=candidate.remedy, outcome=outcome, reason=reason, digest=digest
+    )
+
+
+def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
+    """Return the store entries of the evidence, in the order in which they were created."""
+    assessed = attempt.assessment
+    artifacts: list[tuple[StoredValue[Any], str]] = [
+        (attempt.cleared.license, ""),
+        (attempt.merged, ""),
+        *((artifact, name) for name, artifact in assessed.likelihoods.items()),
+        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in assessed.scores.items() for part in parts),
+        (assessed.verdict, ""),
+        *([(attempt.ensemble, "")] if attempt.ensemble else []),
+    ]
+    return tuple(
+        StoredArtifact(stage=artifact.stage, subject=subject, key=artifact.key) for artifact, subject in artifacts
+    )
+
+
+def sweep_report(
+    profile: Profile,
+    search: PreparedSearch,
+    study: Study,
+    verdict: Confirmation | NothingToConfirm,
+    power: ConfirmationPower,
+) -> SweepContent:
+    """Return everything that a sweep found out, for its page and the final table."""
+    shares: Mapping[str, float] = {}
+    try:
+        importances = parameter_importances(study)
+        shares, why_none = importances.shares, importances.reason
+    except InvalidInput as error:
+        why_none = f"{error.found}: {error.remedy}"
+    return sweep_content(
+        study,
+        verdict,
+        name=profile.name,
+        method=search.method,
+        power=power,
+        sizes=search.sizes(),
+        runner=str(profile.runner),
+        importances=shares,
+        no_importances=why_none,
+        reproduce=("mergegate sweep PROFILE",),
+        versions=tuple(f"{name} {version}" for name, version in versions(*_LIBRARIES).items()),
+    )

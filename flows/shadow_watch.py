@@ -1,0 +1,332 @@
+"""Represent a release that is tested on users' traffic: settings, routing, recorded traffic, judged pairs and its page.
+
+``flows.shadow`` decides about it::
+
+    watch = open_watch(profile)
+    with watch.ledger() as ledger:
+        evidence = watch.judge_new_pairs(ledger, time.time)
+    page = watch.content(evidence, time.time())
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy.exc import SQLAlchemyError
+
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.files import Damaged, read_state, state_directory, write_state
+from mergegate.tasks.judge import Judgment
+from mergegate.tasks.report import LostExample, ReportedArm, ShadowContent, ShadowPoint
+from mergegate.tasks.shadow import (
+    ArmSummary,
+    JudgedPair,
+    JudgedPairs,
+    LatencyQuantiles,
+    LostPair,
+    Routing,
+    Sample,
+    SampledPair,
+    ShadowSettings,
+    ShadowVerdict,
+    evidence_path,
+    lost_pair,
+    open_judged,
+    read_judged,
+    read_lost_pairs,
+    read_routing,
+    records_url,
+    routing_file,
+    sample_pairs,
+    shadow_verdict,
+    store_lost_pairs,
+)
+from mergegate.tasks.shadow.records import Records, open_records
+from mergegate.tasks.stage import advance, announce, report_stage
+
+_DAY_S = 86400.0
+_ARMS_PERIOD_S = 7 * _DAY_S
+# Prefixes of the counts for traffic that the proxy left out.
+_LEFT_OUT = ("not recorded", "not copied", "body not kept")
+_MOST_EXAMPLES = 10
+
+
+class ReportedState(BaseModel):
+    """State that the last look reported. The next look reports only changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    candidate: str = ""
+    serving: str = ""
+    alias_before: str = ""  # version that the alias pointed at before this candidate was promoted
+
+    def is_current(self, routing: Routing) -> bool:
+        """Return whether this is still the current state."""
+        return (self.candidate, self.serving) == (routing.candidate, routing.serving)
+
+
+@dataclass(frozen=True)
+class LookEvidence:
+    """Evidence about a watched release after a look.
+
+    Attributes:
+        verdict: Verdict on all judged pairs and requests.
+        judged: Judged pairs, in the order of judgment.
+        sample: Pairs that this look sampled, and the numbers that wait or were left out.
+        lost: Pairs that the candidate lost, with explanations.
+        not_recorded: Number of requests that the proxy did not record, by reason.
+    """
+
+    verdict: ShadowVerdict
+    judged: Sequence[JudgedPair]
+    sample: Sample
+    lost: Sequence[LostPair]
+    not_recorded: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A watched release: its profile, its routing and its records."""
+
+    profile: Profile
+    settings: ShadowSettings
+    routing: Routing
+    records: Records
+    directory: Path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is no decision yet."""
+        return self.routing.serving == "watch"
+
+    def ledger(self) -> AbstractContextManager[JudgedPairs]:
+        """Open the ledger for this process exclusively."""
+        waits = partial(announce, "another look is judging the same candidate; waiting for it")
+        return open_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge, waits)
+
+    def read_ledger(self) -> JudgedPairs:
+        """Read the current ledger."""
+        return read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
+
+    def judge_new_pairs(self, ledger: JudgedPairs, now: Callable[[], float]) -> LookEvidence:
+        """Judge new pairs, up to the limit of one look, oldest first, and store explanations for the lost ones.
+
+        Raises:
+            InvalidInput: The judge is not available. Its earlier judgments are stored.
+        """
+        oldest = now() - self.settings.retention_days * _DAY_S
+        self.records.purge(oldest)
+        with report_stage("sample", "") as stage:
+            sample = self._sample(ledger, self.settings.rule.pairs_per_look)
+            stage.status = "made"
+            stage.summary = f"{len(sample.pairs)} pairs to judge, {sample.waiting} pairs wait for the next look"
+        lost: list[LostPair] = []
+        try:
+            with report_stage("judge", "") as stage:
+                count = 0
+
+                def note(pair: SampledPair, judged: JudgedPair, votes: Sequence[Judgment]) -> None:
+                    nonlocal count
+                    count += 1
+                    advance(count, len(sample.pairs), "pairs")
+                    if judged.score == 0:
+                        lost.append(lost_pair(pair, votes))
+
+                ledger.judge(sample.pairs, self.settings.judge, self.settings.judge, now=now, on_judged=note)
+                stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
+        finally:
+            all_lost = store_lost_pairs(self._lost_file, self.routing.candidate, lost, since=oldest)
+        return self._evidence(ledger, sample, all_lost)
+
+    def read_evidence(self, ledger: JudgedPairs, now: Callable[[], float]) -> LookEvidence:
+        """Return the evidence so far, without calling the judge. Pairs that it would judge count as waiting."""
+        sample = self._sample(ledger, 1)
+        since = now() - self.settings.retention_days * _DAY_S
+        lost = tuple(pair for pair in read_lost_pairs(self._lost_file, self.routing.candidate) if pair.at >= since)
+        return self._evidence(ledger, Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost)
+
+    def content(self, evidence: LookEvidence, at: float) -> ShadowContent:
+        """Return the content of the page.
+
+        Args:
+            at: Time of the look, as a Unix timestamp.
+        """
+        return shadow_content(self.profile.name, self.settings, self.routing, evidence, at)
+
+    def reported_state(self) -> ReportedState:
+        """Return the state that the last look reported."""
+        state = read_state(self._state_file, ReportedState.model_validate_json)
+        return ReportedState() if state is None or isinstance(state, Damaged) else state
+
+    def store_reported_state(self, serving: str, alias_before: str) -> None:
+        """Store the state that this look reports."""
+        state = ReportedState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
+        state_directory(self.directory, private=True)
+        write_state(self._state_file, state.model_dump_json().encode())
+
+    @property
+    def _lost_file(self) -> Path:
+        return self.directory / f"{self.profile.name}.lost.json"
+
+    @property
+    def _state_file(self) -> Path:
+        return self.directory / f"{self.profile.name}.told.json"
+
+    def _sample(self, ledger: JudgedPairs, limit: int) -> Sample:
+        recorded = partial(self.records.pairs, self.routing.candidate, None)
+        return sample_pairs(recorded, judged=ledger.by_session, half_judged=ledger.half_judged, limit=limit)
+
+    def _evidence(self, ledger: JudgedPairs, sample: Sample, lost: Sequence[LostPair]) -> LookEvidence:
+        start = time.time() - _ARMS_PERIOD_S
+        # A server that was repaired and is watched again is not killed for its earlier errors.
+        rows = self.records.arms(self.routing.candidate, max(start, self.routing.since) if self.is_open else start)
+        began = self.routing.since if self.is_open else min((row.at for row in rows), default=0.0)
+        hours = max(0.0, max((row.at for row in rows), default=began) - began) / 3600
+        verdict = shadow_verdict(
+            self.routing.candidate,
+            ledger.scores,
+            ledger.consistency,
+            sorted(rows, key=lambda row: row.at + row.seconds),  # by the time they ended
+            hours,
+            self.settings,
+        )
+        counts = self.records.counts(self.routing.candidate)
+        not_recorded = {
+            name.removeprefix("not recorded: "): count
+            for name, count in counts.items()
+            if name.startswith(_LEFT_OUT) and count
+        }
+        return LookEvidence(verdict, ledger.pairs, sample, lost, not_recorded)
+
+
+def shadow_settings(profile: Profile) -> ShadowSettings:
+    """Return the shadow settings of a profile.
+
+    Raises:
+        InvalidInput: The profile has no section ``shadow``.
+    """
+    if profile.shadow is None:
+        raise InvalidInput(
+            f"profile {profile.name}",
+            found="it has no section 'shadow'",
+            expected="two servers, and a judge that compares their answers",
+            remedy="see docs/shadow.md; profiles/demo-shadow.yaml is an example",
+        )
+    return profile.shadow
+
+
+def open_watch(profile: Profile) -> Watch:
+    """Open the watched release of a profile.
+
+    Raises:
+        InvalidInput: The profile has no section ``shadow``, or no proxy has started.
+        Refused: The database with the records is not available.
+    """
+    settings = shadow_settings(profile)
+    file = routing_file(profile.name)
+    routing = read_routing(file)
+    if routing is None:
+        raise InvalidInput(
+            f"shadow of {profile.name}",
+            found="no release is watched yet",
+            expected="a proxy that has started",
+            remedy="start it: mergegate shadow PROFILE",
+        )
+    try:
+        records = open_records(records_url(profile.name, settings))
+    except SQLAlchemyError as error:
+        raise Refused(
+            "shadow.records",
+            found=f"the database does not answer ({type(error).__name__})",
+            expected="the records of the proxy",
+            remedy="repeat the look when the database answers; earlier judgments are stored",
+        ) from None
+    return Watch(profile, settings, routing, records, file.parent)
+
+
+def shadow_content(
+    name: str, settings: ShadowSettings, routing: Routing, evidence: LookEvidence, at: float
+) -> ShadowContent:
+    """Return the state of a watched release as one frozen value for its page.
+
+    Args:
+        routing: Routing after this look.
+        at: Time of the look, as a Unix timestamp.
+    """
+    # Use the newest request so far for each point, so that the curve never goes back in time.
+    newest = list(accumulate((pair.at for pair in evidence.judged), max))
+    points = tuple(
+        ShadowPoint(
+            pairs=point.pairs,
+            at=newest[point.pairs - 1],
+            win_rate=point.win_rate,
+            low=point.low,
+            high=point.high,
+            log_e_promote=point.log_e_promote,
+            log_e_rollback=point.log_e_rollback,
+        )
+        for point in evidence_path([pair.score for pair in evidence.judged], settings.rule)
+    )
+    verdict, rule = evidence.verdict, settings.rule
+    return ShadowContent(
+        name=name,
+        candidate=routing.candidate,
+        serving=routing.serving,
+        reason=verdict.reason if routing.serving == "watch" else routing.why,
+        looked=at,
+        hours=verdict.hours,
+        mode=routing.mode,
+        share=routing.share,
+        margin=rule.margin,
+        confidence=rule.confidence,
+        minimum_hours=rule.minimum_hours,
+        minimum_pairs=rule.minimum_pairs,
+        judge=settings.judge.model,
+        wins=verdict.evidence.wins,
+        ties=verdict.evidence.ties,
+        losses=verdict.evidence.losses,
+        consistency=verdict.consistency,
+        identical=sum(pair.consistent is None for pair in evidence.judged),
+        points=points,
+        waiting=evidence.sample.waiting,
+        left_out=tuple(evidence.sample.left_out.items()),
+        parent_arm=_reported_arm(verdict.arms.parent),
+        candidate_arm=_reported_arm(verdict.arms.candidate),
+        errors=verdict.arms.reason,
+        not_recorded=tuple(evidence.not_recorded.items()),
+        examples=tuple(
+            LostExample(
+                at=pair.at,
+                question=pair.question,
+                parent=pair.parent,
+                candidate=pair.candidate,
+                reasoning=pair.reasoning,
+            )
+            for pair in evidence.lost[:_MOST_EXAMPLES]
+        ),
+        retention_days=settings.retention_days,
+        alias=settings.alias or "",
+    )
+
+
+def _reported_arm(arm: ArmSummary) -> ReportedArm:
+    def triple(quantiles: LatencyQuantiles | None) -> tuple[float, float, float] | None:
+        return None if quantiles is None else (quantiles.median, quantiles.p95, quantiles.p99)
+
+    return ReportedArm(
+        requests=arm.errors.requests,
+        failed=arm.errors.failed,
+        low=arm.errors.low,
+        high=arm.errors.high,
+        fallbacks=arm.fallbacks,
+        first_byte=triple(arm.first_byte),
+        seconds=triple(arm.seconds),
+    )

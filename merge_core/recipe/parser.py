@@ -1,0 +1,612 @@
+"""Read a recipe, YAML in mergekit's dialect, into a frozen, typed value.
+
+mergegate accepts every recipe that mergekit accepts. Content that mergekit ignores (unknown keys, misspelled or
+misplaced parameters) causes a warning in :attr:`Recipe.findings`. Invalid content is a fault. One error reports all
+faults and warnings of a recipe together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mergegate.merge_core.checkpoint import DType, recipe_dtype
+from mergegate.merge_core.errors import FindingLog, InvalidInput
+from mergegate.merge_core.methods import UPCYCLING, Method, find_method, merge_methods
+from mergegate.merge_core.parsing import parse_yaml, read_yaml
+from mergegate.merge_core.recipe.adapter_output import parse_output
+from mergegate.merge_core.recipe.calibration_texts import parse_reading, parse_text
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping, require_value
+from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, parse_mixture
+from mergegate.merge_core.recipe.parameters import Parameters, Setting, parse_parameters
+from mergegate.merge_core.recipe.recipe import Module, Recipe, Slice, Source
+from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
+from mergegate.merge_core.recipe.tokenizer_choice import parse_tokenizer_choice
+
+_EXPECTED = "a recipe in YAML"
+# mergegate looks up each model, possibly on the Hub.
+_MAX_MODELS = 256
+_FORMS = ("models", "slices", "modules")
+_MODEL_KEYS = ("model", "parameters", "text")
+_LAYERED_KEYS = ("model", "layer_range", "parameters", "text")
+_SLICE_KEYS = ("sources", "base_model", "parameters", "residual_weight")
+# Values that mergekit treats as absent, in addition to null.
+_EMPTY: Mapping[str, object] = {
+    "models": [],
+    "slices": [],
+    "modules": {},
+    "dtype": "",
+    "out_dtype": "",
+    "chat_template": "",
+}
+
+
+def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe") -> Recipe:
+    """Read a recipe from a file (Path), from YAML text (str) or from a mapping that is inline in a profile.
+
+    Args:
+        source: The recipe. If it is a Path, relative model paths are searched in its directory first.
+        location: Name of the recipe for messages if ``source`` is not a file.
+
+    Raises:
+        InvalidInput: The recipe has faults. The error lists all faults and warnings, with a suggestion for each
+            misspelled word.
+    """
+    directory = None
+    if isinstance(source, Path):
+        location, documents = str(source), read_yaml(source, _EXPECTED)
+        directory = source.resolve().parent
+    else:
+        documents = parse_yaml(source, location, _EXPECTED) if isinstance(source, str) else [source]
+    if not documents:
+        raise InvalidInput(location, found="an empty file", expected="a recipe with 'merge_method' and 'models'")
+    recipes, findings = [], FindingLog()
+    for number, document in enumerate(documents, 1):
+        name = location if len(documents) == 1 else f"{location} (document {number})"
+        log = FindingLog()
+        with log.collect():
+            recipes.append(_document(document, name, directory, log))
+        if not log.blocks:
+            recipes[-1] = replace(recipes[-1], findings=tuple(log.findings))
+        findings.findings += log.findings
+    findings.raise_faults(location)
+    recipe = recipes[0]
+    with findings.collect():
+        recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, location)
+        if (count := len(recipe.references())) > _MAX_MODELS:
+            raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
+    for document in (*recipe.steps, recipe):
+        with findings.collect():
+            _check_steps(document, {str(step.name) for step in recipe.steps})
+    findings.raise_faults(location)
+    return recipe
+
+
+def _check_steps(document: Recipe, steps: Collection[str]) -> None:
+    """Raise InvalidInput if a document needs the weights of a step's result before the merge."""
+    base = document.base
+    prompts_base = document.mixture is not None and document.mixture.needs_prompts
+    if prompts_base and base is not None and (base.adapter or str(base) in steps):
+        raise InvalidInput(
+            f"{document.location}: base_model",
+            found=f"{base} {'has an adapter' if base.adapter else 'is the result of a step'}",
+            expected="a whole model that exists before the merge, because gate_mode computes router rows with it",
+            remedy="set gate_mode: random, or first create the base and use its directory",
+        )
+    needed = [source.model for source in document.sources] if document.needs_distances else list(document.texts)
+    if step := next((model for model in needed if str(model) in steps), None):
+        raise InvalidInput(
+            f"{document.location}: {step}",
+            found="the result of a step",
+            expected="a model that exists before the merge, because mergegate "
+            + ("measures its distances" if document.needs_distances else "reads the text with it"),
+            remedy="create this model first, and use its directory",
+        )
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Values that all parts of a document need while they are read.
+
+    Args:
+        method: Merge method.
+        base: Base model of the document, or of the slice if the slice has its own.
+        log: Receives findings.
+        base_is_faulty: Whether a ``base_model`` exists but could not be read.
+    """
+
+    method: Method
+    base: CheckpointRef | None
+    log: FindingLog
+    base_is_faulty: bool = False
+
+    def with_base(self, content: Mapping[str, Any], location: str) -> _Context:
+        """Return the context for a mapping that may have its own ``base_model``."""
+        if "base_model" not in content:
+            return self
+        with self.log.collect():
+            return replace(self, base=parse_reference(content["base_model"], location, self.log), base_is_faulty=False)
+        return replace(self, base=None, base_is_faulty=True)
+
+    def is_base(self, model: CheckpointRef | None) -> bool:
+        """Return whether task vectors are measured from this model."""
+        return model is not None and model == self.base and self.method.base in ("required", "optional")
+
+    def parameters(
+        self, content: Mapping[str, Any], location: str, *, model: CheckpointRef | None = None
+    ) -> Parameters:
+        """Read ``parameters`` of a mapping that belongs to ``model``, or to all models if ``model`` is None."""
+        value, location = content.get("parameters"), f"{location}parameters"
+        with self.log.collect():
+            return parse_parameters(
+                value, self.method, location, self.log, per_model=model is not None, is_base=self.is_base(model)
+            )
+        # After a fault, treat every parameter as set, so that no missing parameter is reported in addition.
+        return Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
+
+
+def _document(value: object, location: str, directory: Path | None, log: FindingLog) -> Recipe:
+    """Read one document. If ``log`` blocks afterwards, the returned recipe is incomplete."""
+    written = _non_empty(value, location)
+    forms = [key for key in _FORMS if written.get(key) is not None]
+    if written.get("experts") is not None and not forms:
+        return _mixture_of(written, location, directory, log)
+    if "clients" in written:
+        raise InvalidInput(
+            f"{location}: clients",
+            found="a client round",
+            expected="'models': a client round starts from the last release of a profile",
+            remedy="set it as the recipe of a profile, and run that profile",
+        )
+    method = _method_of(written, location, log)
+    content = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
+    context = _Context(method, None, log).with_base(content, f"{location}: base_model")
+    if len(forms) != 1:
+        log.fault(
+            location,
+            found=" and ".join(forms) if forms else "no models",
+            expected="exactly one of 'models', 'slices', 'modules'",
+            remedy="remove the others" if forms else "list the models to merge under 'models'",
+        )
+    modules = _modules(content, forms, context, location)
+    bases = [cut.base for module in modules for cut in module.slices]
+    if method.base == "required" and not context.base_is_faulty and (None in bases or (not bases and not context.base)):
+        log.fault(
+            location,
+            found="no 'base_model'",
+            expected=f"the model that {method.name} measures differences from",
+            remedy="add 'base_model: MODEL', the model that the others were fine-tuned from",
+        )
+    recipe = Recipe(
+        merge_method=method.name,
+        modules=modules,
+        base=context.base,
+        parameters=context.parameters(content, f"{location}: "),
+        dtype=_format(content, "dtype", location, log),
+        out_dtype=_format(content, "out_dtype", location, log),
+        tokenizer=None,
+        chat_template=_text(content, "chat_template", location, log),
+        name=_name(content, location, log),
+        steps=(),
+        directory=directory,
+        location=location,
+    )
+    parsers: Mapping[str, Callable[[], Any]] = {
+        "tokenizer": lambda: parse_tokenizer_choice(content, location, log),
+        "align_experts": lambda: _switch(content.get("align_experts", False), f"{location}: align_experts"),
+        "reading": lambda: parse_reading(content.get("statistics"), method, f"{location}: statistics"),
+        "leave_out_beyond": lambda: _times(content.get("leave_out_beyond"), f"{location}: leave_out_beyond"),
+    }
+    for field_name, parser in parsers.items():
+        with log.collect():
+            recipe = replace(recipe, **{field_name: parser()})
+    if merge_methods().get(method.name) is not method:
+        return recipe  # The method is a guess, so checks that depend on it would mislead.
+    _check_required(recipe, method, log)
+    with log.collect():
+        _check_texts(recipe, method)
+    with log.collect():
+        _check_distances(recipe, method, sliced=forms != ["models"])
+    with log.collect():
+        models = [source.model for source in recipe.sources]
+        output = parse_output(content, method, context.base, models, f"{location}: ")
+        if output is not None and recipe.needs_distances:
+            raise InvalidInput(
+                f"{location}: leave_out_beyond",
+                found="leave_out_beyond together with output: adapter",
+                expected="a recipe that produces a model, because mergegate measures distances between models",
+                remedy="remove leave_out_beyond or output",
+            )
+        recipe = replace(recipe, output=output)
+    return recipe
+
+
+def _method_of(content: Mapping[str, Any], location: str, log: FindingLog) -> Method:
+    """Return the method of a document. If it is unknown, return the most likely one so that the rest can be checked."""
+    name = content.get("merge_method")
+    if name is None:
+        log.fault(
+            location,
+            found="no 'merge_method'",
+            expected="the name of a merge method",
+            remedy="add it; 'mergegate methods' lists all methods",
+        )
+    with log.collect():
+        if name is not None:
+            return find_method(name, f"{location}: merge_method")
+    methods = merge_methods()
+    if near := get_close_matches(str(name), methods, n=1, cutoff=0.6):
+        return methods[near[0]]
+    parameters = {parameter.name: parameter for method in methods.values() for parameter in method.parameters}
+    lenient = (
+        replace(parameter, scope="input", default=None, minimum=None, maximum=None) for parameter in parameters.values()
+    )
+    template = next(iter(methods.values()))
+    return replace(template, name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
+
+
+def _mixture_of(written: Mapping[str, Any], location: str, directory: Path | None, log: FindingLog) -> Recipe:
+    """Read a document that builds a mixture of experts. Its sources are the base and all experts, each once."""
+    if written.get("merge_method") is not None:
+        log.warn(
+            f"{location}: merge_method",
+            found=f"{written['merge_method']!r:.60}, which mergegate ignores for a mixture, as mergekit does",
+            expected="no merge method",
+            remedy="remove it",
+        )
+    content = known_mapping(
+        {key: value for key, value in written.items() if key not in ("merge_method", *_FORMS)},
+        location,
+        MIXTURE_KEYS,
+        log,
+        separator=": ",
+    )
+    for key in ("gate_mode", "experts_per_token"):
+        require_value(written, key, f"{location}: {key}")
+    mixture = parse_mixture(content, location, log)
+    dtype, out_dtype = _format(content, "dtype", location, log), _format(content, "out_dtype", location, log)
+    template, name = _text(content, "chat_template", location, log), _name(content, location, log)
+    if content.get("base_model") is None:
+        raise InvalidInput(
+            location,
+            found="no 'base_model'",
+            expected="the dense model that provides attention, norms, embeddings and tokenizer",
+            remedy="add 'base_model: MODEL'",
+        )
+    base = parse_reference(content["base_model"], f"{location}: base_model", log)
+    models = dict.fromkeys([base, *(expert.model for expert in mixture.all_experts)])
+    sources = tuple(Source(model, None, Parameters()) for model in models)
+    return Recipe(
+        merge_method=UPCYCLING.name,
+        modules=(Module(None, (Slice(sources, base, Parameters(), f"{location}: experts"),), Parameters()),),
+        base=base,
+        parameters=Parameters(),
+        dtype=dtype,
+        out_dtype=out_dtype,
+        tokenizer=None,
+        chat_template=template,
+        name=name,
+        steps=(),
+        directory=directory,
+        location=location,
+        mixture=mixture,
+    )
+
+
+def _format(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> DType | None:
+    with log.collect():
+        return recipe_dtype(content[key], f"{location}: {key}") if key in content else None
+    return None
+
+
+def _switch(value: object, location: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="true or false")
+    return value
+
+
+def _non_empty(value: object, location: str) -> dict[str, Any]:
+    """Return the entries of a mapping whose values mergekit does not treat as absent."""
+    return {key: inner for key, inner in plain_mapping(value, location).items() if inner != _EMPTY.get(str(key), ...)}
+
+
+def _modules(content: Mapping[str, Any], forms: Sequence[str], context: _Context, location: str) -> tuple[Module, ...]:
+    modules = []
+    if "modules" in forms:
+        entries: Mapping[str, Any] = {}
+        with context.log.collect():
+            entries = plain_mapping(content["modules"], f"{location}: modules")
+        for name, item in entries.items():
+            item_location = f"{location}: modules.{name}"
+            with context.log.collect():
+                written = _non_empty(item, item_location)
+                part = known_mapping(
+                    written, item_location, ("models", "slices", "parameters"), context.log, method=context.method
+                )
+                if ("models" in part) == ("slices" in part):
+                    found = "models and slices" if "models" in part else "no models"
+                    raise InvalidInput(item_location, found=found, expected="either 'models' or 'slices'")
+                slices = _slices(part, context, f"{item_location}.")
+                modules.append(Module(str(name), slices, context.parameters(part, f"{item_location}.")))
+    elif forms:
+        modules.append(Module(None, _slices(content, context, f"{location}: "), Parameters()))
+    return tuple(modules)
+
+
+def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple[Slice, ...]:
+    """Read the slices of a document or module. A slice that cannot be read is recorded as a fault and skipped."""
+    log = context.log
+    if "models" in content:
+        location = f"{prefix}models"
+        sources = _sources(content["models"], context, location, layered=False)
+        return (_slice(sources, context, Parameters(), location, append_base=True),)
+    slices = []
+    for index, item in enumerate(_list(content["slices"], f"{prefix}slices", log)):
+        location = f"{prefix}slices[{index}]"
+        with log.collect():
+            entry = known_mapping(item, location, _SLICE_KEYS, log, method=context.method)
+            if "residual_weight" in entry:
+                log.warn(
+                    f"{location}.residual_weight",
+                    found="the key has no effect",
+                    expected="no such key: neither mergekit nor mergegate uses it",
+                    remedy="remove it",
+                )
+            inner = context.with_base(entry, f"{location}.base_model")
+            sources = _sources(entry.get("sources"), inner, f"{location}.sources", layered=True)
+            parameters = inner.parameters(entry, f"{location}.")
+            append_base = context.method.base in ("required", "optional")
+            slices.append(_slice(sources, inner, parameters, location, append_base=append_base))
+    # Empty slices are allowed at the ends: an empty first slice selects the model that provides the embeddings, an
+    # empty last slice the model that provides the final norm and the head.
+    ranges = [source.layers or (0, 1) for cut in slices for source in cut.sources]
+    if slices and all(first == end for first, end in ranges):
+        log.fault(
+            f"{prefix}slices",
+            found="every layer_range is empty",
+            expected="at least one layer in the result",
+            remedy="write layer_range: [first, end] with first < end in at least one slice",
+        )
+    return tuple(slices)
+
+
+def _slice(
+    readable: Sequence[Source | None], context: _Context, parameters: Parameters, location: str, *, append_base: bool
+) -> Slice:
+    """Combine the sources of a slice, and add the base if the method needs it. None stands for a faulty source."""
+    method, base, log = context.method, context.base, context.log
+    sources = [source for source in readable if source is not None]
+    models = [source.model for source in sources]
+    is_sound = len(sources) == len(readable) > 0 and not context.base_is_faulty
+    for model, times in Counter(models).items():
+        if times > 1:
+            is_sound = False
+            log.fault(location, found=f"{model} appears twice", expected="each model once", remedy="add up its weights")
+    ranges = {(source.layers[1] - source.layers[0]) for source in sources if source.layers}
+    if len(ranges) > 1:
+        log.fault(
+            location,
+            found=f"layer ranges of {', '.join(str(length) for length in sorted(ranges))} layers",
+            expected="the same number of layers from every source",
+        )
+    # With several models, a donor only provides config and tokenizer. With a single model, it is the second endpoint of
+    # the interpolation.
+    if base is not None and base not in models and append_base and (method.base != "donor" or len(models) == 1):
+        layers = {source.layers for source in sources}
+        if len(layers) > 1:
+            is_sound = False
+            log.fault(
+                location,
+                found=f"the base {base} is not among the sources, and they use different layers",
+                expected="the base as a source, with its layer_range",
+                remedy=f"add '- {{model: {base}, layer_range: [FIRST, END]}}' to the sources",
+            )
+        elif layers:
+            sources = [*sources, Source(base, layers.pop(), Parameters())]
+            models.append(base)
+    has_base = base is not None and base in models and method.base in ("required", "optional")
+    others = len(models) - has_base
+    low, high = method.models
+    if is_sound and (others < low or (high is not None and others > high)):
+        limit = f"at least {low}" if high is None else f"{low}" if low == high else f"{low} to {high}"
+        besides = " in addition to the base" if has_base else ""
+        log.fault(
+            location,
+            found=f"{others} model{'s' if others != 1 else ''}{besides}: {', '.join(map(str, models))}",
+            expected=f"{limit}{besides} for {method.name}",
+        )
+    return Slice(tuple(sources), base, parameters, location)
+
+
+def _sources(value: object, context: _Context, location: str, *, layered: bool) -> list[Source | None]:
+    """Read the models of a slice. None stands for a faulty entry."""
+    sources: list[Source | None] = []
+    for index, item in enumerate(_list(value, location, context.log)):
+        sources.append(None)
+        with context.log.collect():
+            sources[-1] = _source(item, context, f"{location}[{index}]", layered=layered)
+    return sources
+
+
+def _source(item: object, context: _Context, location: str, *, layered: bool) -> Source | None:
+    log, keys = context.log, _LAYERED_KEYS if layered else _MODEL_KEYS
+    if isinstance(item, str):
+        raise InvalidInput(location, found=f"{item!r:.60}", expected="a mapping", remedy=f"write '- model: {item}'")
+    content = known_mapping(item, location, keys, log, method=context.method)
+    model, layers, text = None, None, None
+    if "model" not in content:
+        log.fault(location, found="no 'model'", expected="{model: path or org/name}", remedy="add it")
+    with log.collect():
+        model = parse_reference(content["model"], f"{location}.model", log) if "model" in content else None
+    with log.collect():
+        layers = _layer_range(content.get("layer_range"), f"{location}.layer_range") if layered else None
+    is_base = context.is_base(model)
+    with log.collect():
+        text = parse_text(content.get("text"), context.method, f"{location}.text", is_base=is_base)
+    parameters = context.parameters(content, f"{location}.", model=model or CheckpointRef(""))
+    return Source(model, layers, parameters, text) if model and (layers or not layered) else None
+
+
+def _layer_range(value: object, location: str) -> tuple[int, int]:
+    """Read ``[first, end]``. Like mergekit, accept whole numbers written as text or with a decimal point."""
+    ends = []
+    for item in value if isinstance(value, list) else ():
+        is_digits = isinstance(item, str) and item.isascii() and item.isdigit()
+        if is_digits or type(item) is int or (isinstance(item, float) and item.is_integer()):
+            ends.append(int(item))
+    if isinstance(value, list) and len(value) == len(ends) == 2 and 0 <= ends[0] <= ends[1]:
+        return ends[0], ends[1]
+    raise InvalidInput(
+        location,
+        found=f"{value!r:.60}",
+        expected="[first, end]: whole numbers, 0 <= first <= end, the end not included",
+    )
+
+
+def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
+    """Record each required parameter that no scope sets, before any checkpoint is opened."""
+    required = [parameter for parameter in method.parameters if repr(parameter.default) == "required"]
+    for module in recipe.modules:
+        for cut in module.slices:
+            wider = (cut.parameters, module.parameters, recipe.parameters)
+            for parameter in required:
+                if any(scope.get(parameter.name) for scope in wider):
+                    continue
+                missing = [
+                    f"not set for {source.model}"
+                    for source in cut.sources
+                    if not source.parameters.get(parameter.name)
+                    and not (source.model == cut.base and parameter.scope == "non_base")
+                ]
+                for problem in ["not set"] if parameter.scope == "shared" else missing:
+                    log.fault(
+                        f"{cut.location}: {parameter.name}",
+                        found=problem,
+                        expected=f"a value, because {method.name} needs it: {parameter.summary}",
+                        remedy=f"add it under 'parameters' (check the indentation), for example {parameter.name}: 0.5",
+                    )
+
+
+def _check_texts(recipe: Recipe, method: Method) -> None:
+    """Check that each model has a text, and the same text in every slice."""
+    for cut in (cut for module in recipe.modules for cut in module.slices):
+        base = cut.base if method.base in ("required", "optional") else None
+        sources = [source for source in cut.sources if source.model != base]
+        for source in sources:
+            if method.traits.reads_text is not None and source.text is None:
+                raise InvalidInput(
+                    f"{cut.location}: {source.model}",
+                    found="no 'text'",
+                    expected=f"a text for each model, because {method.name} reads it with the model before the merge",
+                    remedy="add 'text: FILE' next to 'model', with examples of what the model must be able to do",
+                )
+        for source in sources:
+            if source.text != recipe.texts.get(source.model):
+                raise InvalidInput(
+                    f"{cut.location}: {source.model}",
+                    found=f"the text {source.text}, but {recipe.texts.get(source.model)} in another slice",
+                    expected="one text for each model",
+                )
+
+
+def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
+    """Check that distances can be measured, if the recipe needs them: entire models and a base."""
+    if not recipe.needs_distances:
+        return
+    setting = method.name if method.traits.weights_by_distance else "leave_out_beyond"
+    if recipe.base is None or method.base not in ("required", "optional"):
+        raise InvalidInput(
+            f"{recipe.location}: {setting}",
+            found="no base to measure task vectors from",
+            expected="a method that uses task vectors, and its base_model",
+            remedy="set base_model; instead of linear, use task_arithmetic",
+        )
+    if sliced:
+        raise InvalidInput(
+            f"{recipe.location}: {setting}",
+            found="slices or modules",
+            expected="whole models, listed under 'models'",
+        )
+
+
+def _times(value: object, location: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+        raise InvalidInput(location, found=f"{value!r:.60}", expected="a factor of the median length, at least 1")
+    return float(value)
+
+
+def _in_order(recipes: list[Recipe], location: str) -> Recipe:
+    """Sort documents that refer to each other so that each comes after the documents it needs.
+
+    The result is the document without a name. If all documents have names, it is the one that no other document needs.
+    """
+    names = [recipe.name for recipe in recipes if recipe.name is not None]
+    needed = {str(ref) for recipe in recipes for ref in recipe.own_references()}
+    results = [recipe for recipe in recipes if recipe.name is None] or [
+        recipe for recipe in recipes if recipe.name not in needed
+    ]
+    if len(results) != 1:
+        raise InvalidInput(
+            location,
+            found=f"{len(results)} documents that no other document uses",
+            expected="exactly one such document, which is the result; the others are its steps",
+        )
+    duplicates = [name for index, name in enumerate(names) if name in names[:index]]
+    if duplicates:
+        raise InvalidInput(location, found=f"two documents have the name {duplicates[0]!r}", expected="unique names")
+    by_name = {recipe.name: recipe for recipe in recipes if recipe.name is not None}
+    ordered: dict[str, Recipe] = {}
+    open_names: list[str] = []
+
+    def visit(recipe: Recipe) -> None:
+        for ref in recipe.own_references():
+            step = by_name.get(str(ref))
+            if step is None or str(ref) in ordered:
+                continue
+            if str(ref) in open_names:
+                raise InvalidInput(
+                    step.location, found=f"the document needs its own result: {' -> '.join([*open_names, str(ref)])}"
+                )
+            open_names.append(str(ref))
+            visit(step)
+            open_names.pop()
+            ordered[str(ref)] = step
+
+    visit(results[0])
+    unused = [name for name in names if name not in ordered and name != results[0].name]
+    if unused:
+        raise InvalidInput(by_name[unused[0]].location, found=f"no other document uses {unused[0]!r}")
+    return replace(results[0], steps=tuple(ordered.values()))
+
+
+def _list(value: object, location: str, log: FindingLog) -> list[Any]:
+    if isinstance(value, (list, tuple)) and value:
+        return list(value)
+    log.fault(location, found=f"{value!r:.60}", expected="a list with at least one entry")
+    return []
+
+
+def _text(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> str | None:
+    value = content.get(key)
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    log.fault(f"{location}: {key}", found=f"{value!r:.60}", expected="text", remedy="write text, or remove the key")
+    return None
+
+
+def _name(content: Mapping[str, Any], location: str, log: FindingLog) -> str | None:
+    """Return the name of a document. Like mergekit, ignore a value that is not text: nothing can refer to it."""
+    value = content.get("name")
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    log.warn(
+        f"{location}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it"
+    )
+    return None
