@@ -87,9 +87,7 @@ def _kind(
         return _entry(config, kind.spelt_in, str, index, depth, location)
     if kind.required:
         raise InvalidInput(
-            f"{location}: {kind.listed_in}",
-            found="no value",
-            expected=f"a list with {depth} entries, one per layer",
+            f"{location}: {kind.listed_in}", found="no value", expected=f"a list with {depth} entries, one per layer"
         )
     for clause in kind.rule:
         if all(_holds(condition, config, index, kinds, location) != condition.negated for condition in clause.when):

@@ -40,9 +40,7 @@ def plan_transplant(
         return {**moved, **{key: donor_ids[key] for key in SPECIAL_KEYS if key in donor_ids}}
 
     view = replace(
-        model,
-        tensors={**model.tensors, **tables},
-        config=with_vocabulary(translate(model.config, donor.config), size),
+        model, tensors={**model.tensors, **tables}, config=with_vocabulary(translate(model.config, donor.config), size)
     )
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
     companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)
