@@ -34,12 +34,6 @@ _HARMLESS = re.compile(
 def layer_kinds(part: TextPart, index: int, depth: int, location: str) -> dict[str, Any]:
     """Return the kind of layer ``index`` for each property in which the layers of the family differ.
 
-    Args:
-        part: Configuration and family.
-        index: Layer number.
-        depth: Number of layers.
-        location: Name of the configuration in error messages.
-
     Returns:
         The kind by the name of the property. Empty for a family without a description.
 

@@ -24,12 +24,6 @@ def plan_transplant(
 ) -> MergePlan:
     """Return the plan of ``model`` with the tokenizer of ``donor``.
 
-    Args:
-        model: Model that provides weights and configuration.
-        donor: Model that provides the tokenizer.
-        tables: New token tables by name, all with the same number of rows.
-        tokenizers: Tokenizer of the model and tokenizer of the donor.
-
     Raises:
         InvalidInput: The model cannot be planned.
     """
