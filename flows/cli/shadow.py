@@ -117,7 +117,7 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, agai
 def _released_version(profile: Profile) -> str | None:
     """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
     try:
-        current = profile.publish.current(profile.root) if profile.publish else None
+        current = profile.publish.current_release(profile.root) if profile.publish else None
     except (Refused, CannotDecide):
         return None
     return current.name if current else None

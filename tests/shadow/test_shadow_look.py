@@ -52,7 +52,7 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DirectoryTarget, "set_alias", set_alias, raising=False)
         monkeypatch.setattr(
             DirectoryTarget,
-            "aliased",
+            "resolve_alias",
             lambda self, root, name: str((root / self.path / name).readlink()),
             raising=False,
         )
