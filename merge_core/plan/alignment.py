@@ -194,12 +194,6 @@ def aligned_config(
 
     The ids of the begin, end and padding tokens come from the model that provides the tokenizer. Every other id follows
     its token, as do those three if that model does not define them.
-
-    Args:
-        config: Configuration of the donor, complete except for token ids.
-        alignment: Alignment of the vocabularies.
-        donor: Reference of the model that provides the configuration.
-        location: Name of the recipe in messages.
     """
     tokenizer_config = alignment.tokenizer.config
     findings: list[Finding] = []

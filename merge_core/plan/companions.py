@@ -44,13 +44,7 @@ _SHOWN = 4  # Number of files per parent, and of parents, that one finding lists
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
-    """Return the files that a merge carries unchanged.
-
-    Args:
-        donor: Checkpoint that provides the configuration.
-        tokenizer: Checkpoint that provides the tokenizer.
-        parents: All merged models by reference, including the donor.
-    """
+    """Return the files that a merge carries unchanged."""
     sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
     if (reference := _module_reference(donor, parents)) is not None:

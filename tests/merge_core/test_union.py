@@ -225,7 +225,7 @@ def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) ->
         ("tokens: {<|n|>: {source: {kind: model_token, token: a}}}", "no 'model'"),
         ("tokens: {<|n|>: {source: {kind: one}}}", "zero or model_token"),
         ("tokens: {<|n|>: {source: {kind: zero, model: b}}}", "unknown key 'model'"),
-        ("tokens: {<|n|>: {force: true}}", "no source"),
+        ("tokens: {<|n|>: {force: true}}", "true without a source"),
         ("tokens: {<|n|>: {source: b, force: 1}}", "true or false"),
         ("tokens: [a]", "token: {source"),
         ("pad_to_multiple_of: -1", "from 1"),
