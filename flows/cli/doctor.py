@@ -16,7 +16,7 @@ from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.gate import anchor_faults
+from mergegate.tasks.gate import damaged_anchor_records
 from mergegate.tasks.report import HISTORY, mend_history, read_history
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import (
@@ -92,7 +92,7 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
             yield finding
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
-    for damage in anchor_faults():
+    for damage in damaged_anchor_records():
         yield set_aside_count(damage.path, damage.reason)
     for folder in ("anchors", "prefect", "reports", "runs"):
         if (directory / folder).is_dir():

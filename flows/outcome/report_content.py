@@ -80,7 +80,7 @@ def report_content(
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": scores, "likelihoods": likelihoods}
 
-    verdict = assessed.verdict.value.joined_by(attempt.verdict)
+    verdict = assessed.verdict.value.model_copy(update=attempt.verdict._asdict())
     parents = [
         ReportedModel(
             name=parent.name,
