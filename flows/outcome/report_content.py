@@ -59,7 +59,7 @@ def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt |
         for path in parent.directories
     ]
     paths += [*_paths_in(profile), *cleared.license.value.all_names]
-    return PublicNames.of(cleared.candidate.recipe, cleared.parents, profile.root, paths)
+    return PublicNames.from_recipe(cleared.candidate.recipe, cleared.parents, profile.root, paths)
 
 
 def report_content(
@@ -81,7 +81,7 @@ def report_content(
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": scores, "likelihoods": likelihoods}
 
-    verdict = assessed.verdict.value.joined_by(attempt.verdict)
+    verdict = assessed.verdict.value.model_copy(update=attempt.verdict._asdict())
     parents = [
         ReportedModel(
             name=parent.name,
@@ -102,7 +102,7 @@ def report_content(
     content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
-        recipe=names.yaml(attempt.cleared.candidate.text),
+        recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
         licence=license.result,

@@ -24,7 +24,7 @@ from mergegate.merge_core.adapters import ExpertSlice, StoredNames
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import importance_file_name, open_checkpoint, write_importance
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from mergegate.tasks.merge.layer_windows import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceStatistics(StageValue):
-    """Summary of the measured importance. See :mod:`merge_core.checkpoint.importance` for the files of the artifact."""
+    """Summary of the measured importance. :mod:`merge_core.checkpoint.measurements` describes the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -153,7 +153,7 @@ def read_gradients(
     dtype: str,
     device: str,
     out: Path,
-    journal_place: JournalPlace,
+    journal_place: JournalLocation,
     on_progress: TellProgress,
 ) -> ImportanceStatistics:
     """Measure how much each element of ``model`` matters to its predictions on ``text`` and write it to ``out``.

@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint import (
     write_inputs,
 )
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from mergegate.tasks.merge.layer_windows import (
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class InputStatistics(StageValue):
-    """Summary of the measured input moments. See :mod:`merge_core.checkpoint.moments` for the files of the artifact."""
+    """Summary of the measured input moments. :mod:`merge_core.checkpoint.measurements` describes the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -248,7 +248,7 @@ def read_inputs(
     dtype: str,
     device: str,
     out: Path,
-    journal_place: JournalPlace,
+    journal_place: JournalLocation,
     on_progress: TellProgress,
 ) -> InputStatistics:
     """Measure the inputs of each matrix of ``model`` while it reads ``text``, and write their moments to ``out``.

@@ -19,13 +19,13 @@ from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
 from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 from mergegate.tasks.store import Artifact
 
@@ -47,7 +47,7 @@ def input_statistics(
     key = input_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
     return call_model_process(
         read_inputs,
-        (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
+        (model, text, reading, dtype, runtime.device, out, JournalLocation(out / JOURNAL, key)),
         location=f"statistics of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
@@ -69,7 +69,7 @@ def importance_statistics(
     key = importance_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
     return call_model_process(
         read_gradients,
-        (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
+        (model, text, reading, dtype, runtime.device, out, JournalLocation(out / JOURNAL, key)),
         location=f"importance of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
@@ -101,7 +101,7 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
         path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
         location, setting = f"{recipe.location}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
-        pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
+        pinned = pin_text(path, field, hashes, TextSetting(location, setting, "recipe"), conversations=True)
         yield str(ref), pinned
 
 

@@ -241,7 +241,7 @@ class TestTheCommand:
             file.write(b"garbage\n")
         assert "1 damaged line of the history left out." in project.mergegate("history").output
         assert project.mergegate("doctor").exit_code == 3
-        assert "undamaged lines stay" in project.mergegate("doctor", "--mend").output
+        assert "undamaged lines stay" in project.mergegate("doctor", "--repair").output
         assert "damaged" not in project.mergegate("history").output
         assert len(read_history(project.home / "reports").records) == 3
         empty = Project(tmp_path / "empty")

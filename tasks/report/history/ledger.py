@@ -65,7 +65,7 @@ def read_history(reports: Path) -> History:
     except OSError as error:
         return History(damaged=1, why=error.strerror or str(error))
     if isinstance(history, Damaged):
-        return History(damaged=1, why=history.why)
+        return History(damaged=1, why=history.reason)
     return history or History()
 
 

@@ -12,12 +12,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -27,11 +27,12 @@ from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 REPOSITORY = r"[a-z0-9.-]+(?::\d+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)+"
 _ATTEMPTS = 6
 TIMEOUT_S = 60.0
-_MOST_MANIFEST = 4 << 20  # size that the specification requires a registry to accept
+
 _MAX_MESSAGE_LENGTH = 300
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
@@ -69,29 +70,28 @@ class Registry:
         Raises:
             Refused: The registry rejects the request, does not answer, or returns bytes that do not match the digest.
         """
-        answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, fine=(200, 404))
+        answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, expected=(200, 404))
         if answer.status_code == 404:
             return None
         digest = digest_of(answer.content)
         if ":" in reference and digest != reference:
-            raise Refused(f"{self.repository}@{reference}", found=f"other bytes ({digest})", expected="its digest")
+            raise _wrong_bytes(f"{self.repository}@{reference}")
         return answer.content, digest
 
     def put_manifest(self, reference: str, content: bytes) -> None:
         """Write a manifest. The registry rejects it while one of its blobs is missing."""
-        self.ask(
-            "PUT", f"/manifests/{reference}", headers={"Content-Type": MANIFEST_TYPE}, content=content, fine=(201,)
-        )
+        headers = {"Content-Type": MANIFEST_TYPE}
+        self.ask("PUT", f"/manifests/{reference}", headers=headers, content=content, expected=(201,))
 
     def has(self, digest: str) -> bool:
         """Return whether the registry has the blob."""
-        return self.ask("HEAD", f"/blobs/{digest}", fine=(200, 404)).status_code == 200
+        return self.ask("HEAD", f"/blobs/{digest}", expected=(200, 404)).status_code == 200
 
     def blob(self, digest: str) -> bytes:
         """Return the content of a small blob, verified against its digest."""
-        content = self.ask("GET", f"/blobs/{digest}", fine=(200,)).content
+        content = self.ask("GET", f"/blobs/{digest}", expected=(200,)).content
         if digest_of(content) != digest:
-            raise Refused(f"{self.repository}@{digest}", found="other bytes", expected="its digest")
+            raise _wrong_bytes(f"{self.repository}@{digest}")
         return content
 
     def download(self, digest: str, path: Path) -> None:
@@ -99,7 +99,7 @@ class Registry:
 
         def get() -> None:
             with (
-                _in_words(),
+                _hidden_requests(),
                 self._client.stream("GET", f"{self.url}/blobs/{digest}", headers=self._headers) as answer,
                 path.open("wb") as file,
             ):
@@ -109,106 +109,112 @@ class Registry:
                     file.write(chunk)
 
         self.has(digest)  # obtains a token if the registry requires one
-        self._patiently(get)
+        self._retry(get)
 
     def put_blob(self, digest: str, source: Path | bytes, size: int) -> str:
         """Upload a blob and return the digest of the bytes read. The registry discards a blob with any other digest."""
 
         def put() -> str:
-            upload = self._once("POST", "/blobs/uploads/", content=b"")
-            self._require(upload, (202,))
-            body = _Hashed(source)
+            upload = self._send("POST", "/blobs/uploads/", content=b"")
+            self._require_status(upload, (202,))
+            body = _HashedBody(source)
             url = upload.headers["location"]
-            sent = self._once(
+            answer = self._send(
                 "PUT",
                 f"{url}{'&' if '?' in url else '?'}digest={digest}",
                 content=iter(body),
                 headers={"Content-Type": "application/octet-stream", "Content-Length": str(size)},
             )
-            if sent.status_code != 201 and body.digest not in ("", digest):
-                return body.digest
-            self._require(sent, (201,))
+            if body.digest in ("", digest):
+                self._require_status(answer, (201,))
             return body.digest
 
-        result: str = self._patiently(put)
-        return result
+        return self._retry(put)
 
-    def try_upload(self) -> None:
+    def check_upload(self) -> None:
         """Start an upload and cancel it, which proves write access and leaves no trace."""
-        upload = self.ask("POST", "/blobs/uploads/", content=b"", fine=(202,))
+        upload = self.ask("POST", "/blobs/uploads/", content=b"", expected=(202,))
         with suppress(Refused):
-            self.ask("DELETE", upload.headers["location"], fine=range(200, 500))
+            self.ask("DELETE", upload.headers["location"], expected=range(200, 500))
 
-    def ask(self, method: str, path: str, *, fine: Any, **options: Any) -> httpx.Response:
-        """Send a request and return the answer if its status is in ``fine``."""
+    def ask(self, method: str, path: str, *, expected: Collection[int], **options: Any) -> httpx.Response:
+        """Send a request and return the answer if its status is in ``expected``."""
 
-        def once() -> httpx.Response:
-            answer = self._once(method, path, **options)
-            self._require(answer, fine)
+        def send() -> httpx.Response:
+            answer = self._send(method, path, **options)
+            self._require_status(answer, expected)
             return answer
 
-        answer: httpx.Response = self._patiently(once)
-        return answer
+        return self._retry(send)
 
-    def _patiently(self, ask: Any) -> Any:
+    def _retry(self, request: Callable[[], T]) -> T:
         try:
             return retry_transient(
                 _ATTEMPTS,
                 transient=lambda error: isinstance(error, NoAnswer),
                 sleep=lambda seconds: time.sleep(seconds),
-            )(ask)
+            )(request)
         except NoAnswer as error:
             raise Refused(
                 self.repository,
-                found=f"the registry does not answer as it should: {error}",
-                expected="a registry that answers",
-                remedy="run again later: it resumes where it left off",
+                found=f"the registry does not answer as expected: {error}",
+                expected="a valid answer",
+                remedy="run again later; mergegate resumes the publication",
             ) from None
 
-    def _require(self, answer: httpx.Response, fine: Any) -> None:
-        if answer.status_code in fine:
+    def _require_status(self, answer: httpx.Response, expected: Collection[int]) -> None:
+        if answer.status_code in expected:
             return
         if answer.status_code in TRANSIENT_STATUSES:
             raise NoAnswer(f"HTTP {answer.status_code}")
-        message = f"HTTP {answer.status_code} {_complaint(answer)}".strip()
+        message = f"HTTP {answer.status_code}"
+        with suppress(ValueError, KeyError, TypeError, IndexError):
+            error = answer.json()["errors"][0]
+            text = " ".join(f"{error.get('code', '')} {error.get('message', '')}".split())
+            message += f" {text[:_MAX_MESSAGE_LENGTH]}"
         if answer.status_code in (401, 403):
             raise Refused(
                 self.repository,
-                found=f"the registry says no: {message}",
-                expected="the right to read and write there",
-                remedy=f"docker login {self.host}, as somebody who may",
+                found=f"the registry denies access: {message}",
+                expected="permission to read and write in the repository",
+                remedy=f"run 'docker login {self.host}' as a user with this permission",
             )
         raise Refused(
-            self.repository, found=message, expected="a registry that takes a release", remedy="see what it says"
+            self.repository,
+            found=message,
+            expected="a registry that accepts a release",
+            remedy="correct what the registry reports",
         )
 
-    def _once(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send one request, with a token if the registry requires one."""
-        url = path if "://" in path else f"{self._root}{path}" if path.startswith("/v2/") else self.url + path
-        headers = {**options.pop("headers", {}), **(self._headers if self._is_ours(url) else {})}
+        root = self.url.partition("/v2/")[0]
+        url = path if "://" in path else f"{root}{path}" if path.startswith("/v2/") else self.url + path
+        is_own_url = urlsplit(url)[:2] == urlsplit(root)[:2]
+        headers = {**options.pop("headers", {}), **(self._headers if is_own_url else {})}
         client = self._client
-        with _in_words():
+        with _hidden_requests():
             answer = client.request(method, url, headers=headers, **options)
             challenge = answer.headers.get("www-authenticate", "")
             if answer.status_code != 401 or not challenge or self._headers.get("Authorization") == "refused":
                 return answer
-            if not (proof := self._proof(challenge, client)) or proof == self._headers.get("Authorization"):
+            authorization = self._authorize(challenge)
+            if not authorization or authorization == self._headers.get("Authorization"):
                 return answer
-            self._headers["Authorization"] = proof
+            self._headers["Authorization"] = authorization
             if "content" in options and not isinstance(options["content"], bytes):
-                raise NoAnswer("a token had run out")  # the body is consumed and must be read again
+                raise NoAnswer("a token has expired")  # the body is consumed and must be read again
             return client.request(method, url, headers={**headers, **self._headers}, **options)
 
-    @property
-    def _root(self) -> str:
-        return self.url.partition("/v2/")[0]
-
-    def _is_ours(self, url: str) -> bool:
-        return urlsplit(url)[:2] == urlsplit(self._root)[:2]
-
-    def _proof(self, challenge: str, client: httpx.Client) -> str:
+    def _authorize(self, challenge: str) -> str:
         """Return the Authorization header that the registry wants: basic credentials, or a token from its service."""
-        credentials = _login(self.host)
+        path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+        try:
+            logins = json.loads(read_plain(path, 1 << 20))["auths"]
+            entry = logins.get(self.host) or logins.get(f"https://{self.host}") or {}
+            credentials = base64.b64decode(entry.get("auth", "")).decode()  # user:password
+        except (InvalidInput, OSError, ValueError, KeyError, TypeError, AttributeError):
+            credentials = ""
         basic = f"Basic {base64.b64encode(credentials.encode()).decode()}" if credentials else ""
         if challenge.lower().startswith("basic"):
             return basic
@@ -216,7 +222,7 @@ class Registry:
         realm = urlsplit(parameters.get("realm", ""))
         if realm.scheme != "https" and not _is_loopback(realm.netloc):
             return ""
-        answer = client.get(
+        answer = self._client.get(
             parameters["realm"],
             params={name: parameters[name] for name in ("service", "scope") if name in parameters},
             headers={"Authorization": basic} if basic else {},
@@ -239,7 +245,7 @@ class Registry:
         )
 
 
-class _Hashed:
+class _HashedBody:
     """A request body that is hashed while it is sent."""
 
     def __init__(self, source: Path | bytes) -> None:
@@ -263,37 +269,23 @@ def digest_of(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
+def _wrong_bytes(location: str) -> Refused:
+    return Refused(location, found="bytes that do not match the digest", expected="the bytes that the digest names")
+
+
 @contextmanager
-def _in_words() -> Iterator[None]:
+def _hidden_requests() -> Iterator[None]:
     """Replace exceptions of the client by NoAnswer. They carry their request, and the request carries the token."""
     import httpx
 
     try:
         yield
     except httpx.TimeoutException:
-        raise NoAnswer(f"no answer in {TIMEOUT_S:g} s") from None
+        raise NoAnswer(f"no answer within {TIMEOUT_S:g} s") from None
     except httpx.HTTPError as error:
         raise NoAnswer(f"the connection broke ({type(error).__name__})") from None
-
-
-def _login(host: str) -> str:
-    """Return ``user:password`` for the registry, or an empty string."""
-    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
-    try:
-        auths = json.loads(read_plain(path, 1 << 20))["auths"]
-        entry = auths.get(host) or auths.get(f"https://{host}") or {}
-        return base64.b64decode(entry.get("auth", "")).decode()
-    except (InvalidInput, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ""
 
 
 def _is_loopback(host: str) -> bool:
     name = urlsplit(f"//{host}").hostname or ""
     return name in ("localhost", "::1") or name.startswith("127.")
-
-
-def _complaint(answer: httpx.Response) -> str:
-    with suppress(ValueError, KeyError, TypeError, IndexError):
-        first = answer.json()["errors"][0]
-        return " ".join(f"{first.get('code', '')} {first.get('message', '')}".split())[:_MAX_MESSAGE_LENGTH]
-    return ""

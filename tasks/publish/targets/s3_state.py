@@ -27,12 +27,13 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.tasks.publish.content import VERSION_DIGITS
+from mergegate.tasks.publish.targets.contract import PublicationBlocked, overtaken, version_taken
 from mergegate.tasks.store import merkle
 
 POINTER = "latest.json"
 LISTINGS = ".listings/"
-NOTHING_THERE = ""  # head of a location without a pointer
-_DIGITS = 12
+NO_POINTER = ""  # head of a location without a pointer
 
 
 class ReleasedVersion(BaseModel):
@@ -53,14 +54,9 @@ class Pointer(BaseModel):
     current: str
     versions: tuple[ReleasedVersion, ...]
 
-    def named(self, version: str) -> ReleasedVersion | None:
-        """Return the version of this name, or None."""
+    def find(self, version: str) -> ReleasedVersion | None:
+        """Return the version of this name, or None. Only a pointer that a user edited lacks its current version."""
         return next((item for item in self.versions if item.version == version), None)
-
-    @property
-    def released(self) -> ReleasedVersion | None:
-        """Current version, or None if a user edited the pointer by hand."""
-        return self.named(self.current)
 
 
 class VersionListing(BaseModel):
@@ -82,7 +78,7 @@ class DesiredVersion:
     def entry(self) -> ReleasedVersion:
         """Entry of this version in the pointer."""
         digest = merkle(self.files)
-        content = digest[:_DIGITS]
+        content = digest[:VERSION_DIGITS]
         path = content if self.version == content else f"{self.version}-{content}"
         return ReleasedVersion(version=self.version, path=path, digest=digest)
 
@@ -93,17 +89,17 @@ class ObservedLocation:
 
     Attributes:
         pointer: None before the first release.
-        head: Condition for a guarded write of the pointer: its entity tag, or ``NOTHING_THERE``.
-        listed: Whether the listing of the version exists.
-        held: Files of the version whose content the store's own checksums confirm.
-        foreign: Objects below the version's path that are not in the release.
+        head: Condition for a guarded write of the pointer: its entity tag, or ``NO_POINTER``.
+        has_listing: Whether the listing of the version exists.
+        confirmed_files: Files of the version whose content the store's own checksums confirm.
+        foreign_files: Objects below the version's path that are not in the release.
     """
 
     pointer: Pointer | None
     head: str
-    listed: bool
-    held: frozenset[str]
-    foreign: tuple[str, ...] = ()
+    has_listing: bool
+    confirmed_files: frozenset[str]
+    foreign_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,19 +122,10 @@ class UpToDate:
     """The release is complete and current."""
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """Continuing would break a guarantee; an operator must decide."""
-
-    found: str
-    expected: str
-    remedy: str
+S3Step = SendFiles | MovePointer | UpToDate | PublicationBlocked
 
 
-S3Step = SendFiles | MovePointer | UpToDate | Conflict
-
-
-def step_to(desired: DesiredVersion, observed: ObservedLocation, expected_head: str) -> S3Step:
+def next_s3_step(desired: DesiredVersion, observed: ObservedLocation, expected_head: str) -> S3Step:
     """Return the next step toward the desired version.
 
     Args:
@@ -146,30 +133,25 @@ def step_to(desired: DesiredVersion, observed: ObservedLocation, expected_head: 
             this release, it has moved in the meantime.
     """
     entry, pointer = desired.entry, observed.pointer
-    previous = pointer.named(desired.version) if pointer else None
+    previous = pointer.find(desired.version) if pointer else None
     if previous is not None and previous.digest != entry.digest:
-        return Conflict(
-            f"the version {desired.version} is already published with other content ({previous.digest[:_DIGITS]})",
-            "a version that never changes",
-            "publish under a new version",
-        )
-    current = pointer is not None and pointer.current == desired.version
-    if not current and observed.head != expected_head:
-        return Conflict(
+        return version_taken(desired.version, previous.digest[:VERSION_DIGITS])
+    is_current = pointer is not None and pointer.current == desired.version
+    if not is_current and observed.head != expected_head:
+        return overtaken(
             f"another release ({pointer.current if pointer else 'none'}) is current there now",
-            "the one that this release was compared with",
-            "run again: it is judged anew, against what is published now",
+            "the release that this one was compared with",
         )
-    if observed.foreign:
-        return Conflict(
-            f"{observed.foreign[0]} lies among the files of this version, and is none of them",
-            "nothing but the release",
-            "find out who put it there, and remove it",
+    if observed.foreign_files:
+        return PublicationBlocked(
+            f"{observed.foreign_files[0]} is among the files of this version but not part of the release",
+            "only the files of the release",
+            "find out who wrote it, and remove it",
         )
-    missing = tuple(sorted(set(desired.files) - observed.held))
-    if missing or not observed.listed:
+    missing = tuple(sorted(set(desired.files) - observed.confirmed_files))
+    if missing or not observed.has_listing:
         return SendFiles(missing)
-    if current:
+    if is_current:
         return UpToDate()
     earlier = pointer.versions if pointer else ()
     versions = earlier if previous else (*earlier, entry)

@@ -1,9 +1,9 @@
 """Publish to the Hugging Face Hub: read the state, take the next step, and repeat until the release is published.
 
-``state`` decides the steps and their order; this module makes the API calls. A failed call is never blindly repeated.
-The state is read again first, because a commit whose answer was lost may have succeeded. Everything sent is compared by
-the Hub's own hashes before anyone can see it, so a file that changed on disk or was damaged in transit never reaches
-``main``.
+``hub_state`` decides the steps and their order; this module makes the API calls. A failed call is never blindly
+repeated. The state is read again first, because a commit whose answer was lost may have succeeded. Everything sent is
+compared by the Hub's own hashes before anyone can see it, so a file that changed on disk or was damaged in transit
+never reaches ``main``.
 
 The token is passed to the client directly. No exception of the client leaves this module, because it carries the
 request and the request carries the token.
@@ -12,17 +12,17 @@ request and the request carries the token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints.hub import HubAccess, RemoteFile, describe_hub_error, git_blob, is_retryable
+from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob, is_retryable
 from mergegate.tasks.publish.content import CARD, ReleaseFile
-from mergegate.tasks.publish.targets.contract import OnProgress
-from mergegate.tasks.publish.targets.hub.state import (
+from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, undone
+from mergegate.tasks.publish.targets.hub_state import (
     MAIN,
     STAGING,
     ChangeSettings,
@@ -36,7 +36,6 @@ from mergegate.tasks.publish.targets.hub.state import (
     Head,
     ObservedState,
     Promote,
-    PublicationBlocked,
     RepositoryVisibility,
     StageFiles,
     Step,
@@ -68,34 +67,33 @@ class PublishedCommit:
 
 
 def publish_hub(
-    files: Sequence[ReleaseFile],
+    request: PublishRequest,
     repo: str,
-    version: str,
     access: HubAccess,
-    hashes: HashMemo,
     *,
     visibility: RepositoryVisibility = "private",
     gated: Gated = False,
-    expected_head: str | None = None,
     wait: Callable[[float], None] = time.sleep,
-    on_progress: OnProgress = lambda done, total: None,
 ) -> PublishedCommit:
-    """Make ``main`` of ``repo`` and the tag ``version`` contain exactly ``files``. Idempotent.
+    """Make ``main`` of ``repo`` and the tag of the version contain exactly the files of ``request``. Idempotent.
 
     Args:
         repo: Repository ``org/name``. Created as private if it does not exist.
-        expected_head: Head of ``main`` that the release was compared with. None: the head at the start.
         wait: Function that waits for a number of seconds before the state is read again after a failure.
-        on_progress: Callback for bytes sent and bytes in total, called after every few files.
 
     Raises:
         Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
             not answer, or does not store the files.
     """
-    desired = DesiredState(version, {file.name: _desired_file(file) for file in files}, visibility, gated)
-    connection = _Connection(access, repo, desired, {file.name: file for file in files}, hashes, on_progress)
+    files = {
+        file.name: DesiredFile(file.size, file.sha256, git_blob(file.read()) if file.size <= _LARGEST_BLOB else None)
+        for file in request.files
+    }
+    desired = DesiredState(request.version, files, visibility, gated)
+    connection = _Connection(request, access, repo, desired)
     changed, accepted, failures = False, False, 0
     previous: object = None
+    expected_head = request.expected_head
     for _ in range(_ROUNDS):
         try:
             observed = connection.observe()
@@ -104,14 +102,14 @@ def publish_hub(
             if isinstance(step, Done):
                 return PublishedCommit(step.commit, changed)
             if isinstance(step, PublicationBlocked):
-                raise Refused(f"{repo} on the Hub", found=step.found, expected=step.expected, remedy=step.remedy)
+                raise step.refusal(f"{repo} on the Hub")
             kind = step if isinstance(step, DeleteBranch) else type(step)
             if kind != previous:
                 previous, failures = kind, 0
             elif accepted:
-                raise _NotStored(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
+                raise _NotStored(f"{type(step).__name__}: the Hub's listing differs from the files that were sent")
             accepted = False
-            connection.take(step)
+            connection.execute(step)
             accepted = True
             changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
         except _client_errors() as error:
@@ -119,12 +117,7 @@ def publish_hub(
             if failures >= _FAILURES or not is_retryable(error):
                 raise _refusal(repo, error, access) from None
             wait(min(2.0 ** (failures - 1), _MAX_WAIT))
-    raise Refused(
-        f"{repo} on the Hub",
-        found="every step is undone as soon as it is taken",
-        expected="one publisher at a time",
-        remedy=f"see who else writes to it, then run again; its branch {desired.branch} is ours",
-    )
+    raise undone(f"{repo} on the Hub", f"; the branch {desired.branch} belongs to mergegate")
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
@@ -142,19 +135,21 @@ class _NotStored(RuntimeError):
 class _Connection:
     """The API calls that one publication needs."""
 
+    request: PublishRequest
     access: HubAccess
     repo: str
     desired: DesiredState
-    files: Mapping[str, ReleaseFile]
-    hashes: HashMemo
-    on_progress: OnProgress
+
+    @cached_property
+    def files(self) -> dict[str, ReleaseFile]:
+        return {file.name: file for file in self.request.files}
 
     @property
     def api(self) -> HfApi:
         return self.access.api()
 
     def observe(self) -> ObservedState:
-        """Read the repository's state: three small requests, and the listing of every commit not seen before."""
+        """Read the repository's state: three small requests, and the listing of every new commit."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
@@ -166,7 +161,7 @@ class _Connection:
         tags = {ref.name: ref.target_commit for ref in refs.tags}
 
         def head(commit: str | None) -> Head | None:
-            return Head(commit, self.listing(commit)) if commit else None
+            return Head(commit, self.access.listing(self.repo, commit)) if commit else None
 
         return ObservedState(
             exists=True,
@@ -181,11 +176,10 @@ class _Connection:
             ),
         )
 
-    def listing(self, commit: str) -> dict[str, RemoteFile]:
-        return self.access.listing(self.repo, commit)
-
-    def take(self, step: Step) -> None:
+    def execute(self, step: Step) -> None:
         """Execute one step. All calls are guarded: none of them does harm when it is late or repeated."""
+        from huggingface_hub import CommitOperationCopy, CommitOperationDelete
+
         match step:
             case CreateRepository():
                 self.api.create_repo(self.repo, private=True)
@@ -195,11 +189,19 @@ class _Connection:
                 self.api.create_branch(self.repo, branch=self.desired.branch, revision=start)
             case StageFiles(parent, missing, stale):
                 for name in missing:
-                    _require_gated(self.files[name], self.hashes)
-                operations: list[Operation] = [*self.send(missing), *map(_delete, stale)]
+                    self.require_unaltered(self.files[name])
+                operations: list[Operation] = [*self.send(missing)]
+                operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
                 self.commit(self.desired.branch, parent, f"Stage {self.desired.version}", operations)
             case Promote(parent, source, missing, stale):
-                operations = [*(self.take_over(name, source) for name in missing), *map(_delete, stale)]
+                # Copy a large file on the Hub. Send a small one again: copying would download and send it.
+                operations = [
+                    self.addition(name)
+                    if source.files[name].sha256 is None
+                    else CommitOperationCopy(name, name, src_revision=source.commit)
+                    for name in missing
+                ]
+                operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
                 self.commit(MAIN, parent, f"Release {self.desired.version}", operations)
             case Tag(commit):
                 self.api.create_tag(
@@ -208,15 +210,9 @@ class _Connection:
             case DeleteBranch(branch):
                 self.api.delete_branch(self.repo, branch=branch)
             case _:
-                raise TypeError(f"{step} is not something to do")
+                raise TypeError(f"{step} cannot be executed")
 
-    def commit(
-        self,
-        branch: str,
-        parent: str,
-        message: str,
-        operations: list[Operation],
-    ) -> None:
+    def commit(self, branch: str, parent: str, message: str, operations: list[Operation]) -> None:
         with _without_progress_bars():
             self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
 
@@ -227,23 +223,25 @@ class _Connection:
         validated first, to avoid uploading hundreds of gigabytes for a card that the Hub rejects.
         """
         if CARD in names:
-            self.validate(self.files[CARD])
-        additions = [self.upload(name) for name in names]
+            self.validate_card(self.files[CARD])
+        additions = [self.addition(name) for name in names]
         sent, total = 0, sum(self.files[name].size for name in names)
-        self.on_progress(sent, total)
-        with _without_progress_bars():
-            for group in _groups(additions, lambda addition: self.files[addition.path_in_repo].size):
-                self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
-                sent += sum(self.files[addition.path_in_repo].size for addition in group)
-                self.on_progress(sent, total)
+        self.request.on_progress(sent, total)
+        group: list[CommitOperationAdd] = []
+        group_bytes = 0
+        for position, addition in enumerate(additions, 1):
+            group.append(addition)
+            group_bytes += self.files[addition.path_in_repo].size
+            if group_bytes >= _GROUP_BYTES or len(group) >= _GROUP_FILES or position == len(additions):
+                with _without_progress_bars():
+                    self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
+                sent += group_bytes
+                group, group_bytes = [], 0
+                self.request.on_progress(sent, total)
         return additions
 
-    def validate(self, card: ReleaseFile) -> None:
-        """Ask the Hub to validate the metadata of this card.
-
-        Raises:
-            Refused: The Hub rejects the metadata.
-        """
+    def validate_card(self, card: ReleaseFile) -> None:
+        """Raise Refused if the Hub rejects the metadata of this card."""
         from huggingface_hub import get_session, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
 
@@ -256,61 +254,25 @@ class _Connection:
             errors = answer.json().get("errors", [])
             raise Refused(
                 f"{self.repo} on the Hub: {card.name}",
-                found="; ".join(str(error.get("message")) for error in errors) or "metadata that it refuses",
+                found="; ".join(str(error.get("message")) for error in errors) or "metadata that the Hub rejects",
                 expected="a card that the Hub accepts",
-                remedy="correct what the Hub says, then run again; nothing was uploaded",
+                remedy="correct what the Hub reports, then run again; nothing was uploaded",
             )
         hf_raise_for_status(answer)
 
-    def upload(self, name: str) -> CommitOperationAdd:
+    def addition(self, name: str) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd
 
         source = self.files[name].source
         return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
 
-    def take_over(self, name: str, source: Head) -> CommitOperationAdd | CommitOperationCopy:
-        """Copy a large file on the Hub. Send a small one again: copying would download and send it."""
-        from huggingface_hub import CommitOperationCopy
-
-        if source.files[name].sha256 is None:
-            return self.upload(name)
-        return CommitOperationCopy(name, name, src_revision=source.commit)
-
-
-def _groups(
-    additions: Sequence[CommitOperationAdd], size: Callable[[CommitOperationAdd], int]
-) -> Iterator[list[CommitOperationAdd]]:
-    """Yield groups of additions, each large enough to transfer efficiently and small enough to show progress."""
-    group: list[CommitOperationAdd] = []
-    for addition in additions:
-        group.append(addition)
-        if sum(map(size, group)) >= _GROUP_BYTES or len(group) >= _GROUP_FILES:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _delete(name: str) -> CommitOperationDelete:
-    from huggingface_hub import CommitOperationDelete
-
-    return CommitOperationDelete(name, is_folder=False)
-
-
-def _desired_file(file: ReleaseFile) -> DesiredFile:
-    blob = None
-    if file.size <= _LARGEST_BLOB:
-        blob = git_blob(file.read())
-    return DesiredFile(file.size, file.sha256, blob)
-
-
-def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
-    """Raise Refused if the source has changed since the gate. The Hub's own hash is checked later."""
-    if isinstance(file.source, bytes):
-        return
-    actual = hashes.sha256(file.source, trust=False) if file.source.is_file() else "nothing there"
-    if actual != file.sha256:
-        raise file.altered(actual)
+    def require_unaltered(self, file: ReleaseFile) -> None:
+        """Raise Refused if the source has changed since the gate. The Hub's own hash is checked later."""
+        if isinstance(file.source, bytes):
+            return
+        actual = self.request.hashes.sha256(file.source, trust=False) if file.source.is_file() else ""
+        if actual != file.sha256:
+            raise file.altered(actual)
 
 
 def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
@@ -319,20 +281,20 @@ def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
             f"{repo} on the Hub",
             found=str(error),
             expected="the bytes that were evaluated and gated",
-            remedy="run again: an artifact that was altered on disk is noticed and rebuilt; main was not touched",
+            remedy="run again; mergegate rebuilds an artifact that was altered on disk. main was not changed",
         )
     if is_retryable(error):
         return Refused(
             f"{repo} on the Hub",
-            found=f"the Hub does not answer as it should: {describe_hub_error(error, access)}",
-            expected="a publication that goes through",
-            remedy="run again later: it resumes where it left off",
+            found=f"the Hub does not answer as expected: {describe_hub_error(error, access)}",
+            expected="a successful publication",
+            remedy="run again later; mergegate resumes the publication",
         )
     return Refused(
         f"{repo} on the Hub",
         found=describe_hub_error(error, access),
-        expected="a token that may write there, and a card that the Hub accepts",
-        remedy="correct what the Hub says, then run again: it resumes where it left off",
+        expected="a token with write access to the repository, and a card that the Hub accepts",
+        remedy="correct what the Hub reports, then run again; mergegate resumes the publication",
     )
 
 

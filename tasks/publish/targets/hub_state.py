@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mergegate.tasks.checkpoints.hub import RemoteFile
+from mergegate.tasks.publish.targets.contract import PublicationBlocked, overtaken, version_taken
 
 Gated = Literal["auto", "manual", False]
 RepositoryVisibility = Literal["public", "private"]
@@ -36,7 +37,7 @@ class DesiredFile:
     sha256: str
     blob: str | None
 
-    def is_held_by(self, remote: RemoteFile | None) -> bool:
+    def matches(self, remote: RemoteFile | None) -> bool:
         """Return whether the Hub's own hash confirms that ``remote`` has exactly this content."""
         if remote is None or remote.size != self.size:
             return False
@@ -67,7 +68,7 @@ class DesiredState:
 
     def missing(self, head: Head) -> tuple[str, ...]:
         """Return the files that ``head`` lacks or has with different content."""
-        return tuple(name for name, file in sorted(self.files.items()) if not file.is_held_by(head.files.get(name)))
+        return tuple(name for name, file in sorted(self.files.items()) if not file.matches(head.files.get(name)))
 
     def stale(self, head: Head) -> tuple[str, ...]:
         """Return files of ``head`` that are not in the release, such as shards of an older one."""
@@ -152,15 +153,6 @@ class Done:
     commit: str
 
 
-@dataclass(frozen=True)
-class PublicationBlocked:
-    """Continuing would break a guarantee; an operator must decide."""
-
-    found: str
-    expected: str
-    remedy: str
-
-
 Step = (
     CreateRepository
     | ChangeSettings
@@ -188,13 +180,16 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
     main = observed.main
     if main is None:
         return PublicationBlocked(
-            "it has no branch 'main'", "a model repository with a first commit", "create it anew on the Hub"
+            "the repository has no branch 'main'",
+            "a model repository with a first commit",
+            "create the repository again on the Hub",
         )
     if observed.tagged is not None:
         return _after_tag(desired, observed, main, observed.tagged, expected_head)
-    if (blocked := _forbidden(desired, observed)) or (blocked := _changed(desired, main, expected_head)):
+    if blocked := _blocked(desired, observed, main, expected_head):
         return blocked
-    if not observed.private and _strictness(desired.gated) > _strictness(observed.gated):
+    strictness = (False, "auto", "manual").index
+    if not observed.private and strictness(desired.gated) > strictness(observed.gated):
         return ChangeSettings(private=False, gated=desired.gated)
     if desired.is_on(main):
         return Tag(main.commit)
@@ -210,21 +205,13 @@ def _after_tag(
 ) -> Step:
     """Return the next step if the version is already tagged: make it current again if necessary, then clean up."""
     if not desired.is_on(tagged):
-        difference = (*desired.missing(tagged), *desired.stale(tagged))[0]
-        return PublicationBlocked(
-            f"the version {desired.version} is already published with other content ({difference})",
-            "a version that never changes",
-            "publish under a new version, or delete the tag by hand",
-        )
+        return version_taken(desired.version, (*desired.missing(tagged), *desired.stale(tagged))[0])
     # Another mergegate release is current; the version that passed now replaces it. Changes that a user committed to
     # main after the release are left alone.
     superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
     if superseded and not desired.is_on(main):
-        return (
-            _forbidden(desired, observed)
-            or _changed(desired, main, expected_head)
-            or Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
-        )
+        promotion = Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
+        return _blocked(desired, observed, main, expected_head) or promotion
     if observed.staged is not None:  # only an unfinished publication changes the visibility
         if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
             return ChangeSettings(private=False, gated=desired.gated)
@@ -234,25 +221,18 @@ def _after_tag(
     return Done(tagged.commit)
 
 
-def _forbidden(desired: DesiredState, observed: ObservedState) -> PublicationBlocked | None:
-    if observed.private or desired.visibility == "public":
-        return None
-    return PublicationBlocked(
-        "the repository is public",
-        "a private one, as the profile says",
-        "say 'visibility: public' in the profile, or make the repository private by hand",
-    )
-
-
-def _changed(desired: DesiredState, main: Head, expected_head: str | None) -> PublicationBlocked | None:
+def _blocked(
+    desired: DesiredState, observed: ObservedState, main: Head, expected_head: str | None
+) -> PublicationBlocked | None:
+    """Return why ``main`` must not move: a private release would become visible, or ``main`` has changed."""
+    if not observed.private and desired.visibility == "private":
+        return PublicationBlocked(
+            "the repository is public",
+            "a private repository, because the profile sets 'visibility: private'",
+            "set 'visibility: public' in the profile, or make the repository private on the Hub",
+        )
     if expected_head is None or main.commit == expected_head or desired.is_on(main):
         return None
-    return PublicationBlocked(
-        f"main is at {main.commit[:12]} now",
-        f"{expected_head[:12]}, the head that this release was compared with",
-        "run again: it is judged anew, against what is published now",
+    return overtaken(
+        f"main is at {main.commit[:12]} now", f"{expected_head[:12]}, the head that this release was compared with"
     )
-
-
-def _strictness(gated: Gated) -> int:
-    return (False, "auto", "manual").index(gated)

@@ -1,4 +1,4 @@
-"""Access a prefix in a bucket: one client, one retry policy, and error messages for users.
+"""Access a prefix in a bucket: one client, one retry policy, the pointer, and error messages for users.
 
 boto3 finds the credentials (environment, profile, container, instance, web identity); mergegate never holds them. boto3
 is an optional dependency (``mergegate[s3]``) and is imported on first use.
@@ -7,29 +7,35 @@ is an optional dependency (``mergegate[s3]``) and is imported on first use.
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
+from mergegate.tasks.publish.targets.s3_state import POINTER, Pointer
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
-    from tenacity import Retrying
 
+P = ParamSpec("P")
+R = TypeVar("R")
 S3_URL = r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^@\s]*[^@\s/]/?$"
-_URL = re.compile(r"s3://(?P<bucket>[^/]+)/(?P<prefix>.+?)/?")
+PART_SIZE = "mergegate-part-size"  # metadata key of an object that was uploaded in parts
 _ATTEMPTS = 6  # half a minute of waiting
 CONNECT_S, READ_S = 10.0, 60.0
 # Error codes with status 400 or 409 after which S3 expects a retry.
 _TRANSIENT_CODES = frozenset({"RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "ConditionalRequestConflict"})
 _MAX_MESSAGE_LENGTH = 300
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,7 @@ class S3Location:
         Raises:
             Exception: An exception of the client. ``status_code`` classifies it and ``refusal`` converts it.
         """
-        client = _client(self.endpoint, CONNECT_S, READ_S)
-        call = getattr(client, operation)
-        answer: dict[str, Any] = _patiently()(call, Bucket=self.bucket, **parameters)
+        answer: dict[str, Any] = self._retry(getattr(self._s3, operation), Bucket=self.bucket, **parameters)
         return answer
 
     def key(self, name: str) -> str:
@@ -78,21 +82,40 @@ class S3Location:
     def read(self, name: str) -> tuple[bytes, str] | None:
         """Return the content and the entity tag of a small object, or None if it does not exist."""
 
-        def get(**parameters: Any) -> tuple[bytes, str]:
-            answer = _client(self.endpoint, CONNECT_S, READ_S).get_object(**parameters)
+        def get() -> tuple[bytes, str]:
+            answer = self._s3.get_object(Bucket=self.bucket, Key=self.key(name))
             return answer["Body"].read(), answer["ETag"]
 
         try:
-            result: tuple[bytes, str] = _patiently()(get, Bucket=self.bucket, Key=self.key(name))
+            return self._retry(get)
         except Exception as error:
             if status_code(error) == 404:
                 return None
             raise
-        return result
 
-    def stream(self, name: str) -> Any:
-        """Return the body of an object as a stream with ``iter_chunks``."""
-        return self.ask("get_object", Key=self.key(name))["Body"]
+    def write(self, name: str, content: bytes, **options: str) -> bool:
+        """Write a small JSON object. Return false if a guard in ``options`` (IfMatch, IfNoneMatch) does not hold."""
+        try:
+            self.ask("put_object", Key=self.key(name), Body=content, ContentType="application/json", **options)
+        except Exception as error:
+            # 404: the object that IfMatch names has been removed in the meantime.
+            if not {"IfMatch", "IfNoneMatch"} & options.keys() or status_code(error) not in (404, 409, 412):
+                raise
+            return False
+        return True
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """Yield the content of an object in chunks."""
+        yield from self.ask("get_object", Key=self.key(name))["Body"].iter_chunks(_CHUNK)
+
+    def sha256(self, name: str, answer: S3Answer) -> str:
+        """Return the sha256 of an object: the store's own checksum if it has one, or else that of the download."""
+        if answer.sha256 is not None:
+            return answer.sha256
+        digest = hashlib.sha256()
+        for chunk in self.stream(name):
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def head(self, name: str) -> S3Answer | None:
         """Return the metadata of an object, or None if it does not exist."""
@@ -130,8 +153,13 @@ class S3Location:
         except (KeyError, ValueError):
             return datetime.now(UTC)
 
+    @property
+    def _s3(self) -> Any:
+        return _client(self.endpoint, CONNECT_S, READ_S)
 
-PART_SIZE = "mergegate-part-size"  # metadata key of an object that was uploaded in parts
+    def _retry(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        retry = retry_transient(_ATTEMPTS, transient=is_transient_error, sleep=lambda seconds: time.sleep(seconds))
+        return retry(call, *args, **kwargs)
 
 
 def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
@@ -140,13 +168,29 @@ def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
     Raises:
         InvalidInput: The URL is not of the form ``s3://bucket/prefix``.
     """
-    if not re.fullmatch(S3_URL, url) or (match := _URL.fullmatch(url)) is None:
-        raise InvalidInput(setting, found=repr(url), expected="s3://bucket/prefix", remedy="name bucket and prefix")
-    return S3Location(match["bucket"], match["prefix"], endpoint)
+    if not re.fullmatch(S3_URL, url):
+        raise InvalidInput(
+            setting, found=repr(url), expected="s3://bucket/prefix", remedy="specify both a bucket and a prefix"
+        )
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return S3Location(bucket, prefix.removesuffix("/"), endpoint)
 
 
-def _patiently() -> Retrying:
-    return retry_transient(_ATTEMPTS, transient=may_pass, sleep=lambda seconds: time.sleep(seconds))
+def parse_pointer(location: S3Location, content: bytes) -> Pointer:
+    """Parse ``latest.json``.
+
+    Raises:
+        Refused: The content is not a pointer.
+    """
+    try:
+        return Pointer.model_validate_json(content)
+    except ValidationError:
+        raise Refused(
+            f"{location.url}/{POINTER}",
+            found="not a pointer to a release",
+            expected="a pointer that mergegate wrote",
+            remedy="use another prefix, or find out who wrote the object",
+        ) from None
 
 
 def encoded_sha256(digest: bytes) -> str:
@@ -156,12 +200,20 @@ def encoded_sha256(digest: bytes) -> str:
 
 def status_code(error: BaseException) -> int | None:
     """Return the HTTP status of an exception of the client, or None."""
-    response = getattr(error, "response", None)
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, Mapping) else None
+    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status if isinstance(status, int) else None
 
 
-def may_pass(error: BaseException) -> bool:
+def _code(error: BaseException) -> str:
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _response(error: BaseException) -> Mapping[str, Any]:
+    response = getattr(error, "response", None)
+    return response if isinstance(response, Mapping) else {}
+
+
+def is_transient_error(error: BaseException) -> bool:
     """Return whether the error is transient, so that the same request may succeed later."""
     from botocore.exceptions import HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
@@ -179,33 +231,38 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
         return InvalidInput(
             url,
             found="no credentials",
-            expected="credentials where boto3 looks for them",
-            remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or give this machine a role",
+            expected="credentials in one of the places that boto3 searches",
+            remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
         )
     status = status_code(error)
     if _code(error) == "NoSuchBucket" or (status == 404 and getattr(error, "operation_name", "") == "HeadBucket"):
         return InvalidInput(
             url,
             found=f"there is no bucket {location.bucket}",
-            expected="a bucket that exists",
-            remedy="create it, or correct 'url' (and 'endpoint', or AWS_ENDPOINT_URL_S3, where it is not Amazon's)",
+            expected="an existing bucket",
+            remedy="create it, or correct 'url' (for a store other than Amazon's, also 'endpoint' or "
+            "AWS_ENDPOINT_URL_S3)",
         )
-    if may_pass(error):
+    details = _response(error).get("Error", {})
+    text = f"{details.get('Code', '')} {details.get('Message', '')}".strip() or str(error) or type(error).__name__
+    message = " ".join(text.split())[:_MAX_MESSAGE_LENGTH]
+    if is_transient_error(error):
         return Refused(
             url,
-            found=f"the store does not answer as it should: {_words(error)}",
-            expected="a store that answers",
-            remedy="run again later: it resumes where it left off",
+            found=f"the store does not answer as expected: {message}",
+            expected="a valid answer",
+            remedy="run again later; mergegate resumes the publication",
         )
     if isinstance(error, ClientError) and status in (401, 403):
         return Refused(
             url,
-            found=f"the store says no: {_words(error)}",
-            expected="the rights to list, read and write there (s3:ListBucket, GetObject, PutObject, DeleteObject, "
+            found=f"the store denies access: {message}",
+            expected="permission to list, read and write (s3:ListBucket, GetObject, PutObject, DeleteObject, "
             "AbortMultipartUpload)",
-            remedy="use other credentials, or have the rights given",
+            remedy="use other credentials, or ask for these permissions",
         )
-    return Refused(url, found=_words(error), expected="a store that takes a release", remedy="correct what it says")
+    remedy = "correct what the store reports"
+    return Refused(url, found=message, expected="a store that accepts a release", remedy=remedy)
 
 
 def require_boto3(location: str) -> None:
@@ -214,7 +271,7 @@ def require_boto3(location: str) -> None:
 
     if find_spec("boto3") is None:
         raise InvalidInput(
-            location, found="boto3 is not installed", expected="the client of S3", remedy="install mergegate[s3]"
+            location, found="boto3 is not installed", expected="the client for S3", remedy="install mergegate[s3]"
         )
 
 
@@ -223,18 +280,6 @@ def is_of_client(error: BaseException) -> bool:
     from botocore.exceptions import BotoCoreError, ClientError
 
     return isinstance(error, (BotoCoreError, ClientError, ConnectionError, TimeoutError))
-
-
-def _words(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    details = response.get("Error", {}) if isinstance(response, Mapping) else {}
-    text = f"{details.get('Code', '')} {details.get('Message', '')}".strip() or str(error) or type(error).__name__
-    return " ".join(text.split())[:_MAX_MESSAGE_LENGTH]
-
-
-def _code(error: BaseException) -> str:
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, Mapping) else ""
 
 
 @cache

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, suggest
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob, hub_access, is_retryable
-from mergegate.tasks.publish.checksums import sha256_of
-from mergegate.tasks.publish.content import is_content_version
-from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease
-from mergegate.tasks.publish.targets.hub.state import WRITTEN_BY_HUB
+from mergegate.tasks.publish.content import is_content_version, sha256_of
+from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, no_such_anchor
+from mergegate.tasks.publish.targets.hub_state import WRITTEN_BY_HUB
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _SMALL = 1 << 22  # bytes
@@ -58,12 +57,7 @@ def download_earlier(repo: str, version: str, access: HubAccess) -> CurrentRelea
         return None
     if version in tags:
         return CurrentRelease(_download(repo, tags[version], access), tags[version])
-    raise InvalidInput(
-        "evaluate.anchor",
-        found=f"{version!r}, which is no version of {repo}",
-        expected=f"{FIRST!r}, or one of its tags",
-        remedy=suggest(version, [FIRST, *tags]),
-    )
+    raise no_such_anchor(version, repo, list(tags))
 
 
 def _download(repo: str, commit: str, access: HubAccess) -> Path:
@@ -107,7 +101,7 @@ class HubRelease:
     _small_files: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     @property
-    def where(self) -> str:
+    def reference(self) -> str:
         return f"{self.repo}@{self.version or self.commit[:12]}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:
@@ -132,7 +126,11 @@ class HubRelease:
             file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=directory)
             data = Path(file).read_bytes()
         if (sha256_of(data) if entry.sha256 else git_blob(data)) != (entry.sha256 or entry.blob):
-            raise Refused(f"{self.where}: {name}", found="other bytes than the Hub lists", expected="what it lists")
+            raise Refused(
+                f"{self.reference}: {name}",
+                found="bytes that do not match the Hub's own hash",
+                expected="the bytes that the Hub lists",
+            )
         if len(data) <= _SMALL:
             self._small_files[name] = data
         return data
@@ -152,22 +150,17 @@ def open_on_hub(reference: str) -> HubRelease | None:
         api = access.api()
         info = api.model_info(repo, revision=match["revision"])
         tags = [ref.name for ref in api.list_repo_refs(repo).tags if ref.target_commit == info.sha]
+        problem = "" if info.sha else "a repository without commits"
     except Exception as error:
-        if not is_retryable(error):
-            raise _nothing(reference, describe_hub_error(error, access)) from None
-        raise _nothing(
-            reference, f"no directory here, and unavailable from the Hub ({describe_hub_error(error, access)})"
-        ) from None
-    if info.sha is None:
-        raise _nothing(reference, "a repository without commits")
+        problem = describe_hub_error(error, access)
+        if is_retryable(error):
+            problem = f"not a local directory, and unavailable from the Hub ({problem})"
+    if problem:
+        raise InvalidInput(
+            reference,
+            found=problem,
+            expected="the directory of a release, or org/name@version on the Hub",
+            remedy="check the spelling, the network, and HF_TOKEN for a private repository",
+        )
     versions = [match["revision"]] if match["revision"] in tags else tags
-    return HubRelease(access, repo, info.sha, next((tag for tag in versions if is_content_version(tag)), None))
-
-
-def _nothing(reference: str, found: str) -> InvalidInput:
-    return InvalidInput(
-        reference,
-        found=found,
-        expected="the directory of a release, or org/name@version on the Hub",
-        remedy="check the spelling, the network, and HF_TOKEN for a private repository",
-    )
+    return HubRelease(access, repo, str(info.sha), next((tag for tag in versions if is_content_version(tag)), None))
