@@ -159,7 +159,7 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
     """Return our result for an lm-eval perplexity task: the perplexity stage of a profile on the same texts."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-    from mergegate.merge_core.files import JournalPlace, sha256_file
+    from mergegate.merge_core.files import JournalLocation, sha256_file
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.perplexity import HeldOutText, WindowSettings
     from mergegate.tasks.perplexity.measurement import measure
@@ -172,7 +172,7 @@ def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
         HeldOutText(path=texts, sha256=sha256_file(texts)),
         WindowSettings(max_length=2048, dtype=dtype, batch_size=BATCH),
         "cpu",
-        JournalPlace(folder / "journal", str(os.getpid())),
+        JournalLocation(folder / "journal", str(os.getpid())),
         lambda done, total: None,
     )
     return [

@@ -189,7 +189,7 @@ def preflight_profile(
         check_target(profile.publish, profile.root)
     with problems.noted():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
-            profile.publish.earlier(profile.root, profile.evaluate.anchor)
+            profile.publish.earlier_release(profile.root, profile.evaluate.anchor)
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates() if candidates is None else candidates

@@ -2,7 +2,7 @@
 
 ::
 
-    mergegate shadow look profiles/support.yaml                            # one look on this machine
+    mergegate shadow evaluate profiles/support.yaml                            # one look on this machine
     - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in schedules.yaml: a worker runs the looks
 
 The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so an interim look without new
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -119,7 +119,7 @@ def require_reason(why: str) -> None:
         InvalidInput: The reason is empty.
     """
     if not why.strip():
-        raise InvalidInput("--why", found="no reason", expected="--why TEXT, which is stored with the decision")
+        raise InvalidInput("--reason", found="no reason", expected="--reason TEXT, which is stored with the decision")
 
 
 def _promote(watch: Watch, content: ShadowContent, why: str, now: Callable[[], float]) -> RunOutcome:
@@ -181,14 +181,6 @@ def _apply_decision(
     return _report_once(watch, content.model_copy(update={"serving": current.serving, "reason": reason}), alias_before)
 
 
-@runtime_checkable
-class AliasTarget(Protocol):
-    """A target on which a name can refer to a version."""
-
-    def set_alias(self, root: Path, version: str, name: str) -> None: ...
-    def aliased(self, root: Path, name: str) -> str | None: ...
-
-
 def _set_alias(profile: Profile, version: str) -> str:
     """Point the profile's alias at ``version`` on its target.
 
@@ -202,13 +194,7 @@ def _set_alias(profile: Profile, version: str) -> str:
     target, name = profile.publish, profile.shadow.alias if profile.shadow else None
     if target is None or name is None:
         return ""
-    if not isinstance(target, AliasTarget):
-        raise InvalidInput(
-            "shadow.alias",
-            found=f"{name!r}, but the target ({target.to_name}) does not support aliases",
-            remedy="write 'alias: null'",
-        )
-    previous = target.aliased(profile.root, name) or ""
+    previous = target.resolve_alias(profile.root, name) or ""
     if previous == version:
         return ""
     target.set_alias(profile.root, version, name)

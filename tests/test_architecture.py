@@ -1,7 +1,7 @@
 """Architecture rules: imports only point down, no cycles, packages are used through their exports, names are unique.
 
-A *room* is a direct child of a floor (a layer): a file, or a package with everything in it. ``docs/architecture.md``
-draws the rooms; these tests read the imports.
+A *component* is a direct child of a layer: a file, or a package with everything in it. ``docs/architecture.md`` draws
+the components; these tests read the imports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +20,9 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 NAMESPACE = "mergegate."
-FLOORS = ("merge_core", "tasks", "flows")  # From the lowest layer up.
-MOST_ROOMS = 44
-MOST_ROOMS_OF_TASKS = 20
+LAYERS = ("merge_core", "tasks", "flows")  # from the lowest up
+MAX_COMPONENTS = 44
+MAX_TASK_PACKAGES = 21
 
 # Public names with two definitions, and the reason why both mean the same thing.
 TWINS = {
@@ -45,7 +45,7 @@ class Import(NamedTuple):
 
 
 def files() -> list[Path]:
-    return [file for floor in FLOORS for file in sorted((PROJECT / floor).rglob("*.py"))]
+    return [file for layer in LAYERS for file in sorted((PROJECT / layer).rglob("*.py"))]
 
 
 def dotted(file: Path) -> str:
@@ -82,12 +82,12 @@ def imports() -> tuple[Import, ...]:
 def target(one: Import) -> str:
     """Return the imported module, which is `name` itself if that is a module that its package does not export."""
     inner = f"{one.module}.{one.name}"
-    exported = one.module in PACKAGES and one.name in fronts(one.module)
+    exported = one.module in PACKAGES and one.name in exports(one.module)
     return one.module if exported or inner not in MODULES else inner
 
 
 @cache
-def fronts(package: str) -> set[str]:
+def exports(package: str) -> set[str]:
     """Return the names in ``__all__`` of the package's ``__init__.py``."""
     for node in tree(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
@@ -95,7 +95,7 @@ def fronts(package: str) -> set[str]:
     return set()
 
 
-def room(module: str) -> str:
+def component(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
@@ -109,93 +109,118 @@ def third_party(module: str) -> set[str]:
     return found
 
 
-def floor(module: str) -> int:
-    return FLOORS.index(module.partition(".")[0])
+def layer(module: str) -> int:
+    return LAYERS.index(module.partition(".")[0])
 
 
-def test_arrows_only_point_down() -> None:
-    assert [one for one in imports() if floor(one.module) > floor(one.importer)] == []
+def test_imports_only_point_down() -> None:
+    assert [one for one in imports() if layer(one.module) > layer(one.importer)] == []
 
 
-def test_a_package_is_entered_by_its_front() -> None:
-    """Other rooms may not import a file inside a package, or a name that the package does not export."""
+def test_packages_are_imported_through_their_exports() -> None:
+    """Other components may not import a file inside a package, or a name that the package does not export."""
     past = []
     for one in imports():
-        if room(one.module) == room(one.importer) or one.module in FLOORS:
+        if component(one.module) == component(one.importer) or one.module in LAYERS:
             continue
-        if one.module not in PACKAGES and room(one.module) != one.module:
+        if one.module not in PACKAGES and component(one.module) != one.module:
             past.append(f"{one.importer}: {one.module} is a file of a package")
-        if one.module in PACKAGES and one.name not in fronts(one.module):
+        if one.module in PACKAGES and one.name not in exports(one.module):
             inner = f"{one.module}.{one.name}"
             if inner not in PACKAGES:
                 past.append(f"{one.importer}: {one.module} does not export {one.name}")
     assert past == []
 
 
-def arrows() -> dict[str, set[str]]:
-    """Return the rooms that each room imports, including imports for types only."""
-    found: dict[str, set[str]] = {room(module): set() for module in MODULES if module not in FLOORS}
+def component_graph() -> dict[str, set[str]]:
+    """Return the components that each component imports, including imports for types only."""
+    found: dict[str, set[str]] = {component(module): set() for module in MODULES if module not in LAYERS}
     for one in imports():
-        inside, there = room(one.importer), room(target(one))
-        if one.importer in FLOORS or there in FLOORS or inside == there:
+        inside, there = component(one.importer), component(target(one))
+        if one.importer in LAYERS or there in LAYERS or inside == there:
             continue
         found[inside].add(there)
     return found
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return the nodes of one cycle in order, or an empty list."""
-    done: set[str] = set()
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components with more than one node (Tarjan 1972), each sorted."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
 
-    def walk(node: str, path: list[str]) -> list[str]:
-        if node in path:
-            return [*path[path.index(node) :], node]
-        if node in done:
-            return []
-        for after in sorted(graph.get(node, ())):
-            if found := walk(after, [*path, node]):
-                return found
-        done.add(node)
-        return []
+    def visit(node: str) -> None:
+        index[node] = lowest[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in index:
+                visit(target)
+                lowest[node] = min(lowest[node], lowest[target])
+            elif target in stack:
+                lowest[node] = min(lowest[node], index[target])
+        if lowest[node] == index[node]:
+            members = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(members) > 1:
+                found.append(sorted(members))
 
-    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
-
-
-def test_no_room_needs_itself() -> None:
-    assert circle(arrows()) == []
-
-
-def test_no_file_needs_itself_when_it_is_imported() -> None:
-    graph: dict[str, set[str]] = defaultdict(set)
-    for module in MODULES:
-        if module not in PACKAGES:
-            needed = map(target, imports_in(module, tree(module).body))
-            graph[module] = {one for one in needed if one not in PACKAGES}
-    assert circle(graph) == []
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
 
 
-def test_a_circle_would_be_seen() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+def defining_file(module: str, name: str) -> str:
+    """Return the file that defines a name, which a package may import from one of its files."""
+    if module not in PACKAGES:
+        return module
+    for one in imports_in(module, tree(module).body):
+        if one.name == name and one.module != module:
+            return defining_file(one.module, name)
+    return f"{module}.{name}" if f"{module}.{name}" in MODULES else module
 
 
-def test_the_house_has_few_rooms() -> None:
-    rooms = {room(module) for module in MODULES if module not in FLOORS}
-    assert len(rooms) <= MOST_ROOMS, sorted(rooms)
-    assert len([one for one in rooms if one.startswith("tasks.")]) <= MOST_ROOMS_OF_TASKS
+def file_graph() -> dict[str, set[str]]:
+    """Return the files that each file imports from: at the top, in a function, or for types only."""
+    graph: dict[str, set[str]] = {module: set() for module in MODULES if module not in PACKAGES}
+    for one in imports():
+        imported = defining_file(one.module, one.name)
+        if one.importer in graph and imported in graph and imported != one.importer:
+            graph[one.importer].add(imported)
+    return graph
 
 
-def test_every_room_is_on_the_picture() -> None:
+def test_components_have_no_import_cycle() -> None:
+    assert cycles(component_graph()) == []
+
+
+def test_files_have_no_import_cycle() -> None:
+    assert cycles(file_graph()) == []
+
+
+def test_a_cycle_is_detected() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+
+
+def test_the_number_of_components_is_limited() -> None:
+    components = {component(module) for module in MODULES if module not in LAYERS}
+    assert len(components) <= MAX_COMPONENTS, sorted(components)
+    assert len([one for one in components if one.startswith("tasks.")]) <= MAX_TASK_PACKAGES
+
+
+def test_the_architecture_page_draws_every_component() -> None:
     drawn = (PROJECT / "docs" / "architecture.md").read_text()
-    rooms = {room(module).partition(".")[2] for module in MODULES if module not in FLOORS}
-    assert sorted(one for one in rooms if one not in drawn) == []
+    components = {component(module).partition(".")[2] for module in MODULES if module not in LAYERS}
+    assert sorted(one for one in components if one not in drawn) == []
 
 
-def test_every_package_says_what_it_is_for_and_exports_what_is_there() -> None:
-    for package in sorted(PACKAGES - set(FLOORS)):
+def test_every_package_has_a_docstring_and_exports_what_it_imports() -> None:
+    for package in sorted(PACKAGES - set(LAYERS)):
         assert ast.get_docstring(tree(package)), package
         lines = (node for node in tree(package).body if isinstance(node, ast.ImportFrom))
         imported = {name.asname or name.name for line in lines for name in line.names}
-        assert fronts(package) == imported - {"annotations"}, package
+        assert exports(package) == imported - {"annotations"}, package
 
 
 def definitions() -> dict[str, set[str]]:
@@ -215,18 +240,18 @@ def definitions() -> dict[str, set[str]]:
     return {name: modules for name, modules in found.items() if not name.startswith("_")}
 
 
-def test_one_name_is_one_thing() -> None:
+def test_a_public_name_is_defined_once() -> None:
     twice = {name: sorted(modules) for name, modules in definitions().items() if len(modules) > 1 and name not in TWINS}
     assert twice == {}
 
 
-def test_every_exception_to_that_is_still_needed() -> None:
+def test_every_exception_for_two_definitions_is_needed() -> None:
     known = definitions()
     assert [name for name in TWINS if len(known.get(name, ())) < 2] == []
 
 
 @pytest.mark.parametrize("package", ["prefect", "transformers", "lm_eval"])
-def test_the_ground_floor_knows_no(package: str) -> None:
+def test_merge_core_does_not_import(package: str) -> None:
     assert [module for module in MODULES if module.startswith("merge_core") and package in third_party(module)] == []
 
 
@@ -241,7 +266,7 @@ EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})
     [(("flows.cli",), (*LIBRARIES, "pydantic")), (("flows.preflight", *EVERY_PACKAGE), LIBRARIES)],
     ids=["command line", "packages"],
 )
-def test_importing_stays_light(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
+def test_packages_import_without_heavy_libraries(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
     """The output names the first module in one process that imports a heavy library."""
     script = f"""
 import importlib, sys
@@ -269,7 +294,7 @@ UNBOUNDED_READERS = {
     "flows.outcome.run_outcome": _OWN,
     "flows.outcome.archive": _OWN,
     "merge_core.architecture.families": _SHIPPED,
-    "merge_core.checkpoint.moments": _OWN,
+    "merge_core.checkpoint.measurements": _OWN,
     "merge_core.engine.forecast.probe": _OWN,
     "merge_core.methods.kernels.compilation": _SHIPPED,
     "merge_core.files.new_directory": "the mark of a partial directory, whose size is checked first",
@@ -286,19 +311,15 @@ UNBOUNDED_READERS = {
     "tasks.sandbox.gpu_lock": _KERNEL,
     "tasks.sandbox.supervision": _KERNEL,
     "tasks.preflight.licenses.texts": _SHIPPED,
-    "tasks.publish.approval": "a file of the target with the size of ours",
+    "tasks.publish.stage": "a file of the target with the size of ours",
     "tasks.publish.content": _PINNED,
     "tasks.publish.public_names": _PINNED,
     "tasks.publish.targets.directory": _PINNED,
-    "tasks.publish.targets.hub.release": "a file that was downloaded into a directory of its own",
-    "tasks.publish.targets.oci.registry": _PINNED,
-    "tasks.publish.targets.s3.publication": _PINNED,
-    "tasks.report.ending.page": _SHIPPED,
+    "tasks.publish.targets.hub_release": "a file that was downloaded into a directory of its own",
+    "tasks.publish.targets.oci_registry": _PINNED,
+    "tasks.publish.targets.s3_publication": _PINNED,
     "tasks.report.history.links": _SHIPPED,
-    "tasks.report.history.overview": _SHIPPED,
     "tasks.report.page": _SHIPPED,
-    "tasks.report.shadow.page": _SHIPPED,
-    "tasks.report.sweep.page": _SHIPPED,
     "tasks.serve.process": _OWN,
     "tasks.serve.static_checks": _PINNED,
     "tasks.telemetry.metrics": _OWN,
@@ -337,11 +358,11 @@ def test_paths_that_a_user_names_are_opened_by_the_bounded_opener() -> None:
 
 
 @pytest.mark.parametrize("call", ["p.read_text()", "p.read_bytes()", "open(p)", "open(p, 'rb')", "p.open(mode='r')"])
-def test_an_unbounded_read_would_be_seen(call: str) -> None:
+def test_an_unbounded_read_is_detected(call: str) -> None:
     assert unbounded_reads(ast.walk(ast.parse(call))) == [call]
 
 
-def test_a_write_or_an_opener_of_another_kind_is_no_read() -> None:
+def test_a_write_or_another_opener_is_not_a_read() -> None:
     code = "p.open('wb'); open(p, 'x'); checkpoint.open(); read_plain(p, 1); webbrowser.open(url)"
     assert unbounded_reads(ast.walk(ast.parse(code))) == []
 

@@ -1,4 +1,4 @@
-"""Docstrings and comments of the product read like those of well-kept projects."""
+"""Docstrings, comments, help texts and error messages read like those of well-kept projects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from prose import LIMIT, Sentence, rate, read
+from prose import KINDS, LIMIT, Sentence, rate, read
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -16,9 +16,9 @@ def sentences(layer: str) -> tuple[Sentence, ...]:
     return tuple(sentence for file in sorted((PROJECT / layer).rglob("*.py")) for sentence in read(file))
 
 
-@pytest.mark.parametrize("kind", ["docstring", "comment"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", ["flows", "tasks", "merge_core"])
-def test_docstrings_and_comments_are_idiomatic(layer: str, kind: str) -> None:
+def test_texts_are_idiomatic(layer: str, kind: str) -> None:
     of_kind = [sentence for sentence in sentences(layer) if sentence.kind == kind]
     matches = [
         f"{one.file.relative_to(PROJECT)}:{one.line}: {one.matches}: {one.text}" for one in of_kind if one.matches

@@ -13,16 +13,15 @@ from rich.text import Text
 
 from mergegate.flows.attempt import sweep_candidates
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.output import print_answer, print_findings
 from mergegate.flows.cli.run_plan import plan_run
 from mergegate.flows.cli.sweep import convert_evolve
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
 from mergegate.merge_core import Finding, load_recipe
-from mergegate.merge_core.errors import FindingGroup, group_findings, shown
+from mergegate.merge_core.errors import shown
 
 _LONGEST = 2000  # characters of a prompt to show
-_STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 
 
 class CheckReport(BaseModel):
@@ -78,26 +77,6 @@ def check_command(
             if verbose:
                 print_examples(report.examples, console)
         raise typer.Exit(problems.exit_code)
-
-
-def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
-    """Print each finding with its remedy, worst first, then the successful checks.
-
-    Args:
-        verbose: Whether to list findings with the same cause separately.
-    """
-    groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
-    for group in groups:
-        finding = group.first
-        glyph, style = _STYLES[finding.severity]
-        console.print(Text(f"{glyph} {finding}", style=style))
-        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
-            if text:
-                console.print(Text(f"    {label}{text}"))
-        if group.others:
-            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
-    for line in dict.fromkeys(problems.summary):
-        console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
 
 
 def print_examples(examples: Sequence[TaskExample], console: Console) -> None:

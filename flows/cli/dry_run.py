@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.check import print_findings
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.output import print_answer, print_findings
 from mergegate.flows.cli.plan import PlanOptions, forecast_of, named_prices, print_forecast
 from mergegate.flows.cli.run_plan import plan_run
 from mergegate.flows.preflight import Problems, preflight_profile

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.errors import Finding
+from rich.text import Text
+
+from mergegate.merge_core.errors import Finding, FindingGroup, group_findings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mergegate.flows.preflight import Problems
     from mergegate.tasks.stage import Outcome
 
+_FINDING_STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 OUTCOME_STYLES: Mapping[Outcome | None, str] = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
 
 
@@ -72,3 +78,23 @@ def short_path(path: Path | str) -> str:
     except OSError:  # the working directory was deleted
         return str(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
+    """Print each finding with its remedy, worst first, then the successful checks.
+
+    Args:
+        verbose: Whether to list findings with the same cause separately.
+    """
+    groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
+    for group in groups:
+        finding = group.first
+        glyph, style = _FINDING_STYLES[finding.severity]
+        console.print(Text(f"{glyph} {finding}", style=style))
+        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}{text}"))
+        if group.others:
+            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
+    for line in dict.fromkeys(problems.summary):
+        console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))

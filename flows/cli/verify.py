@@ -12,9 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
 from mergegate.flows.cli.output import print_answer
-from mergegate.tasks.publish.releases import check_release
+from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
-from mergegate.tasks.stage import store
 
 _SIGNATURES = {
     "valid": "the signature is valid",
@@ -37,10 +36,9 @@ def verify_command(
     with command_context(as_json) as console:
         verified = check_release(find_release(release), key)
         if as_json:
-            facts = {name: value for name, value in asdict(verified).items() if name != "statement"}
-            print_answer("verified", f"{release} is as it was published", facts)
+            print_answer("verified", f"{release} is as it was published", _plain(verified))
             return
-        console.print(f"{verified.where}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
+        console.print(f"{verified.reference}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
         if verified.version:
             console.print(f"  its content matches its version {verified.version}")
         else:
@@ -78,15 +76,19 @@ def reproduce_command(
                 published,
                 verified,
                 Path(scratch) / "merged",
-                store().hashes,
                 directory=parents,
                 device=device,
                 on_progress=lambda done, total: bar.update(job, completed=done, total=total),
             )
         if as_json:
-            print_answer("reproduced", f"the rebuilt weights of {release} are identical", asdict(rebuilt))
+            print_answer("reproduced", f"the rebuilt weights of {release} are identical", _plain(rebuilt))
             return
         how = f"rebuilt in {rebuilt.seconds:.1f} s on {rebuilt.device}"
-        console.print(f"{rebuilt.where}: {how}; {len(rebuilt.files)} files, all identical")
+        console.print(f"{rebuilt.reference}: {how}; {len(rebuilt.files)} files, all identical")
         for name in rebuilt.files:
             console.print(f"  = {name}")
+
+
+def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
+    fields = asdict(result)
+    return {"where": fields.pop("reference")} | {name: value for name, value in fields.items() if name != "statement"}

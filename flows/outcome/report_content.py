@@ -28,6 +28,7 @@ from mergegate.tasks.report import (
     ReportedServing,
     StoredArtifact,
     SweepContent,
+    SweepFacts,
     sweep_content,
 )
 from mergegate.tasks.serve import ServedModels
@@ -58,7 +59,7 @@ def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt |
         for path in parent.directories
     ]
     paths += [*_paths_in(profile), *cleared.license.value.all_names]
-    return PublicNames.of(cleared.candidate.recipe, cleared.parents, profile.root, paths)
+    return PublicNames.from_recipe(cleared.candidate.recipe, cleared.parents, profile.root, paths)
 
 
 def report_content(
@@ -80,7 +81,7 @@ def report_content(
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": scores, "likelihoods": likelihoods}
 
-    verdict = assessed.verdict.value.joined_by(attempt.verdict)
+    verdict = assessed.verdict.value.model_copy(update=attempt.verdict._asdict())
     parents = [
         ReportedModel(
             name=parent.name,
@@ -101,7 +102,7 @@ def report_content(
     content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
-        recipe=names.yaml(attempt.cleared.candidate.text),
+        recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
         licence=license.result,
@@ -250,9 +251,7 @@ def sweep_report(
         shares, why_none = importances.shares, importances.reason
     except InvalidInput as error:
         why_none = f"{error.found}: {error.remedy}"
-    return sweep_content(
-        study,
-        verdict,
+    facts = SweepFacts(
         name=profile.name,
         method=search.method,
         power=power,
@@ -263,3 +262,4 @@ def sweep_report(
         reproduce=("mergegate sweep PROFILE",),
         versions=tuple(f"{name} {version}" for name, version in versions(*_LIBRARIES).items()),
     )
+    return sweep_content(study, verdict, facts)

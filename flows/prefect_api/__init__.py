@@ -2,10 +2,10 @@
 
 * ``embedded`` serves the API for a run without a server, and ``server`` runs a project's server.
 * ``site`` locates a project's server and provides the environment of server, workers and clients.
-* ``schedules`` reads ``schedules.yaml``. ``deployments`` and ``automations`` keep the server in step with it.
+* ``schedules`` reads ``schedules.yaml``. ``notifications`` defines what an operator is notified of. ``deployments`` and
+  ``automations`` keep the server in step with both.
 * ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and ``waiting_runs``
   answers it.
-* ``missed_schedules`` and ``rule_timers`` recover from outages.
 
 No module here imports Prefect before it is needed.
 """
@@ -17,10 +17,9 @@ from mergegate.flows.prefect_api.approval import (
     request_decision,
     require_decision,
 )
-from mergegate.flows.prefect_api.automations import SILENCE_S, desired_rules, sync_rules
+from mergegate.flows.prefect_api.automations import sync_rules
 from mergegate.flows.prefect_api.deployments import (
     POOL,
-    DeployedChange,
     deployment_names,
     desired_deployments,
     find_deployment,
@@ -28,11 +27,10 @@ from mergegate.flows.prefect_api.deployments import (
     sync_deployments,
 )
 from mergegate.flows.prefect_api.embedded import configure, has_server, local_api, require_writable
-from mergegate.flows.prefect_api.missed_schedules import find_replacement_run
-from mergegate.flows.prefect_api.rule_timers import rearm_rules_when_ready
-from mergegate.flows.prefect_api.runs import FinishedRun, StartedRun, follow_run, site_client, start_run
+from mergegate.flows.prefect_api.notifications import desired_rules
+from mergegate.flows.prefect_api.runs import find_replacement_run, follow_run, site_client, start_run
 from mergegate.flows.prefect_api.schedules import SCHEDULES_FILE, Schedules, load_schedules
-from mergegate.flows.prefect_api.server import serve_prefect
+from mergegate.flows.prefect_api.server import rearm_rules_when_ready, serve_prefect
 from mergegate.flows.prefect_api.site import (
     PORT,
     Site,
@@ -50,14 +48,10 @@ __all__ = [
     "POOL",
     "PORT",
     "SCHEDULES_FILE",
-    "SILENCE_S",
     "ApprovalRequest",
     "Decision",
-    "DeployedChange",
-    "FinishedRun",
     "Schedules",
     "Site",
-    "StartedRun",
     "WaitingRun",
     "answer_run",
     "approval_function",

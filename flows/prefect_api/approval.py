@@ -113,9 +113,14 @@ def require_decision(
     pending = find_pending()
     if pending.is_current:
         return None
-    return request_decision(
-        ApprovalRequest(content.name, pending, _summary(content, pending, report), settings.timeout_s)
-    )
+    lines = [
+        f"**{content.name} {pending.version}** is ready to be published. License: {content.licence}.",
+        *(f"* {obligation}" for obligation in content.obligations),
+        "",
+        as_markdown(content),
+        f"Digest `{pending.digest}`" + (f", report `{report}`" if report else "") + ".",
+    ]
+    return request_decision(ApprovalRequest(content.name, pending, "\n".join(lines), settings.timeout_s))
 
 
 def request_decision(request: ApprovalRequest) -> Decision:
@@ -126,18 +131,20 @@ def request_decision(request: ApprovalRequest) -> Decision:
     Raises:
         Refused: There is no way to ask, or no one answered.
     """
-    pending = request.pending
-    if (run := _deployed_run()) is not None:
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is not None and run.deployment_id is not None:  # it can be started again
         return _suspend_for_decision(request, run)
     if (ask := _asker.get()) is not None:
         return ask(request)
-    command = "run" if request.verb == "publish" else "shadow look"
+    command = "run" if request.verb == "publish" else "shadow evaluate"
     raise Refused(
         request.name,
-        found=f"{pending.version} may be {request.verb.rstrip('e')}ed when somebody approves it, "
-        "and nobody can be asked here",
+        found=f"{request.pending.version} needs approval before mergegate may {request.verb} it, and no one can answer",
         expected="a terminal, or a deployed run, which waits",
-        remedy=f"mergegate {command} --approve says yes beforehand; mergegate trigger has a worker do it, and wait",
+        remedy=f"approve it in advance: mergegate {command} --approve; or use mergegate trigger, whose run waits",
     )
 
 
@@ -157,10 +164,10 @@ def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
     form = create_model(
         "Approval",
         __base__=RunInput,
-        publish=(bool, Field(description=f"{request.verb.capitalize()} it, or not.")),
-        by=(str, Field(default="", description="Who decides.")),
-        reason=(str, Field(default="", description="Why; for a no, what people are told.")),
-        version=(fixed_version, Field(default=pending.version, description="What is decided about.")),
+        publish=(bool, Field(description=f"Whether to {request.verb} it.")),
+        by=(str, Field(default="", description="Your name.")),
+        reason=(str, Field(default="", description="Reason for the decision. A rejection is reported with it.")),
+        version=(fixed_version, Field(default=pending.version, description="Version that the decision is about.")),
     )
     form._description = request.summary
     try:
@@ -168,8 +175,8 @@ def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
     except ValidationError:  # the run was started again without an answer
         raise Refused(
             request.name,
-            found=f"nobody decided about {pending.version}",
-            remedy="run it again: somebody is asked again",
+            found=f"there is no decision about {pending.version}",
+            remedy="start the run again; it asks again",
         ) from None
     return Decision(answer.publish, answer.by.strip(), answer.reason.strip(), pending.version, pending.digest)
 
@@ -188,26 +195,8 @@ def _find_same_request(client: SyncPrefectClient, run: FlowRun, key: str) -> str
         if question_keys(waiting_run)["response"].endswith(f"{key}-response"):
             name = name or waiting_run.name
         else:
-            overtaken: State[Any] = Cancelled(message=f"overtaken by run {run.name}, which made something else")
-            client.set_flow_run_state(waiting_run.id, overtaken, force=True)
+            replaced: State[Any] = Cancelled(
+                message=f"run {run.name} replaces this run, because it built another release"
+            )
+            client.set_flow_run_state(waiting_run.id, replaced, force=True)
     return name
-
-
-def _summary(content: ReportContent, pending: PendingRelease, report: Path | None) -> str:
-    lines = [
-        f"**{content.name} {pending.version}** is ready to be published. Licence: {content.licence}.",
-        *(f"* {obligation}" for obligation in content.obligations),
-        "",
-        as_markdown(content),
-        f"Digest `{pending.digest}`" + (f", report `{report}`" if report else "") + ".",
-    ]
-    return "\n".join(lines)
-
-
-def _deployed_run() -> FlowRun | None:
-    """Return the current flow run if it belongs to a deployment and can therefore be started again."""
-    from prefect.context import FlowRunContext
-
-    context = FlowRunContext.get()
-    run = context.flow_run if context else None
-    return run if run is not None and run.deployment_id is not None else None

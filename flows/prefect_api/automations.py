@@ -1,10 +1,6 @@
-"""Keep the rules on the server in step with ``schedules.yaml``: notifications, and reactions to silent runs.
+"""Keep the automations on the server in step with the rules of ``notifications``.
 
-A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient has one rule per occasion.
-Three rules need no recipient. A run without a sign of life is marked as crashed, which frees its slot. The same happens
-to a run that a worker took and never started. A run that is not approved in time is refused. The desired rules are a
-pure function of the files (:func:`desired_rules`). The description of a rule identifies the project, so other rules on
-the server stay untouched.
+The description of an automation identifies the project, so other automations on the server stay untouched.
 
 An address or password comes from the environment at deployment time. Prefect stores it as an encrypted block.
 """
@@ -14,145 +10,22 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from mergegate.flows.prefect_api.deployments import DeployChange, DesiredDeployment
-from mergegate.flows.prefect_api.schedules import RESERVED, SCHEDULES_FILE, Occasion, Recipient, Schedules
-from mergegate.flows.prefect_api.site import HEARTBEAT_S, Site
+from mergegate.flows.prefect_api.deployments import DeployChange
+from mergegate.flows.prefect_api.notifications import DesiredRule, Message
+from mergegate.flows.prefect_api.schedules import SCHEDULES_FILE, Recipient
+from mergegate.flows.prefect_api.site import Site
 from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.events.schemas.automations import Automation, AutomationCore
 
-# Three missed heartbeats.
-SILENCE_S = 3 * HEARTBEAT_S
-# Time limit between a worker taking a run and the run's process reporting that it runs. If a worker dies in that time,
-# it leaves a run that no other worker takes and that keeps its slot. Without this limit, no later scheduled run of the
-# profile would start. The limit is long because an image may have to be pulled.
-BEGIN_S = 600
-# States between a worker taking a run and the end of the run. Runs in other states are waiting for a worker (Scheduled,
-# Late, AwaitingRetry), waiting for a user, or finished.
-TAKEN = ("Pending", "Submitting", "InfrastructurePending", "NotReady")
-BEGUN = ("Running", "Retrying", "Cancelling")
 # The server processes an event again if its database was busy the first time. Without a period, counted from the time
 # of the event, the rule would act each time.
 _ONCE_S = 10
-
-_WHO = "{{ flow_run.name if deployment.name in " + repr(RESERVED) + " else deployment.name }}"
-# A message has several lines. The first one is informative unless it only says that nothing was released.
-_LINES = "{% set said = (flow_run.state.message or '').split('\\n') %}"
-_WHY = (
-    _LINES
-    + "{{ (said[1] if 'not released' in said[0] and said | length > 1 else said[0]) | trim | truncate(160, True) }}"
-)
-_PAGE = " · {{ flow_run | ui_url }}"
-_REFUSAL = "{{ {'RolledBack': 'rolled back'}.get(flow_run.state.name, flow_run.state.name | lower) }}"
-
-# For each occasion: the states of the run, the message and its subject.
-_NOTIFICATIONS: Mapping[Occasion, tuple[tuple[str, ...], str, str]] = {
-    "released": (("Released", "Promoted"), f"✓ {_WHO}: {_WHY}{_PAGE}", f"{_WHO} {_REFUSAL}"),
-    "refused": (
-        ("Refused", "Invalid", "RolledBack", "Killed"),
-        f"✗ {_WHO} {_REFUSAL}: {_WHY}{_PAGE}",
-        f"{_WHO} {_REFUSAL}",
-    ),
-    "failed": (
-        ("Failed", "Crashed", "TimedOut"),
-        f"✗ {_WHO} {_REFUSAL}: {_WHY}{_PAGE}",
-        f"{_WHO} {_REFUSAL}",
-    ),
-    "late": (("Late",), f"! {_WHO} is late: no worker has taken it{_PAGE}", f"{_WHO} is late"),
-    "approval": (
-        ("Suspended",),
-        f"? {_WHO} waits for approval: mergegate approve {_WHO}{_PAGE}",
-        f"{_WHO} waits for approval",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class StateChange:
-    """State that a silent run is set to, with the reason."""
-
-    state: Literal["CRASHED", "FAILED"]
-    name: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Message:
-    """A notification to one of the recipients. The server renders subject and body with Jinja."""
-
-    recipient: int
-    subject: str
-    body: str
-
-
-@dataclass(frozen=True)
-class DesiredRule:
-    """Desired state of a rule on the server.
-
-    Attributes:
-        deployments: Full names of the deployments whose runs it watches.
-        on: Events that trigger the rule.
-        silence_s: If set, the rule triggers when no event follows ``on`` for this many seconds.
-    """
-
-    name: str
-    deployments: tuple[str, ...]
-    on: tuple[str, ...]
-    then: Message | StateChange
-    silence_s: float | None = None
-
-
-def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
-    """Return all rules of a project: reactions to silence first, then notifications."""
-    all_names = tuple(deployment.full_name for deployment in deployments)
-    rules = [
-        DesiredRule(
-            "mergegate: a run without a sign of life has crashed",
-            all_names,
-            (*(f"prefect.flow-run.{state}" for state in BEGUN), "prefect.flow-run.heartbeat"),
-            StateChange("CRASHED", "Crashed", f"nothing was heard from it for {SILENCE_S} seconds"),
-            SILENCE_S,
-        ),
-        DesiredRule(
-            "mergegate: a run that was taken and not begun has crashed",
-            all_names,
-            tuple(f"prefect.flow-run.{state}" for state in TAKEN),
-            StateChange("CRASHED", "Crashed", f"a worker took it and it did not begin within {BEGIN_S} seconds"),
-            BEGIN_S,
-        ),
-    ]
-    for deployment in deployments:
-        approval = deployment.profile.asks(deployment.flow) if deployment.profile else None
-        if approval is not None:
-            action = "promoted" if deployment.flow == "shadow" else "published"
-            message = f"nobody approved it within {approval.timeout}: nothing is {action}"
-            rules.append(
-                DesiredRule(
-                    f"mergegate: {deployment.full_name} is refused without approval",
-                    (deployment.full_name,),
-                    ("prefect.flow-run.Suspended",),
-                    StateChange("FAILED", "Refused", message),
-                    max(10.0, approval.timeout_s),
-                )
-            )
-    for number, recipient in enumerate(schedules.notify):
-        for occasion in dict.fromkeys(recipient.events):
-            states, body, subject = _NOTIFICATIONS[occasion]
-            rules.append(
-                DesiredRule(
-                    f"mergegate: tell {_label(schedules, number)} of {occasion}",
-                    all_names,
-                    tuple(f"prefect.flow-run.{state}" for state in states),
-                    Message(number, subject, body),
-                )
-            )
-    return tuple(rules)
 
 
 def sync_rules(
@@ -174,15 +47,21 @@ def sync_rules(
     Raises:
         InvalidInput: An address is not in the environment, or a block does not exist in Prefect.
     """
+    from prefect.events.schemas.automations import Automation as AutomationOnServer
     from prefect.events.schemas.automations import AutomationCore
+    from pydantic import TypeAdapter
 
-    blocks = [_block(client, recipient, number, site) for number, recipient in enumerate(recipients)]
-    owner = _owner(site)
-    existing_rules = {
-        rule_on_server.name: rule_on_server
-        for rule_on_server in _automations(client)
-        if rule_on_server.description == owner
-    }
+    # The description identifies the project, so other rules on the server stay untouched.
+    owner = f"Kept by mergegate deploy in {site.root}. The next deploy reverts manual changes."
+    # Prefect requires short and plain block names.
+    prefix = f"mergegate-{hashlib.sha256(str(site.root).encode()).hexdigest()[:8]}-"
+    blocks = [_block(client, recipient, number, prefix) for number, recipient in enumerate(recipients)]
+    on_server: list[Automation] = []
+    while page := client.request(
+        "POST", "/automations/filter", json={"limit": 200, "offset": len(on_server), "sort": "NAME_ASC"}
+    ).json():
+        on_server += TypeAdapter(list[AutomationOnServer]).validate_python(page)
+    existing_rules = {automation.name: automation for automation in on_server if automation.description == owner}
     changes: list[tuple[str, DeployChange]] = []
     for rule in rules:
         core = AutomationCore.model_validate(_rule_fields(rule, blocks, ids, owner))
@@ -199,15 +78,10 @@ def sync_rules(
     for name in sorted(existing_rules.keys() - {rule.name for rule in rules}):
         client.delete_automation(existing_rules[name].id)
         changes.append((name, "removed"))
-    _delete_unused_blocks(client, blocks, site)
+    for block in client.read_block_documents(limit=200):  # of removed recipients
+        if block.name and block.name.startswith(prefix) and str(block.id) not in blocks:
+            client.delete_block_document(block.id)
     return tuple(changes)
-
-
-def _label(schedules: Schedules, number: int) -> str:
-    """Return ``slack``, or ``slack 2`` if there are several."""
-    kinds = [recipient.to for recipient in schedules.notify]
-    same = kinds[: number + 1].count(kinds[number])
-    return kinds[number] + (f" {same}" if kinds.count(kinds[number]) > 1 else "")
 
 
 def _rule_fields(rule: DesiredRule, blocks: Sequence[str], ids: Mapping[str, str], owner: str) -> dict[str, object]:
@@ -257,28 +131,7 @@ def _sorted(value: Any) -> Any:
     return value
 
 
-def _automations(client: SyncPrefectClient) -> list[Automation]:
-    from prefect.events.schemas.automations import Automation as Kept
-    from pydantic import TypeAdapter
-
-    automations: list[Automation] = []
-    while page := client.request(
-        "POST", "/automations/filter", json={"limit": 200, "offset": len(automations), "sort": "NAME_ASC"}
-    ).json():
-        automations += TypeAdapter(list[Kept]).validate_python(page)
-    return automations
-
-
-def _owner(site: Site) -> str:
-    return f"Kept by mergegate deploy in {site.root}. Changes by hand are undone by the next one."
-
-
-def _prefix(site: Site) -> str:
-    """Return the prefix of this project's blocks. Prefect requires short and plain block names."""
-    return f"mergegate-{hashlib.sha256(str(site.root).encode()).hexdigest()[:8]}-"
-
-
-def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: Site) -> str:
+def _block(client: SyncPrefectClient, recipient: Recipient, number: int, prefix: str) -> str:
     """Return the id of the block that sends to the recipient.
 
     If the address is in the environment, create or update the block. Otherwise use the existing one.
@@ -288,26 +141,34 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: S
     from prefect.types import SecretDict
     from pydantic import SecretStr
 
-    name = _prefix(site) + f"{recipient.to}-{recipient.variable or ''}".lower().replace("_", "-")
+    name = prefix + f"{recipient.to}-{recipient.variable or ''}".lower().replace("_", "-")
     if recipient.to == "block":
         try:
             block_on_server: Any = Block.load(recipient.address)
         except ValueError:
             raise InvalidInput(
-                f"{SCHEDULES_FILE}: tell[{number}].address",
-                found=f"Prefect has no block {recipient.address}",
+                f"{SCHEDULES_FILE}: notify[{number}].address",
+                found=f"Prefect does not have a block {recipient.address}",
                 expected="TYPE/NAME of a notification block",
-                remedy="make it on Prefect's pages (Blocks), or use to: webhook",
+                remedy="create it on Prefect's pages (Blocks), or use to: webhook",
             ) from None
         return str(block_on_server._block_document_id)
-    if not (address := _address(recipient, number)):
+    address = os.environ.get(recipient.variable or "", "").strip()
+    kinds = ("mailto://", "mailtos://") if recipient.to == "mail" else ("http://", "https://")
+    if address and not address.startswith(kinds):
+        raise InvalidInput(  # the error does not show the value, which may be a secret
+            f"{SCHEDULES_FILE}: notify[{number}].address",
+            found=f"the environment variable {recipient.variable} does not contain such an address",
+            expected=" or ".join(kinds) + "…",
+        )
+    if not address:
         ids = [document.id for document in client.read_block_documents(limit=200) if document.name == name]
         if not ids:
             raise InvalidInput(
-                f"{SCHEDULES_FILE}: tell[{number}].address",
+                f"{SCHEDULES_FILE}: notify[{number}].address",
                 found=f"the environment variable {recipient.variable} is not set",
-                expected="what it is to be sent to",
-                remedy=f"export {recipient.variable}=… and call mergegate deploy again; Prefect keeps it from then on",
+                expected="the address of the recipient",
+                remedy=f"export {recipient.variable}=… and run mergegate deploy again; Prefect stores the address",
             )
         return str(ids[0])
     block: Block
@@ -320,29 +181,3 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, site: S
             name="mergegate", url="{{address}}", json_data=template, secrets=SecretDict({"address": address})
         )
     return str(block.save(name, overwrite=True))
-
-
-def _address(recipient: Recipient, number: int) -> str:
-    """Return the address from the environment, or an empty string if it is not set.
-
-    Raises:
-        InvalidInput: The value is not an address. The error does not show it.
-    """
-    address = os.environ.get(recipient.variable or "", "").strip()
-    if not address:
-        return ""
-    kinds = ("mailto://", "mailtos://") if recipient.to == "mail" else ("http://", "https://")
-    if not address.startswith(kinds):
-        raise InvalidInput(
-            f"{SCHEDULES_FILE}: tell[{number}].address",
-            found=f"{recipient.variable} holds no such address",
-            expected=" or ".join(kinds) + "…",
-        )
-    return address
-
-
-def _delete_unused_blocks(client: SyncPrefectClient, used: Sequence[str], site: Site) -> None:
-    """Delete the blocks of removed recipients."""
-    for block in client.read_block_documents(limit=200):
-        if block.name and block.name.startswith(_prefix(site)) and str(block.id) not in used:
-            client.delete_block_document(block.id)

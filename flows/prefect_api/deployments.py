@@ -11,13 +11,13 @@ A deployment starts in the project's directory, because profile paths are relati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mergegate.flows.prefect_api.schedules import RESERVED, SCHEDULES_FILE, ScheduledProfile, Schedules
+from mergegate.flows.prefect_api.schedules import RESERVED, SCHEDULES_FILE, Schedules
 from mergegate.flows.prefect_api.site import Site
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -97,33 +97,48 @@ def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeploy
         _of_any("shadow", "profiles/demo.yaml"),
     ]
     for number, entry in enumerate(schedules.profiles):
-        where = f"{SCHEDULES_FILE}: profiles[{number}]"
+        location = f"{SCHEDULES_FILE}: profiles[{number}]"
         profile = load_profile(root / entry.profile)
         if entry.flow == "sweep" and profile.sweep is None:
             raise InvalidInput(
-                f"{where}.flow",
-                found=f"sweep, and {entry.profile} has no section 'sweep'",
-                expected="a profile that says what is searched",
-                remedy="add the section, or leave 'flow' out to release it as it is",
+                f"{location}.flow",
+                found=f"sweep, but {entry.profile} has no section 'sweep'",
+                expected="a profile with free values to search",
+                remedy="add the section, or omit 'flow' to release the recipe as it is",
             )
         if entry.flow == "shadow" and profile.shadow is None:
             raise InvalidInput(
-                f"{where}.flow",
-                found=f"shadow, and {entry.profile} has no section 'shadow'",
-                expected="a profile that says how a release is watched",
-                remedy="add the section (docs/shadow.md), or leave 'flow' out to release it",
+                f"{location}.flow",
+                found=f"shadow, but {entry.profile} has no section 'shadow'",
+                expected="a profile with settings for a shadow test",
+                remedy="add the section (docs/shadow.md), or omit 'flow' to release it",
             )
         if profile.name in RESERVED:
             raise InvalidInput(
-                f"{entry.profile}: name", found=f"{profile.name!r}, a name that takes any profile", remedy="rename it"
+                f"{entry.profile}: name", found=f"{profile.name!r} is a reserved name", remedy="rename the profile"
             )
-        deployment = _of_profile(entry, profile)
+        schedule: Mapping[str, Any] | None = None
+        if entry.every_s is not None:
+            schedule = {"interval": entry.every_s}
+        elif entry.schedule is not None:
+            schedule = {"cron": " ".join(entry.schedule.split()), "timezone": entry.timezone}
+        deployment = DesiredDeployment(
+            entry.flow,
+            profile.name,
+            profile.headline(),
+            (TAG, entry.flow, profile.name, *(("nightly",) if schedule else ())),
+            {"profile": entry.profile.as_posix()},
+            schedule,
+            # A run that takes longer than a day must not cause a queue. The next run does the work of the skipped one.
+            "CANCEL_NEW",
+            profile,
+        )
         if deployment.full_name in [previous.full_name for previous in deployments]:
             raise InvalidInput(
-                where,
-                found=f"{deployment.full_name} a second time",
-                expected="each profile once",
-                remedy="remove one of them, or give one of the profiles another name",
+                location,
+                found=f"a second entry for {deployment.full_name}",
+                expected="one entry for each profile",
+                remedy="remove one of the entries, or rename one of the profiles",
             )
         deployments.append(deployment)
     return tuple(deployments)
@@ -140,39 +155,40 @@ def sync_deployments(
         InvalidInput: Another project has a deployment of this name on the server, or Prefect rejects a schedule.
     """
     make_pool(client)
+    names = [deployment.full_name for deployment in deployments]
     existing = {
-        name: deployment
-        for name, deployment in _deployed(client).items()
-        if TAG in deployment.tags or name in _names(deployments)
+        name: deployment for name, deployment in _deployed(client).items() if TAG in deployment.tags or name in names
     }
-    for name, deployment in existing.items():
-        if name in _names(deployments) and (project := _project_of(deployment)) not in (None, str(site.root)):
+    for name, on_server in existing.items():
+        if name in names and (project := _project_of(on_server)) not in (None, str(site.root)):
             raise InvalidInput(
                 name,
                 found=f"on {site.address} it belongs to another project, {project}",
-                expected="a name of its own",
-                remedy=f"rename the profile, or remove that one first: prefect deployment delete {name}",
+                expected="a name that no other project uses",
+                remedy=f"rename the profile, or delete that deployment: prefect deployment delete {name}",
             )
-    changes = [
-        _sync_deployment(client, deployment, existing.get(deployment.full_name), site) for deployment in deployments
-    ]
-    _remove_leftovers(client, [deployment.full_name for deployment in deployments if deployment.schedule is None])
-    for name, deployment in existing.items():
-        if name not in _names(deployments) and TAG in deployment.tags and _project_of(deployment) == str(site.root):
-            client.delete_deployment(deployment.id)
-            changes.append(DeployedChange(name, "removed", str(deployment.id)))
-    return tuple(changes)
-
-
-def _remove_leftovers(client: SyncPrefectClient, without_schedule: Collection[str]) -> None:
-    """Delete the scheduled runs of deployments without a schedule.
-
-    The server's scheduler may have planned them while the schedule was removed. Runs that a user planned stay.
-    """
-    ids = [deployment.id for name, deployment in _deployed(client).items() if name in without_schedule]
+    changes = []
+    for deployment in deployments:
+        fields, current = _fields(deployment, site), existing.get(deployment.full_name)
+        if current is not None and _fields_on_server(current) == _comparable(fields):
+            changes.append(DeployedChange(deployment.full_name, "unchanged", str(current.id)))
+            continue
+        deployment_id = client.create_deployment(  # changes an existing deployment of that name, with its schedules
+            flow_id=client.create_flow_from_name(deployment.flow), name=deployment.name, **fields
+        )
+        change: DeployChange = "changed" if current else "made"
+        changes.append(DeployedChange(deployment.full_name, change, str(deployment_id)))
+    # The server's scheduler may have planned runs while a schedule was removed. Runs that a user planned stay.
+    unscheduled = [deployment.full_name for deployment in deployments if deployment.schedule is None]
+    ids = [on_server.id for name, on_server in _deployed(client).items() if name in unscheduled]
     for run in client.get_scheduled_flow_runs_for_deployments(ids) if ids else ():
         if run.auto_scheduled:
             client.delete_flow_run(run.id)
+    for name, on_server in existing.items():
+        if name not in names and TAG in on_server.tags and _project_of(on_server) == str(site.root):
+            client.delete_deployment(on_server.id)
+            changes.append(DeployedChange(name, "removed", str(on_server.id)))
+    return tuple(changes)
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
@@ -188,9 +204,9 @@ def deployment_names(client: SyncPrefectClient) -> tuple[str, ...]:
 def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> DesiredDeployment:
     """Return the deployment of a flow for any profile, as in ``prefect.yaml``."""
     descriptions = {
-        "release": "Make one release now, of any profile.",
-        "sweep": "Search a recipe's numbers, confirm the winner, release it: any profile with a section 'sweep'.",
-        "shadow": "Look at a release on users' traffic, promote or roll back: any profile with a section 'shadow'.",
+        "release": "Release any profile now.",
+        "sweep": "Search the free values of a recipe, and release the winner. For profiles with a section 'sweep'.",
+        "shadow": "Judge a release on users' traffic, and promote it or roll it back. For profiles with 'shadow'.",
     }
     return DesiredDeployment(
         flow,
@@ -199,27 +215,6 @@ def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> Desire
         (TAG, flow),
         {"profile": profile},
         on_collision="ENQUEUE" if flow != "release" else None,
-    )
-
-
-def _of_profile(entry: ScheduledProfile, profile: Profile) -> DesiredDeployment:
-    every = entry.every_s
-    schedule: Mapping[str, Any] | None = None
-    if every is not None:
-        schedule = {"interval": every}
-    elif entry.schedule is not None:
-        schedule = {"cron": " ".join(entry.schedule.split()), "timezone": entry.timezone}
-    schedule_tags = ("nightly",) if schedule else ()
-    return DesiredDeployment(
-        entry.flow,
-        profile.name,
-        profile.headline(),
-        (TAG, entry.flow, profile.name, *schedule_tags),
-        {"profile": entry.profile.as_posix()},
-        schedule,
-        # A run that takes longer than a day must not cause a queue. The next run does the work of the skipped one.
-        "CANCEL_NEW",
-        profile,
     )
 
 
@@ -236,18 +231,6 @@ def make_pool(client: SyncPrefectClient) -> None:
     except ObjectNotFound:
         with suppress(ObjectAlreadyExists):  # another process deploys at the same time
             client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
-
-
-def _sync_deployment(
-    client: SyncPrefectClient, deployment: DesiredDeployment, existing: DeploymentResponse | None, site: Site
-) -> DeployedChange:
-    fields = _fields(deployment, site)
-    if existing is not None and _fields_of(existing) == _comparable(fields):
-        return DeployedChange(deployment.full_name, "unchanged", str(existing.id))
-    deployment_id = client.create_deployment(  # changes an existing deployment of that name, with its schedules
-        flow_id=client.create_flow_from_name(deployment.flow), name=deployment.name, **fields
-    )
-    return DeployedChange(deployment.full_name, "changed" if existing else "made", str(deployment_id))
 
 
 def _fields(deployment: DesiredDeployment, site: Site) -> dict[str, Any]:
@@ -311,7 +294,7 @@ def _comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fields_of(existing: DeploymentResponse) -> dict[str, Any]:
+def _fields_on_server(existing: DeploymentResponse) -> dict[str, Any]:
     """Return the comparable fields of an existing deployment."""
     limit, options = existing.global_concurrency_limit, existing.concurrency_options
     return {
@@ -346,7 +329,3 @@ def _project_of(existing: DeploymentResponse) -> str | None:
     """Return the directory in which the runs of a deployment start."""
     steps = [step[_DIRECTORY] for step in existing.pull_steps or [] if _DIRECTORY in step]
     return str(steps[0]["directory"]) if steps else None
-
-
-def _names(deployments: Sequence[DesiredDeployment]) -> list[str]:
-    return [deployment.full_name for deployment in deployments]

@@ -92,9 +92,9 @@ def configure(home: Path) -> None:
                 raise disk_refusal(error, directory) from None
             raise InvalidInput(
                 str(directory),
-                found=f"cannot be made: {error.strerror}",
+                found=f"the directory cannot be created: {error.strerror}",
                 expected="a directory for the project's state",
-                remedy="point MERGEGATE_HOME to a place that can be written",
+                remedy="set MERGEGATE_HOME to a writable directory",
             ) from None
 
 
@@ -120,6 +120,7 @@ def local_api() -> Iterator[None]:
         InvalidInput: The configured server does not answer.
         DiskUnavailable: The database cannot be written.
     """
+    from prefect.events.worker import EventsWorker
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,
         PREFECT_API_URL,
@@ -131,7 +132,19 @@ def local_api() -> Iterator[None]:
     )
 
     if url := _configured_url():
-        _require_answer(url)
+        # Check that the server answers, instead of letting every call time out.
+        try:
+            with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
+                pass
+        except urllib.error.HTTPError:
+            pass  # the server answers; Prefect reports an access error
+        except (OSError, ValueError) as error:
+            raise InvalidInput(
+                f"PREFECT_API_URL: {url}",
+                found=f"no server answers ({error})",
+                expected="a Prefect server",
+                remedy="start it (mergegate server), correct the address, or unset PREFECT_API_URL to use no server",
+            ) from None
         yield
         return
 
@@ -146,7 +159,8 @@ def local_api() -> Iterator[None]:
     }
     with temporary_settings(protected), ExitStack() as stack:
         with disk_errors_refused(home):
-            stack.enter_context(_one_migration_at_a_time(home))
+            state_directory(home)
+            stack.enter_context(locked(home / "migration.lock"))  # one migration at a time
             database = _database()
             if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
                 forget_records(database, why)
@@ -165,8 +179,11 @@ def local_api() -> Iterator[None]:
         try:
             yield
         finally:
-            _drain_events()
-            _silence_loggers()
+            with suppress(Exception):  # telemetry of a finished run must not fail it
+                EventsWorker.drain_all(timeout=2)
+            # From here on, the server's own services are cancelled and would log errors about it.
+            for name in ("prefect", "sqlalchemy.pool", "aiosqlite"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
             stop()
 
 
@@ -182,6 +199,7 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
     """
     import uvicorn
     from prefect.server.api.server import create_app
+    from prefect.server.database import provide_database_interface
 
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -202,22 +220,16 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
             listener.close()
             raise _NotStarted("Prefect's API did not start in this process; see its log above")
         time.sleep(0.02)
-    if database and (missing := _missing_columns(database)):
-        stop()
-        raise _NotStarted(f"Prefect's database has no {missing}")
-    return url, stop
-
-
-def _missing_columns(database: Path) -> str:
-    """Return a table or column that is missing although the database claims the current version."""
-    from prefect.server.database import provide_database_interface
-
+    if database is None:
+        return url, stop
+    # A table or a column may be missing although the database claims the current version.
     with closing(sqlite3.connect(database, timeout=_PATIENCE_S)) as connection:
         for table in provide_database_interface().Base.metadata.sorted_tables:
             rows = connection.execute("SELECT name FROM pragma_table_info(?)", (table.name,)).fetchall()
             if missing := sorted({column.name for column in table.columns} - {name for (name,) in rows}):
-                return f"{table.name}.{missing[0]}"
-    return ""
+                stop()
+                raise _NotStarted(f"Prefect's database has no {table.name}.{missing[0]}")
+    return url, stop
 
 
 def require_writable(path: Path) -> None:
@@ -248,40 +260,3 @@ def _database() -> Path | None:
     if address is None or not address.drivername.startswith("sqlite") or address.database in (None, "", ":memory:"):
         return None
     return Path(str(address.database))
-
-
-def _require_answer(url: str) -> None:
-    """Check that the configured server answers, instead of letting every call time out."""
-    try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
-            return
-    except urllib.error.HTTPError:
-        return  # the server answers; Prefect reports an access error
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"PREFECT_API_URL: {url}",
-            found=f"no server answers ({error})",
-            expected="a Prefect server",
-            remedy="start it (mergegate server), correct the address, or unset PREFECT_API_URL to run without one",
-        ) from None
-
-
-def _drain_events() -> None:
-    """Let the client's event worker send its events while the API still runs."""
-    from prefect.events.worker import EventsWorker
-
-    with suppress(Exception):  # telemetry of a finished run must not fail it
-        EventsWorker.drain_all(timeout=2)
-
-
-def _silence_loggers() -> None:
-    """Silence the server's own services, which are cancelled from here on and log errors about it."""
-    for name in ("prefect", "sqlalchemy.pool", "aiosqlite"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@contextmanager
-def _one_migration_at_a_time(home: Path) -> Iterator[None]:
-    state_directory(home)
-    with locked(home / "migration.lock"):
-        yield

@@ -1,4 +1,4 @@
-"""Start and follow runs of deployments over Prefect's API."""
+"""Start and follow runs of deployments over Prefect's API, and find scheduled runs that a later run replaces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from mergegate.merge_core.errors import EXIT_CODES, state_name
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import State
 
 _POLL_S = 1.0
+_SCHEDULED_TAG = "auto-scheduled"  # Prefect's own tag
+_ENDED_OR_WAITING = ["COMPLETED", "FAILED", "PAUSED"]
+# States that end a run without a result, so the next run must still do the work.
+_STATES_WITHOUT_RESULT = frozenset({"Failed", "TimedOut"})
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,49 @@ def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, fl
     while True:
         state = client.read_flow_run(run).state
         if state is not None and state.is_final():
-            return _finished_run(state)
+            return FinishedRun(state.name or "", state.message or "", state.is_completed())
         if (state.name if state else "") != name:
             name, since = (state.name or "" if state else ""), time.monotonic()
         on_state(name, time.monotonic() - since)
         time.sleep(_POLL_S)
 
 
-def _finished_run(state: State[Any]) -> FinishedRun:
-    return FinishedRun(state.name or "", state.message or "", state.is_completed())
+def find_replacement_run() -> str | None:
+    """Return the name of a run that has already done the work of the current run, or None if there is work to do.
+
+    Prefect keeps every run that was due while no worker was running, and then starts them all, one after the other. But
+    a run uses the state of the world at its start. A run that started after another one was due has therefore done the
+    work of that one too. After an outage, only the most recent run works, and the others are cancelled.
+
+    The replacement belongs to the same deployment, has the same parameters, started after the current run was due, and
+    has ended with a result or waits for approval. Only scheduled runs are replaced. A run does its own work if a user
+    started it, if it continues after an approval, or if it has no server.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterDeploymentId,
+        FlowRunFilterStartTime,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or run.deployment_id is None or run.expected_start_time is None or run.run_count > 1:
+        return None
+    if _SCHEDULED_TAG not in run.tags:
+        return None
+    filters = FlowRunFilter(
+        deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
+        start_time=FlowRunFilterStartTime(after_=run.expected_start_time),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ENDED_OR_WAITING)),
+    )
+    with get_client(sync_client=True) as client:
+        candidates = client.read_flow_runs(flow_run_filter=filters)
+    for candidate in candidates:
+        has_result = candidate.state_name not in _STATES_WITHOUT_RESULT
+        if candidate.id != run.id and has_result and candidate.parameters == run.parameters:
+            return candidate.name
+    return None

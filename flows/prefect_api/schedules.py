@@ -42,9 +42,9 @@ Occasion = Literal["released", "refused", "failed", "late", "approval"]
 OCCASIONS: tuple[Occasion, ...] = ("released", "refused", "failed", "late", "approval")
 
 
-def _known_zone(name: str) -> str:
+def _require_known_zone(name: str) -> str:
     if name not in available_timezones():
-        raise ValueError(f"no time zone; {suggest(name, [*available_timezones()])}"[:200])
+        raise ValueError(f"unknown time zone; {suggest(name, [*available_timezones()])}"[:200])
     return name
 
 
@@ -57,12 +57,17 @@ class SchedulesSection(BaseModel):
 class ScheduledProfile(SchedulesSection):
     """A deployed profile and its schedule."""
 
-    profile: LocalPath = Field(description="The file, relative to the project.")
-    flow: Literal["release", "sweep", "shadow"] = Field(default="release", description="What is done with it.")
-    schedule: str | None = Field(
-        default=None, description="Cron in five fields, or 'every 6 h'; absent: only when it is triggered."
+    profile: LocalPath = Field(description="Profile file, relative to the project.")
+    flow: Literal["release", "sweep", "shadow"] = Field(
+        default="release", description="Flow to run: release, sweep or shadow."
     )
-    timezone: Annotated[str, AfterValidator(_known_zone)] = Field(default="UTC", description="Of the cron.")
+    schedule: str | None = Field(
+        default=None,
+        description="Cron in five fields, or 'every 6 h'. Default: the profile runs only when it is triggered.",
+    )
+    timezone: Annotated[str, AfterValidator(_require_known_zone)] = Field(
+        default="UTC", description="Time zone of the cron schedule."
+    )
 
     @property
     def every_s(self) -> float | None:
@@ -77,11 +82,11 @@ class ScheduledProfile(SchedulesSection):
         try:
             every = self.every_s
         except InvalidInput as error:
-            raise ValueError(f"{self.schedule!r} is no schedule: {error.expected}") from None
+            raise ValueError(f"{self.schedule!r} is not a schedule; expected {error.expected}") from None
         if every is None and len(self.schedule.split()) != 5:
-            raise ValueError(f"{self.schedule!r} is no schedule: a cron has five fields; or say 'every 6 h'")
+            raise ValueError(f"{self.schedule!r} is not a schedule; expected a cron in five fields, or 'every 6 h'")
         if every is not None and every < 10:
-            raise ValueError(f"{self.schedule!r}: at least 10 s")
+            raise ValueError(f"{self.schedule!r} is too short; expected at least 10 s")
         return self
 
 
@@ -91,14 +96,16 @@ class Recipient(SchedulesSection):
     renamed_keys: ClassVar[Mapping[str, str]] = {"of": "events"}
 
     to: Literal["webhook", "slack", "mail", "block"] = Field(
-        description="webhook: JSON by POST; slack: an incoming webhook (Mattermost's, too); mail: SMTP; "
-        "block: a notification block that is in Prefect already."
+        description="webhook: JSON by POST; slack: an incoming webhook (also of Mattermost); mail: SMTP; "
+        "block: an existing notification block in Prefect."
     )
     address: str = Field(
-        description="$NAME: the environment variable that holds it when it is deployed (a URL; for mail "
-        "mailtos://user:password@smtp.host?to=…). Of a block: TYPE/NAME."
+        description="$NAME, the environment variable with the address during deployment (a URL; for mail "
+        "mailtos://user:password@smtp.host?to=…). For a block: TYPE/NAME."
     )
-    events: tuple[Occasion, ...] = Field(default=OCCASIONS, description="Of what; absent: all.", min_length=1)
+    events: tuple[Occasion, ...] = Field(
+        default=OCCASIONS, description="Occasions to notify of. Default: all.", min_length=1
+    )
 
     @property
     def variable(self) -> str | None:
@@ -108,18 +115,22 @@ class Recipient(SchedulesSection):
     @model_validator(mode="after")
     def _require_no_secret(self) -> Self:
         if self.to == "block" and not re.fullmatch(r"[a-z0-9-]+/[a-z0-9-]+", self.address):
-            raise ValueError("address of a block is TYPE/NAME, such as slack-webhook/ops")
+            raise ValueError("the address of a block is TYPE/NAME, for example slack-webhook/ops")
         if self.to != "block" and not re.fullmatch(r"\$[A-Za-z_][A-Za-z0-9_]*", self.address):
-            raise ValueError("address is $NAME, an environment variable: a secret does not belong into a file")
+            raise ValueError(
+                "address must be $NAME, an environment variable, because the file must not contain secrets"
+            )
         return self
 
 
 class SiteSettings(SchedulesSection):
     """Address of a team's server, and of its database."""
 
-    address: str | None = Field(default=None, description="What workers and people reach it by: http://host:4200.")
+    address: str | None = Field(default=None, description="URL of the server for workers and users: http://host:4200.")
     database: str | None = Field(
-        default=None, description="postgresql://user@host/name; the password comes from PGPASSWORD or ~/.pgpass."
+        default=None,
+        description="Database of the server: postgresql://user@host/name. "
+        "The password comes from PGPASSWORD or ~/.pgpass.",
     )
 
     @model_validator(mode="after")
@@ -128,7 +139,7 @@ class SiteSettings(SchedulesSection):
             raise ValueError(f"address {self.address!r}: expected http://host:port")
         if self.database is not None:
             if urlsplit(self.database).password:
-                raise ValueError("database holds a password: leave it out and set PGPASSWORD, or use ~/.pgpass")
+                raise ValueError("database contains a password; omit it, and set PGPASSWORD or use ~/.pgpass")
             if not self.database.startswith("postgresql://"):
                 raise ValueError("database: expected postgresql://user@host/name")
         return self
@@ -139,8 +150,8 @@ class Schedules(SchedulesSection):
 
     renamed_keys: ClassVar[Mapping[str, str]] = {"tell": "notify"}
 
-    profiles: tuple[ScheduledProfile, ...] = Field(description="What is deployed.")
-    notify: tuple[Recipient, ...] = Field(default=(), description="Who is told; absent: nobody.")
+    profiles: tuple[ScheduledProfile, ...] = Field(description="Profiles to deploy.")
+    notify: tuple[Recipient, ...] = Field(default=(), description="Recipients of notifications. Default: none.")
     server: SiteSettings = SiteSettings()
 
 
@@ -156,19 +167,19 @@ def load_schedules(file: Path) -> Schedules:
         raise InvalidInput(
             str(file),
             found="no such file",
-            expected="the profiles that are deployed",
+            expected="a file with the profiles to deploy",
             remedy=f"write {file.name} with 'profiles: [{{profile: profiles/demo.yaml, schedule: \"0 3 * * *\"}}]', "
-            "in the directory where you call mergegate",
+            "in the directory where you run mergegate",
         )
-    return parse_schedules(read_yaml_mapping(file, "the profiles that are deployed (YAML)"), str(file))
+    return parse_schedules(read_yaml_mapping(file, "the profiles to deploy (YAML)"), str(file))
 
 
-def parse_schedules(data: Mapping[str, object], where: str) -> Schedules:
+def parse_schedules(data: Mapping[str, object], location: str) -> Schedules:
     """Parse the content of ``schedules.yaml`` from plain data.
 
     Args:
         data: Content of the file.
-        where: Name of the file in messages.
+        location: Name of the file in messages.
 
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.
@@ -176,4 +187,4 @@ def parse_schedules(data: Mapping[str, object], where: str) -> Schedules:
     try:
         return Schedules.model_validate(data)
     except ValidationError as error:
-        raise settings_faults(error, where, Schedules) from None
+        raise settings_faults(error, location, Schedules) from None

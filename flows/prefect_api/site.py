@@ -128,10 +128,11 @@ def find_site(schedules: Schedules | None = None, *, address: str | None = None)
         "schedules.yaml: server.address": schedules.server.address if schedules else None,
         SETTINGS: own_settings().get("url"),
     }
-    where, url = next(((where, value) for where, value in addresses.items() if value), ("", f"http://127.0.0.1:{PORT}"))
+    default = ("", f"http://127.0.0.1:{PORT}")
+    source, url = next(((source, value) for source, value in addresses.items() if value), default)
     plain = url.rstrip("/").removesuffix("/api")
     if urlsplit(plain).scheme not in ("http", "https") or not urlsplit(plain).netloc:
-        raise InvalidInput(where, found=repr(url), expected="an address such as http://127.0.0.1:4200/api")
+        raise InvalidInput(source, found=repr(url), expected="an address such as http://127.0.0.1:4200/api")
     secret = os.environ.get("PREFECT_API_AUTH_STRING") or _read_secret(_secret_file())
     return Site(Path.cwd(), home(), plain, secret)
 
@@ -168,9 +169,8 @@ def write_settings(site: Site) -> bool:
     file = site.root / SETTINGS
     if file.exists() and not _is_ours(file):
         return False
-    quoted = {
-        name: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for name, text in _settings_of(site).items()
-    }
+    settings = {"home": str(site.home / "prefect"), "url": site.api, "secret": site.secret}
+    quoted = {name: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for name, text in settings.items()}
     lines = [
         _OURS,
         f"home = {quoted['home']}",
@@ -215,9 +215,9 @@ def database_url(schedules: Schedules | None) -> str | None:
     if scheme not in ("postgresql", "postgres", _DRIVER) or not rest:
         raise InvalidInput(
             source,
-            found=f"an address that begins with {scheme!r}",
+            found=f"an address that starts with {scheme!r}",
             expected="postgresql://user@host:5432/name",
-            remedy="several people need PostgreSQL; leave it out, and the records are in a file of this project",
+            remedy="use PostgreSQL for a team, or omit the setting to store the records in a file of this project",
         )
     return f"{_DRIVER}://{rest}"
 
@@ -245,8 +245,8 @@ def require_database(url: str) -> None:
         raise InvalidInput(
             f"the database at {address.hostname}:{address.port or 5432}{address.path}",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            expected="PostgreSQL that lets us in",
-            remedy="start it, correct the address, or set PGPASSWORD",
+            expected="a PostgreSQL server that grants access",
+            remedy="start the server, correct the address, or set PGPASSWORD",
         ) from None
 
 
@@ -271,14 +271,16 @@ def require_site(site: Site) -> None:
     if answer.status_code in (401, 403):
         raise InvalidInput(
             site.address,
-            found="it does not know our secret" if site.secret else "it asks for a secret",
-            expected=f"PREFECT_API_AUTH_STRING, or what stands in {_secret_file()}",
-            remedy="it may be the server of another project; copy the secret of that one, or start ours elsewhere "
-            "(mergegate server --port)",
+            found="the server rejects this project's secret" if site.secret else "the server requires a secret",
+            expected=f"the secret in PREFECT_API_AUTH_STRING or in {_secret_file()}",
+            remedy="it may be the server of another project: copy the secret of that project, or start this project's "
+            "server on another port (mergegate server --port)",
         )
     if answer.status_code != 200:
         raise InvalidInput(
-            site.address, found=f"it answers with {answer.status_code}", expected="this project's Prefect server"
+            site.address,
+            found=f"the server answers with status {answer.status_code}",
+            expected="this project's Prefect server",
         )
 
 
@@ -301,10 +303,6 @@ def _is_ours(file: Path) -> bool:
             return settings.read(len(_OURS) + 1) == f"{_OURS}\n".encode()
     except (InvalidInput, OSError):
         return False
-
-
-def _settings_of(site: Site) -> dict[str, str]:
-    return {"home": str(site.home / "prefect"), "url": site.api, "secret": site.secret}
 
 
 def _write_private(file: Path, text: str) -> None:

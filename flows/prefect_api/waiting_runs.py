@@ -37,7 +37,15 @@ class WaitingRun:
 
 def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
     """Return every run that waits for approval, the oldest first."""
-    return tuple(_waiting(client, run) for run in suspended_runs(client) if question_keys(run))
+    waiting = []
+    for run in suspended_runs(client):
+        if keys := question_keys(run):
+            summary = json.loads(client.read_flow_run_input(run.id, keys["description"]))
+            form = json.loads(client.read_flow_run_input(run.id, keys["schema"]))
+            version = form["properties"]["version"]["default"]
+            profile = client.read_deployment(run.deployment_id).name if run.deployment_id else ""
+            waiting.append(WaitingRun(run.id, run.name, profile, str(version), str(summary)))
+    return tuple(waiting)
 
 
 def answer_run(client: SyncPrefectClient, run: WaitingRun, *, publish: bool, by: str, reason: str) -> None:
@@ -51,9 +59,9 @@ def answer_run(client: SyncPrefectClient, run: WaitingRun, *, publish: bool, by:
     if answer.status.value != "ACCEPT":
         raise Refused(
             f"run {run.name}",
-            found=str(getattr(answer.details, "reason", "") or "it did not take the answer"),
+            found=str(getattr(answer.details, "reason", "") or "it did not accept the answer"),
             expected="a run that waits for approval",
-            remedy="mergegate approve lists those that do",
+            remedy="mergegate approve lists all waiting runs",
         )
 
 
@@ -73,29 +81,20 @@ def question_keys(run: FlowRun) -> dict[str, str]:
     return dict(keys) if keys and f"-{QUESTION}" in keys.get("schema", "") else {}
 
 
-def _waiting(client: SyncPrefectClient, run: FlowRun) -> WaitingRun:
-    keys = question_keys(run)
-    summary = json.loads(client.read_flow_run_input(run.id, keys["description"]))
-    version = json.loads(client.read_flow_run_input(run.id, keys["schema"]))["properties"]["version"]["default"]
-    profile = client.read_deployment(run.deployment_id).name if run.deployment_id else ""
-    return WaitingRun(run.id, run.name, profile, str(version), str(summary))
-
-
-def select_waiting_run(waiting: tuple[WaitingRun, ...], named: str | None) -> WaitingRun:
+def select_waiting_run(waiting: tuple[WaitingRun, ...], name: str | None) -> WaitingRun:
     """Return the run with that id, name or profile, or the only one that waits.
 
     Raises:
         InvalidInput: No run matches, or several do.
     """
-    matches = [run for run in waiting if named is None or named in (str(run.id), run.name, run.profile)]
+    matches = [run for run in waiting if name is None or name in (str(run.id), run.name, run.profile)]
     if len(matches) == 1:
         return matches[0]
     listed = "".join(f"\n  {run.profile} {run.version}: run {run.name}, {run.id}" for run in matches or waiting)
+    count = f"{len(matches)} runs wait" if matches else "no such run waits"
     raise InvalidInput(
-        named or "mergegate approve",
-        found=f"{len(matches)} runs wait for approval{listed}"
-        if matches
-        else f"no such run waits for approval{listed}",
-        expected="one",
-        remedy="name one of them" if matches or waiting else "",
+        name or "mergegate approve",
+        found=f"{count} for approval{listed}",
+        expected="one waiting run",
+        remedy="name one of these runs" if matches or waiting else "",
     )

@@ -125,7 +125,7 @@ class Profile(ProfileSettings):
         if (document_and_directory := clients_document(self.recipe, self.root)) is None:
             return None
         document, directory = document_and_directory
-        released = self.publish.current(self.root) if self.publish else None
+        released = self.publish.current_release(self.root) if self.publish else None
         new_round = client_round(
             document,
             directory,

@@ -102,7 +102,7 @@ class ProfileSettings(ProfileSection):
     def asks(self, flow: str) -> ApprovalSettings | None:
         """Return the approval settings for the last step of a flow, or None if it needs no approval."""
         if flow != "shadow":
-            return self.publish.asks if self.publish else None
+            return self.publish.approval_settings if self.publish else None
         settings = self.shadow.approval if self.shadow else False
         return (ApprovalSettings() if settings else None) if isinstance(settings, bool) else settings
 

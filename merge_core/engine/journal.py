@@ -162,7 +162,7 @@ def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> tuple[lis
     lines = LineChain(identity)
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
-        believed = list(lines.whole(file, _is_entry))
+        believed = list(lines.verified(file, _is_entry))
     entries = [entry for entry, _ in believed]
     shard_file = final_or_partial(out, shard)
     boot = boot_id()

@@ -6,7 +6,6 @@ path, syncs it and renames it. It moves damaged state aside instead of reading i
 
 from mergegate.merge_core.files.database import set_sqlite_aside, sqlite_fault
 from mergegate.merge_core.files.disk import disk_errors_refused, disk_refusal, is_disk_error
-from mergegate.merge_core.files.durable import fsync, fsync_directories
 from mergegate.merge_core.files.hashing import (
     HASHES,
     FileIdentity,
@@ -26,7 +25,7 @@ from mergegate.merge_core.files.new_directory import (
 )
 from mergegate.merge_core.files.records import (
     JOURNAL,
-    JournalPlace,
+    JournalLocation,
     LineChain,
     RecordJournal,
     keep_only_journal,
@@ -35,6 +34,8 @@ from mergegate.merge_core.files.records import (
 from mergegate.merge_core.files.state import (
     ASIDE,
     Damaged,
+    fsync,
+    fsync_directories,
     is_set_aside,
     is_temporary,
     move_aside,
@@ -55,7 +56,7 @@ __all__ = [
     "Damaged",
     "FileIdentity",
     "HashMemo",
-    "JournalPlace",
+    "JournalLocation",
     "LineChain",
     "RecordJournal",
     "disk_errors_refused",

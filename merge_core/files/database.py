@@ -43,7 +43,7 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
         patience_s: Seconds to wait for a lock. A database that stays locked counts as intact.
     """
     if misplaced := misplaced_file(database):
-        return f"{misplaced.name} is no file"
+        return f"{misplaced.name} is not a file"
     if not database.exists():
         return ""
     try:
@@ -54,19 +54,16 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
     return "" if result == ("ok",) else f"damaged: {result}"
 
 
-def set_sqlite_aside(database: Path, why: str) -> None:
+def set_sqlite_aside(database: Path, reason: str) -> None:
     """Set the database aside, together with its journal files."""
     for suffix in _FILE_SUFFIXES:
-        set_aside_damaged(database.with_name(database.name + suffix), why)
+        set_aside_damaged(database.with_name(database.name + suffix), reason)
 
 
 def misplaced_file(database: Path) -> Path | None:
     """Return the first path of the database or its journals at which there is something other than a regular file.
 
     Callers check this before they open the database, because SQLite would wait forever to open a named pipe.
-
-    Args:
-        database: Path of the database.
 
     Returns:
         The path, or None if every path holds a regular file or nothing.

@@ -14,22 +14,26 @@ from pathlib import Path
 
 from mergegate.merge_core.errors import DiskUnavailable
 
-_FULL = ("the disk is full", "room for what is to be written", "free some space, or choose a place on another disk")
-_RIGHTS = ("the right to read and write here", "have the permissions changed, or choose another place")
+_FULL = ("the disk is full", "enough free space", "free some space, or use another disk")
+_RIGHTS = ("permission to read and write", "change the permissions, or use another directory")
 _LIMIT = ("fewer open files, or a higher limit", "raise the limit (ulimit -n)")
 # For each error number: what is wrong, what is expected, and the remedy.
 _EXPLANATIONS: dict[int, tuple[str, str, str]] = {
     errno.ENOSPC: _FULL,
-    errno.EDQUOT: ("the disk is full: this user's share of it is used up", *_FULL[1:]),
-    errno.EFBIG: ("the file is larger than is allowed here", _FULL[1], "raise the limit (ulimit -f), or choose a disk"),
-    errno.EROFS: ("the disk is read-only", "a disk that can be written", "mount it for writing, or choose another"),
+    errno.EDQUOT: ("the disk quota of this user is exhausted", *_FULL[1:]),
+    errno.EFBIG: (
+        "the file exceeds the size limit",
+        "a higher limit",
+        "raise the limit (ulimit -f), or use another disk",
+    ),
+    errno.EROFS: ("the disk is read-only", "a writable disk", "mount it for writing, or use another disk"),
     errno.EACCES: ("", *_RIGHTS),
     errno.EPERM: ("", *_RIGHTS),
-    errno.EIO: ("", "a disk that works", "look at the disk (dmesg), then run again"),
-    errno.ESTALE: ("", "a network disk that answers", "mount it again, then run again"),
+    errno.EIO: ("", "a working disk", "check the disk (dmesg), then run again"),
+    errno.ESTALE: ("", "a network disk that responds", "mount it again, then run again"),
     errno.EMFILE: ("", *_LIMIT),
     errno.ENFILE: ("", *_LIMIT),
-    errno.ENAMETOOLONG: ("", "a path that the file system can hold", "choose shorter names"),
+    errno.ENAMETOOLONG: ("", "a path that the file system supports", "use shorter names"),
 }
 # Failed network connections raise OSError too, so the error number decides.
 _DISK_ERRORS = frozenset(_EXPLANATIONS)
@@ -52,16 +56,11 @@ def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
 
 
 def disk_refusal(error: OSError, location: str | Path = "") -> DiskUnavailable:
-    """Return a refusal that explains a disk error and names the path, the problem and the remedy.
-
-    Args:
-        error: Error from the operating system.
-        location: File that was being read or written, used if the error does not name one.
-    """
+    """Return a refusal that explains a disk error and names the path, the problem and the remedy."""
     filename = error.filename if isinstance(error.filename, (str, bytes)) else None
     named_file = os.fsdecode(filename) if filename else str(location)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
-    problem, expected, remedy = _EXPLANATIONS.get(error.errno or 0, ("", "", "see what stands there, then run again"))
+    problem, expected, remedy = _EXPLANATIONS.get(error.errno or 0, ("", "", "check the file, then run again"))
     return DiskUnavailable(
         named_file or "the operating system",
         found=problem or f"cannot be read or written: {reason}",

@@ -54,9 +54,6 @@ class FileIdentity(NamedTuple):
 def file_identity(file: Path | int) -> FileIdentity:
     """Return the identity of a file, following links.
 
-    Args:
-        file: Path, or the descriptor of an open file.
-
     Raises:
         OSError: The file does not exist.
     """
@@ -66,11 +63,6 @@ def file_identity(file: Path | int) -> FileIdentity:
 
 def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None = None) -> None:
     """Require that a file was neither modified nor replaced since ``identity`` was taken.
-
-    Args:
-        path: Path of the file.
-        identity: Earlier result of :func:`file_identity`.
-        descriptor: Descriptor of the open file, if it must be the same file, too.
 
     Raises:
         ChangedInput: The file was modified, replaced or removed.
@@ -82,9 +74,9 @@ def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None
     if not is_same:
         raise ChangedInput(
             str(path),
-            found="it was changed or replaced while it was merged",
-            expected="the same file from the first byte to the last",
-            remedy="find out who writes there; then run again",
+            found="the file changed or was replaced while it was merged",
+            expected="the same file during the whole merge",
+            remedy="stop the process that writes this file, then run again",
         )
 
 
@@ -108,18 +100,18 @@ class HashMemo:
 
     Args:
         database: Path of the table, created on first use.
-        about_to_read: Called with a path before the file is read, which may take minutes. Its exceptions propagate.
+        before_read: Called with a path before the file is read, which may take minutes. Its exceptions propagate.
     """
 
-    def __init__(self, database: Path, about_to_read: Callable[[Path], None] = lambda path: None) -> None:
-        self._database, self._about_to_read = database, about_to_read
+    def __init__(self, database: Path, before_read: Callable[[Path], None] = lambda path: None) -> None:
+        self._database, self._before_read = database, before_read
 
     def sha256(self, path: Path, *, trust: bool = True) -> str:
         """Return the sha256 of ``path``, from the table if the file is unchanged and ``trust`` is true."""
         identity = file_identity(path)
         if trust and (cached := self._recall(identity)):
             return cached
-        self._about_to_read(path)
+        self._before_read(path)
         _wait_for_tick(identity)
         identity = file_identity(path)
         sha256 = sha256_file(path)
@@ -127,7 +119,7 @@ class HashMemo:
             self._remember(identity, sha256)
         return sha256
 
-    def known(self, path: Path) -> str | None:
+    def cached_sha256(self, path: Path) -> str | None:
         """Return the sha256 of ``path`` if it is in the table, without reading the file; otherwise None."""
         if not (self._database.is_file() and path.is_file()):
             return None
@@ -158,12 +150,10 @@ class HashMemo:
 
     def _recall(self, identity: FileIdentity) -> str | None:
         condition = " AND ".join(f"{column}=?" for column in _COLUMNS)
-        row = self._query(
-            lambda connection: connection.execute(
-                f"SELECT sha256 FROM hashes WHERE {condition}", _stored(identity)
-            ).fetchone()
-        )
-        return _verified_hash(identity, row[0]) or None if row is not None else None
+        statement = f"SELECT sha256 FROM hashes WHERE {condition}"
+        row = self._query(lambda connection: connection.execute(statement, _stored(identity)).fetchone())
+        sha256 = str(row[0])[:64] if row is not None else ""
+        return sha256 if row is not None and row[0] == _hash_with_checksum(identity, sha256) else None
 
     def _remember(self, identity: FileIdentity, sha256: str) -> None:
         def insert(connection: sqlite3.Connection) -> None:
@@ -181,13 +171,13 @@ class HashMemo:
             if time.monotonic() < _UNUSABLE_UNTIL.get(self._database, 0):
                 return None
             if misplaced := misplaced_file(self._database):
-                set_sqlite_aside(self._database, f"{misplaced.name} is no file")
+                set_sqlite_aside(self._database, f"{misplaced.name} is not a file")
             try:
                 with closing(self._open()) as connection:
                     return query(connection)
             except sqlite3.Error as error:
                 if not sqlite_is_damaged(error, self._database):
-                    _log.warning("%s: %s; files are hashed again", self._database, error)
+                    _log.warning("%s: %s; mergegate hashes files again", self._database, error)
                     _UNUSABLE_UNTIL[self._database] = time.monotonic() + _RETRY_AFTER_S
                     return None
                 set_sqlite_aside(self._database, str(error))
@@ -196,7 +186,7 @@ class HashMemo:
     def _open(self) -> sqlite3.Connection:
         state_directory(self._database.parent, private=True)
         connection = sqlite3.connect(self._database, timeout=_PATIENCE_S)
-        # A power cut may lose rows, which costs only time, or mangle them, which _verified_hash detects. So no file
+        # A power cut may lose rows, which costs only time, or mangle them, which the checksum detects. So no file
         # has to wait for the disk.
         connection.execute("PRAGMA synchronous=OFF")
         columns = ", ".join(f"{column} INTEGER" for column in _COLUMNS)
@@ -207,12 +197,6 @@ class HashMemo:
 def _hash_with_checksum(identity: FileIdentity, sha256: str) -> str:
     """Return the table's form of a hash, with a checksum over the hash and the file identity to detect damage."""
     return f"{sha256} {hashlib.sha256(f'{tuple(identity)} {sha256}'.encode()).hexdigest()[:16]}"
-
-
-def _verified_hash(identity: FileIdentity, entry: object) -> str:
-    """Return the hash in a table entry, or an empty string if its checksum does not match."""
-    sha256 = str(entry)[:64]
-    return sha256 if entry == _hash_with_checksum(identity, sha256) else ""
 
 
 def _wait_for_tick(identity: FileIdentity) -> None:

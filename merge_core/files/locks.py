@@ -120,7 +120,7 @@ def _open(path: Path, flags: int) -> int:
             return descriptor
         os.close(descriptor)
     if is_misplaced(path) or not os.access(path, os.R_OK | os.W_OK):  # Another process may have repaired it already.
-        set_aside_damaged(path, "no file to be locked")
+        set_aside_damaged(path, "not a file that can be locked")
     return os.open(path, all_flags, 0o644)
 
 
@@ -130,7 +130,7 @@ def _flock(descriptor: int, path: Path, operation: int, required: bool) -> None:
     except OSError as error:
         if required or error.errno not in _NO_LOCKS:
             raise
-        _log.warning("%s: this file system has no locks: only one process may work here at a time", path.parent)
+        _log.warning("%s: this file system does not support locks; run only one process here at a time", path.parent)
 
 
 def _is_linked(descriptor: int, path: Path) -> bool:

@@ -47,7 +47,7 @@ def new_directory(
     *,
     resume: bool = False,
     by: str = "command that writes it",
-    remedy: str = "wait for it, or name another directory",
+    remedy: str = "wait until it ends, or use another directory",
 ) -> Iterator[Path]:
     """Yield the directory in which to write ``out``, and rename it to ``out`` at the end of the block.
 
@@ -69,7 +69,7 @@ def new_directory(
     out.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _claim(partial)
     if descriptor is None:
-        raise Refused(str(out), found=f"another {by} is running", expected="one at a time", remedy=remedy)
+        raise Refused(str(out), found=f"another {by} is running", expected="one command at a time", remedy=remedy)
     output = partial / OUTPUT
     try:
         try:
@@ -93,7 +93,9 @@ def new_directory(
 
 def _require_absent(out: Path) -> None:
     if out.name in ("", "..") or os.path.lexists(out):
-        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
+        raise InvalidInput(
+            str(out), found="it exists", expected="a new directory", remedy="use another name, or remove it"
+        )
 
 
 def finish_directory(partial: Path) -> None:
@@ -123,8 +125,8 @@ def _claim(partial: Path) -> int | None:
                 raise InvalidInput(
                     str(partial),
                     found="it exists, and mergegate did not create it",
-                    expected="no such path: mergegate writes there until its output is complete",
-                    remedy="move it away, or name another output directory",
+                    expected="no such path, because mergegate writes there until the output is complete",
+                    remedy="move it away, or use another output directory",
                 ) from None
         try:
             descriptor = try_open_locked(partial / MARK, os.O_RDWR | os.O_CREAT, required=False)

@@ -3,7 +3,7 @@
 The journal is in the directory of the unfinished artifact, under the name ``JOURNAL``, and is removed when the artifact
 is complete::
 
-    with open_journal(JournalPlace(out / JOURNAL, key)) as journal:
+    with open_journal(JournalLocation(out / JOURNAL, key)) as journal:
         for value in journal.records:          # complete records of the killed run, in order
             ...
         journal.append(value)                  # one more unit of work is done
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class JournalPlace:
+class JournalLocation:
     """Location of the journal of one stage call.
 
     Args:
@@ -72,7 +72,7 @@ class LineChain:
         self._digest.update(body)
         return self._digest.hexdigest().encode() + b" " + body + b"\n"
 
-    def whole(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
+    def verified(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
         """Yield the values at the beginning of ``file`` as long as the chain verifies, each with its end offset.
 
         Args:
@@ -101,19 +101,26 @@ class RecordJournal:
     """Open journal.
 
     Args:
-        place: Location of the journal. None disables it: no record is stored.
+        location: Location of the journal. None disables it: no record is stored.
         fits: Returns whether a record has the expected form. Records of an older version may not have it.
     """
 
-    def __init__(self, place: JournalPlace | None, fits: Callable[[Any], bool] = lambda record: True) -> None:
-        self._place, self._fd = place, -1
-        self._lines = LineChain(f"{_FORMAT} {place.key if place else ''}")
+    def __init__(self, location: JournalLocation | None, fits: Callable[[Any], bool] = lambda record: True) -> None:
+        self._location, self._fd = location, -1
+        self._lines = LineChain(f"{_FORMAT} {location.key if location else ''}")
         self._flushed = time.monotonic()
         self.records: tuple[Any, ...] = ()
-        if place is not None and os.path.lexists(place.path):
+        if location is not None and os.path.lexists(location.path):
             try:
-                self._open(place.path)
-                self.records = tuple(self._complete_records(fits))
+                self._open(location.path)
+                with os.fdopen(os.dup(self._fd), "rb") as file:
+                    file.seek(0)
+                    complete = list(self._lines.verified(file, fits))
+                self.records = tuple(record for record, _ in complete)
+                end = complete[-1][1] if complete else 0
+                if end < (size := os.fstat(self._fd).st_size):
+                    _log.warning("%s: ignoring the bytes from %d to %d, which are damaged", location.path, end, size)
+                    os.ftruncate(self._fd, end)
             except OSError as error:
                 self._give_up(error)
 
@@ -122,12 +129,12 @@ class RecordJournal:
 
         If the disk is full, the journal ends with a warning and the stage continues without it.
         """
-        if self._place is None:
+        if self._location is None:
             return
         body = json.dumps(record, separators=(",", ":")).encode()
         try:
             if self._fd < 0:
-                self._open(self._place.path)
+                self._open(self._location.path)
             line = self._lines.line(body)
             if os.write(self._fd, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -144,52 +151,40 @@ class RecordJournal:
             self._fd = -1
 
     def _give_up(self, error: OSError) -> None:
-        _log.warning("%s: %s; a run that is killed now starts again here", self._place and self._place.path, error)
+        _log.warning(
+            "%s: %s; if this run is killed, the stage starts again", self._location and self._location.path, error
+        )
         self.close()
-        self._place = None
+        self._location = None
 
     def _open(self, path: Path) -> None:
         if is_misplaced(path):
-            set_aside_damaged(path, "no journal")
+            set_aside_damaged(path, "not a journal")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # The process of a killed run may still be alive for a moment.
         lock_file(self._fd, path, required=False)
 
-    def _complete_records(self, fits: Callable[[Any], bool]) -> Iterator[Any]:
-        end = 0
-        with os.fdopen(os.dup(self._fd), "rb") as file:
-            file.seek(0)
-            for record, end in self._lines.whole(file, fits):  # noqa: B007  # The end of the last record is used below.
-                yield record
-        if end < (size := os.fstat(self._fd).st_size):
-            _log.warning("a journal is not believed from byte %d of %d on", end, size)
-            os.ftruncate(self._fd, end)
-
 
 @contextmanager
 def open_journal(
-    place: JournalPlace | None, fits: Callable[[Any], bool] = lambda record: True
+    location: JournalLocation | None, fits: Callable[[Any], bool] = lambda record: True
 ) -> Iterator[RecordJournal]:
-    """Open the journal at ``place`` for this process alone, or a journal that stores nothing if ``place`` is None.
+    """Open the journal at ``location`` for this process alone. If ``location`` is None, the journal stores nothing.
 
     See :class:`RecordJournal`.
     """
-    journal = RecordJournal(place, fits)
+    journal = RecordJournal(location, fits)
     try:
         yield journal
     finally:
         journal.close()
 
 
-def keep_only_journal(out: Path, beside: str = "") -> None:
+def keep_only_journal(out: Path, pattern: str = "") -> None:
     """Remove everything from ``out`` except the journal and the files that it refers to.
 
     Other leftovers of a killed run are not part of the artifact, and would be sealed with it.
-
-    Args:
-        out: Directory of the unfinished artifact.
-        beside: Pattern for the names of files that the journal refers to. Default: no files.
     """
     for path in out.iterdir():
-        if path.name != JOURNAL and not (beside and path.match(beside) and path.is_file() and not path.is_symlink()):
+        if path.name != JOURNAL and not (pattern and path.match(pattern) and path.is_file() and not path.is_symlink()):
             remove_any(path)

@@ -29,13 +29,11 @@ from pathlib import Path
 from threading import get_ident
 from typing import TypeVar
 
-from mergegate.merge_core.files.durable import fsync
-
 ASIDE = ".damaged-"
 # A name with the ID of the writing process and perhaps of its thread, a name from ``tempfile``, or a key.
 _TEMPORARY = re.compile(r"(.+\.\d+(-\d+)?|(runner|probe)-.+|[0-9a-f]{32}(\..+)?)\.partial")
 # Number of set-aside copies per name, and the size limit of each copy. A damaged checkpoint is not worth keeping whole.
-KEPT, KEPT_BYTES = 3, 64 << 20
+MAX_COPIES, MAX_COPY_BYTES = 3, 64 << 20
 # Size limit of a state file. A larger file is damaged.
 MOST_BYTES = 1 << 30
 
@@ -43,14 +41,14 @@ MOST_BYTES = 1 << 30
 _PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # Errors of open() that concern the file itself. All others (EMFILE, ENOMEM) concern the machine.
 _FILE_ERRORS = {
-    errno.ELOOP: "a link, where a file should be",
-    errno.EISDIR: "a directory, where a file should be",
-    errno.ENXIO: "no file",
-    errno.ENODEV: "no file",
+    errno.ELOOP: "a link instead of a file",
+    errno.EISDIR: "a directory instead of a file",
+    errno.ENXIO: "not a file",
+    errno.ENODEV: "not a file",
     errno.EACCES: "not readable by this user",
     errno.EPERM: "not readable by this user",
-    errno.EIO: "not readable: the disk fails",
-    errno.ENAMETOOLONG: "not readable: its name is too long",
+    errno.EIO: "not readable because of a disk error",
+    errno.ENAMETOOLONG: "not readable because its name is too long",
 }
 
 _log = logging.getLogger(__name__)
@@ -62,10 +60,10 @@ class Damaged:
     """Damaged state: its path and the reason."""
 
     path: Path
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.path} cannot be read: {self.why}"
+        return f"{self.path} cannot be read: {self.reason}"
 
 
 def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTES) -> T | Damaged | None:
@@ -91,9 +89,9 @@ def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTE
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                return Damaged(path, f"a {_kind(status.st_mode)}, where a file should be")
+                return Damaged(path, f"a {_kind(status.st_mode)} instead of a file")
             if status.st_size > most:
-                return Damaged(path, f"{status.st_size} bytes, at most {most} are expected")
+                return Damaged(path, f"{status.st_size} bytes instead of at most {most}")
             content = file.read()
         return parse(content)
     except OSError as error:  # Reading failed: a failing disk, or a directory on systems that can open one.
@@ -115,19 +113,28 @@ def move_aside(path: Path) -> Path | None:
     Returns:
         The new path, or None if nothing was at ``path`` or it was too large to keep.
     """
-    aside = path.with_name(f"{path.name}{ASIDE}{_last_number(path) + 1}")
     try:
+        copies = _set_aside_copies(path.with_name(f"{path.name}{ASIDE}0"))
+        aside = path.with_name(f"{path.name}{ASIDE}{_number(copies[-1]) + 1 if copies else 1}")
         path.rename(aside)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         remove_any(path)
         return None
-    for old in _set_aside_copies(aside)[:-KEPT]:
+    for old in _set_aside_copies(aside)[:-MAX_COPIES]:
         remove_any(old)
-    _shrink(aside)
+    with suppress(OSError):  # Remove the largest files of the copy until it is small enough.
+        is_tree = aside.is_dir() and not aside.is_symlink()
+        paths = [aside / name for name in regular_files(aside)[0]] if is_tree else [aside]
+        files = sorted((file.lstat().st_size, file) for file in paths)
+        total = sum(size for size, _ in files)
+        while files and total > MAX_COPY_BYTES:
+            size, file = files.pop()
+            file.unlink()
+            total -= size
     return aside if os.path.lexists(aside) else None
 
 
@@ -135,10 +142,6 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
     """Return whether something other than a regular file is at ``path``.
 
     The check uses a single system call. If another process removes the path at the same time, it is not misplaced.
-
-    Args:
-        path: Path to check.
-        through_links: Whether a link to a file counts as a file.
     """
     try:
         status = path.stat() if through_links else path.lstat()
@@ -157,11 +160,11 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
-def set_aside_damaged(path: Path, why: str) -> None:
+def set_aside_damaged(path: Path, reason: str) -> None:
     """Set aside the damaged file or directory at ``path`` and log a warning. Do nothing if the path does not exist."""
     if os.path.lexists(path):
         aside = move_aside(path)
-        _log.warning("%s: %s; %s", path, why, f"set aside as {aside.name}" if aside else "removed")
+        _log.warning("%s: %s; %s", path, reason, f"set aside as {aside.name}" if aside else "removed")
 
 
 def state_directory(path: Path, *, private: bool = False) -> Path:
@@ -181,10 +184,14 @@ def state_directory(path: Path, *, private: bool = False) -> Path:
         try:
             path.mkdir(mode=mode, exist_ok=True)
         except FileExistsError:
-            set_aside_damaged(path, "no directory")
+            set_aside_damaged(path, "not a directory")
             path.mkdir(mode=mode, exist_ok=True)
     if private:
-        _close_to_others(path)
+        status = path.stat()
+        mode = stat.S_IMODE(status.st_mode)
+        private_mode = mode & (0o7770 if mode & stat.S_ISGID else 0o7700)
+        if status.st_uid == os.geteuid() and private_mode != mode:
+            path.chmod(private_mode)
     return path
 
 
@@ -199,13 +206,28 @@ def write_state(path: Path, content: bytes) -> None:
         try:
             partial.rename(path)  # Replaces a file, a link or a pipe.
         except IsADirectoryError:
-            set_aside_damaged(path, "a directory, where a file should be")
+            set_aside_damaged(path, "a directory instead of a file")
             partial.rename(path)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's bytes, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directories(root: Path) -> None:
+    """Flush the entries of ``root`` and of every directory below it, so that new file names survive a crash."""
+    for directory in (root, *(path for path in root.rglob("*") if path.is_dir())):
+        fsync(directory)
 
 
 def remove_any(path: Path) -> None:
@@ -239,39 +261,9 @@ def _set_aside_copies(aside: Path) -> list[Path]:
     return sorted((path for path in copies if _number(path) > 0), key=_number)
 
 
-def _last_number(path: Path) -> int:
-    try:
-        copies = _set_aside_copies(path.with_name(f"{path.name}{ASIDE}0"))
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    return _number(copies[-1]) if copies else 0
-
-
 def _number(aside: Path) -> int:
     text = aside.name.rpartition(ASIDE)[2]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-
-
-def _shrink(aside: Path) -> None:
-    """Remove the largest files of a set-aside copy until it is small enough, ignoring files it cannot remove."""
-    with suppress(OSError):
-        if not aside.is_dir() or aside.is_symlink():
-            if aside.lstat().st_size > KEPT_BYTES:
-                aside.unlink()
-            return
-        files = sorted((file.lstat().st_size, file) for file in (aside / name for name in regular_files(aside)[0]))
-        total = sum(size for size, _ in files)
-        while files and total > KEPT_BYTES:
-            size, file = files.pop()
-            file.unlink()
-            total -= size
-
-
-def _close_to_others(path: Path) -> None:
-    status = path.stat()
-    private_mode = stat.S_IMODE(status.st_mode) & (0o7770 if status.st_mode & stat.S_ISGID else 0o7700)
-    if status.st_uid == os.geteuid() and private_mode != stat.S_IMODE(status.st_mode):
-        path.chmod(private_mode)
 
 
 def _retry_with_permission(function: Callable[[str], object], path: str, failure: object) -> None:

@@ -10,10 +10,12 @@ legitimate files need.
 from mergegate.merge_core.parsing.files import (
     MAX_CODE_BYTES,
     MAX_DATA_BYTES,
+    LocalPath,
     check_entries,
     is_special,
     open_buffered,
     open_plain,
+    parse_path,
     plain_file,
     read_plain,
     read_text,
@@ -28,13 +30,12 @@ from mergegate.merge_core.parsing.json_text import (
     read_json,
     read_lines,
 )
-from mergegate.merge_core.parsing.local_path import LocalPath, parse_path
 from mergegate.merge_core.parsing.overrides import with_overrides
 from mergegate.merge_core.parsing.wording import describe_kind, expectation, format_value, join_expectations
-from mergegate.merge_core.parsing.yaml_flow import flow_yaml
 from mergegate.merge_core.parsing.yaml_text import (
     MAX_YAML_BYTES,
     StrictLoader,
+    flow_yaml,
     parse_yaml,
     read_yaml,
     read_yaml_mapping,

@@ -5,6 +5,8 @@ A checkpoint is a directory that a third party filled. ``merges.txt`` may be a l
 opening it, because opening a pipe blocks and opening a device may have side effects. It checks the file again after
 opening it, and requires that it is inside its directory. The only exception is the Hub's cache, recognized by name:
 ``models--org--name/snapshots/<commit>/`` consists of links into the neighboring directory ``blobs/``.
+
+:data:`LocalPath` is the type of local paths in profiles, settings and command-line options.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+from pydantic import BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from mergegate.merge_core.errors import InvalidInput
 
@@ -28,7 +33,10 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
-_OUTSIDE = "copy the file into the directory if it belongs there; do not use a checkpoint from a stranger that has this"
+_OUTSIDE = "copy the file into the directory; do not use a checkpoint from an unknown source that contains such a link"
+_KIND = "local_path"  # Name of the error type in pydantic.
+_LONGEST_NAME = 255  # Bytes. The limit of ext4, XFS, Btrfs, APFS and NTFS.
+_LONGEST_PATH = 4095  # Bytes. PATH_MAX of Linux without the final NUL byte.
 
 
 def plain_file(path: Path, *, within: Path | None = None, most: int | None = None) -> Path:
@@ -47,17 +55,23 @@ def plain_file(path: Path, *, within: Path | None = None, most: int | None = Non
     try:
         # Resolve without checking existence, so as not to reveal whether a file outside the directory exists.
         real = Path(os.path.realpath(path))
-        if within is not None and not _belongs(real, Path(os.path.realpath(within))):
-            raise InvalidInput(
-                str(path), found=f"a link to {real}", expected=f"a file inside {within}", remedy=_OUTSIDE
+        directory = Path(os.path.realpath(within)) if within is not None else None
+        if directory is not None and not real.is_relative_to(directory):
+            repository = directory.parent.parent
+            is_in_cache = directory.parent.name == "snapshots" and repository.name.startswith(
+                ("models--", "datasets--")
             )
+            if not is_in_cache or real.parent != repository / "blobs":
+                raise InvalidInput(
+                    str(path), found=f"a link to {real}", expected=f"a file inside {within}", remedy=_OUTSIDE
+                )
         status = real.stat()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
     except ValueError:
-        raise InvalidInput(str(path), found="a name that no file can have", expected="the name of a file") from None
+        raise InvalidInput(str(path), found="an invalid file name", expected="the name of a file") from None
     kind = stat.S_IFMT(status.st_mode)
     if most is not None and status.st_size > most:
         raise InvalidInput(str(path), found=f"{status.st_size} bytes", expected=f"at most {most} bytes")
@@ -81,23 +95,16 @@ def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
         raise
     except OSError as error:
         raise InvalidInput(
-            str(path), found=f"cannot be read: {error.strerror}", remedy="check disk and rights"
+            str(path), found=f"cannot be read: {error.strerror}", remedy="check the disk and the permissions"
         ) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise InvalidInput(str(path), found="no plain file any more", expected="a plain file")
+        raise InvalidInput(str(path), found="it is no longer a plain file", expected="a plain file")
     return os.fdopen(fd, "rb", buffering=0)
 
 
 def read_plain(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> bytes:
     """Return the content of a plain file.
-
-    Args:
-        path: Path of the file.
-        most: Largest size in bytes.
-        within: Directory that the file must be in. Default: anywhere.
-        expected: Description of the expected file, for error messages.
-        remedy: Advice to the user, for error messages.
 
     Raises:
         InvalidInput: The file is missing, larger than ``most``, or not valid for :func:`open_plain`.
@@ -119,11 +126,6 @@ def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
     """Return the content of an open plain file.
 
-    Args:
-        file: Open file.
-        path: Path of the file, for error messages.
-        most: Largest size in bytes.
-
     Raises:
         InvalidInput: The file is larger than ``most``, grows while it is read, or the disk reports an error.
     """
@@ -137,7 +139,9 @@ def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
     except OSError as error:
         raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
     if len(content) > most:
-        raise InvalidInput(str(path), found="more bytes than a moment ago", expected="a file that nobody writes to")
+        raise InvalidInput(
+            str(path), found="the file grew while it was read", expected="a file that no process writes to"
+        )
     return content
 
 
@@ -179,10 +183,35 @@ def is_special(path: Path) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _belongs(real: Path, directory: Path) -> bool:
-    """Return whether a resolved path is inside a resolved directory, or in the blobs of the same Hub cache."""
-    if real.is_relative_to(directory):
-        return True
-    snapshots = directory.parent
-    in_cache = snapshots.name == "snapshots" and snapshots.parent.name.startswith(("models--", "datasets--"))
-    return in_cache and real.parent == snapshots.parent / "blobs"
+def parse_path(text: str) -> Path:
+    """Return ``text`` as a path.
+
+    Raises:
+        PydanticCustomError: No file can have this path: it is empty, contains a NUL byte, is too long, or is not text.
+    """
+    if not text:
+        raise PydanticCustomError(_KIND, "expected a path, not an empty text")
+    if "\0" in text:
+        raise PydanticCustomError(_KIND, "expected a path without a NUL byte")
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        raise PydanticCustomError(_KIND, "expected a path of Unicode text") from None
+    longest = max(len(name) for name in encoded.split(b"/"))
+    if longest > _LONGEST_NAME:
+        raise PydanticCustomError(_KIND, f"expected names of at most {_LONGEST_NAME} bytes, not of {longest:,}")
+    if len(encoded) > _LONGEST_PATH:
+        raise PydanticCustomError(_KIND, f"expected a path of at most {_LONGEST_PATH:,} bytes, not of {len(encoded):,}")
+    return Path(text)
+
+
+def _check(value: Any) -> Any:
+    """Check a string. Pydantic converts it to a path afterward and rejects other types."""
+    if isinstance(value, str):
+        parse_path(value)
+    return value
+
+
+LocalPath = Annotated[
+    Path, BeforeValidator(_check), WithJsonSchema({"type": "string", "format": "path", "minLength": 1})
+]

@@ -22,14 +22,8 @@ T = TypeVar("T")
 
 
 @contextmanager
-def parsing_errors(location: str, what: str, *, expected: str = "", remedy: str = "") -> Iterator[None]:
+def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: str = "") -> Iterator[None]:
     """Raise every exception of the block as InvalidInput, except mergegate's own errors. Only parse inside the block.
-
-    Args:
-        location: File or field, for the error message.
-        what: Description of the problem: ``not JSON``, ``damaged``.
-        expected: Description of the expected content.
-        remedy: Advice to the user.
 
     Raises:
         InvalidInput: The block raised an exception that is not a MergegateError.
@@ -43,31 +37,24 @@ def parsing_errors(location: str, what: str, *, expected: str = "", remedy: str 
             location, found=f"cannot be read: {error.strerror or error}", expected=expected, remedy=remedy
         ) from None
     except RecursionError:
-        raise InvalidInput(location, found=f"{what}: nested too deeply", expected=expected, remedy=remedy) from None
+        raise InvalidInput(location, found=f"{problem}: nested too deeply", expected=expected, remedy=remedy) from None
     except MemoryError:
         raise InvalidInput(
-            location, found=f"{what}: too large for the memory", expected=expected, remedy=remedy
+            location, found=f"{problem}: too large for the memory", expected=expected, remedy=remedy
         ) from None
     except Exception as error:  # Libraries do not document which exceptions their parsers raise.
         if isinstance(error, JSONDecodeError):  # Its own text also gives the character offset, which is omitted.
             line = f"line {error.lineno}, " if error.lineno > 1 else ""
-            problem = f"{error.msg[:1].lower()}{error.msg[1:]} at {line}column {error.colno}"
-            raise InvalidInput(location, found=f"{what}: {problem}", expected=expected, remedy=remedy) from None
+            detail = f"{error.msg[:1].lower()}{error.msg[1:]} at {line}column {error.colno}"
+            raise InvalidInput(location, found=f"{problem}: {detail}", expected=expected, remedy=remedy) from None
         # The messages of these exceptions are not clear without the type. A KeyError, for example, has only a name.
         needs_type = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
         kind = f"{type(error).__name__}: " if needs_type else ""
-        raise InvalidInput(location, found=f"{what}: {kind}{error}", expected=expected, remedy=remedy) from None
+        raise InvalidInput(location, found=f"{problem}: {kind}{error}", expected=expected, remedy=remedy) from None
 
 
 def require_type(value: object, kind: type[T], location: str, expected: str, *, remedy: str = "") -> T:
     """Return ``value`` if its type is exactly ``kind``. True is not an int here.
-
-    Args:
-        value: Value to check.
-        kind: Required type.
-        location: File or field, for the error message.
-        expected: Description of the expected value.
-        remedy: Advice to the user.
 
     Raises:
         InvalidInput: The value has another type.
@@ -94,7 +81,7 @@ def require_printable(value: object, location: str) -> None:
                     item.encode()
                 except UnicodeEncodeError:
                     raise InvalidInput(
-                        location, found=f"{item!r:.60}, which has half a character in it", expected="Unicode text"
+                        location, found=f"{item!r:.60} contains an incomplete character", expected="Unicode text"
                     ) from None
         elif isinstance(item, Mapping):
             pending += item.keys()

@@ -42,20 +42,6 @@ class JsonBounds:
     depth: int = 64
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Parser of integers with a limited number of digits."""
-
-    location: str
-
-    def __call__(self, text: str) -> int:
-        if len(text) > MAX_DIGITS:
-            raise InvalidInput(
-                self.location, found=f"a number of {len(text)} digits", expected=f"at most {MAX_DIGITS} digits"
-            )
-        return int(text)
-
-
 Pairs = Callable[[list[tuple[str, Any]]], Any]
 SMALL = JsonBounds()
 
@@ -77,10 +63,18 @@ def parse_json(
         InvalidInput: The text is not JSON or exceeds the limits.
     """
     _check_bounds(content, location, bounds)
+
+    def parse_int(text: str) -> int:
+        if len(text) > MAX_DIGITS:
+            raise InvalidInput(
+                location, found=f"a number of {len(text)} digits", expected=f"at most {MAX_DIGITS} digits"
+            )
+        return int(text)
+
     with parsing_errors(location, "not JSON", expected=expected):
         # Check each number only if the text has a long run of digits, because a table of tensors has half a million
         # numbers.
-        numbers = _Numbers(location) if _LONG_NUMBER in content.translate(_DIGITS) else None
+        numbers = parse_int if _LONG_NUMBER in content.translate(_DIGITS) else None
         # Decode first, because json.loads accepts unpaired surrogates in bytes.
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=pairs, parse_int=numbers)
         if b"\\ud" in content or b"\\uD" in content:  # UTF-8 text can only contain a surrogate as an escape.
@@ -110,7 +104,9 @@ def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
         with open_plain(path, within=path.parent) as file:
             content = content_of(file, path, bounds.size)
     except FileNotFoundError:
-        raise InvalidInput(str(path), found="no such file", expected="a Hugging Face checkpoint has it") from None
+        raise InvalidInput(
+            str(path), found="no such file", expected="a file that every Hugging Face checkpoint has"
+        ) from None
     return parse_json_object(content, str(path), bounds=bounds)
 
 
@@ -126,7 +122,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
         InvalidInput: The line is not a JSON object.
     """
     location = line_location(path, number)
-    document = parse_json(line, location, expected="one JSON object a line")
+    document = parse_json(line, location, expected="one JSON object per line")
     if not isinstance(document, dict):
         raise InvalidInput(location, found=type(document).__name__, expected="a JSON object")
     return document
@@ -134,11 +130,6 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a plain file, each with its number from 1. Only one line is in memory at a time.
-
-    Args:
-        path: Path of the file.
-        longest: Largest size of a line in bytes.
-        most: Largest number of lines.
 
     Raises:
         InvalidInput: The file cannot be read or exceeds the limits.

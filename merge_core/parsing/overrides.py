@@ -22,10 +22,6 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     A key is a path (``evaluate.tasks[0].max_drop``), and a value is YAML (``200``, ``null``, ``{max_drop: 2}``). This
     function does not check whether the key exists and the value is valid. The validation of the profile does.
 
-    Args:
-        data: Data of the profile.
-        overrides: Overrides of the form ``KEY=VALUE``.
-
     Raises:
         InvalidInput: An override does not have the form ``KEY=VALUE``, or its path leads through a value that is not a
             section or list.
@@ -41,7 +37,18 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         documents = parse_yaml(value, f"--set {text}", "a value in YAML") or [None]
         if len(documents) > 1:
             raise InvalidInput(f"--set {text}", found=f"{len(documents)} documents", expected="one value")
-        _set_value(result, steps, documents[0], text)
+        parent: Any = result
+        for index, step in enumerate(steps):
+            if isinstance(step, int):
+                if not isinstance(parent, list) or step >= len(parent):
+                    raise _invalid_path(steps[:index], parent, text, f"a list with more than {step} items")
+            elif not isinstance(parent, dict):
+                raise _invalid_path(steps[:index], parent, text, "a section")
+            if index == len(steps) - 1:
+                parent[step] = documents[0]
+            elif isinstance(step, str) and parent.get(step) is None:
+                parent[step] = {}
+            parent = parent[step]
     return result
 
 
@@ -53,22 +60,6 @@ def _steps(path: str) -> list[str | int]:
     return [match.group(1) or int(match.group(2)) for match in matches]
 
 
-def _set_value(data: dict[str, Any], steps: Sequence[str | int], value: object, text: str) -> None:
-    parent: Any = data
-    for index, step in enumerate(steps):
-        is_last = index == len(steps) - 1
-        if isinstance(step, int):
-            if not isinstance(parent, list) or step >= len(parent):
-                raise _invalid_path(steps[:index], parent, text, f"a list of more than {step} items")
-        elif not isinstance(parent, dict):
-            raise _invalid_path(steps[:index], parent, text, "a section")
-        if is_last:
-            parent[step] = value
-        elif isinstance(step, str) and parent.get(step) is None:
-            parent[step] = {}
-        parent = parent[step]
-
-
 def _invalid_path(steps: Sequence[str | int], value: object, text: str, expected: str) -> InvalidInput:
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
-    return InvalidInput(f"--set {text}", found=f"{path or 'the profile'} is {value!r}", expected=f"{expected} there")
+    return InvalidInput(f"--set {text}", found=f"{path or 'the profile'} is {value!r}", expected=expected)

@@ -10,31 +10,30 @@ _LONGEST = 100  # Maximum length of a quoted value in characters.
 
 # Descriptions of the patterns of settings. A pattern that is not listed is shown unchanged.
 _PATTERNS: Mapping[str, str] = {
-    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-', which begins with a letter or digit",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "a name of letters, digits, '.', '_' and '-' that begins with a letter or digit",
     r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$": "org/name",
-    r"^[A-Za-z0-9][\w. -]*$": "a name of letters, digits, blanks, '.', '_' and '-'",
-    r"^[A-Za-z][\w-]*$": "a name of letters, digits, '_' and '-', which begins with a letter",
-    r"^https?://": "an address that begins with http:// or https://",
-    r"^https?://[^\s@]+$": "an address that begins with http:// or https://, without a user in it",
-    r"^https?://[^/\s@]+/?$": "an address such as https://host:port, without path or user",
+    r"^[A-Za-z0-9][\w. -]*$": "a name of letters, digits, spaces, '.', '_' and '-'",
+    r"^[A-Za-z][\w-]*$": "a name of letters, digits, '_' and '-' that begins with a letter",
+    r"^https?://": "a URL that begins with http:// or https://",
+    r"^https?://[^\s@]+$": "a URL that begins with http:// or https:// and contains no user name",
+    r"^https?://[^/\s@]+/?$": "a URL such as https://host:port, without a path or user name",
 }
 _PREFIXES: Mapping[str, str] = {"^s3://": "s3://bucket/prefix"}
 
 # Messages by pydantic's error type.
 _MESSAGES: Mapping[str, Callable[[_Context], str]] = {
-    "string_pattern_mismatch": lambda context: f"expected {_describe_pattern(str(context.get('pattern', '')))}",
     "literal_error": lambda context: f"expected {context.get('expected')}",
     "enum": lambda context: f"expected {context.get('expected')}",
-    "greater_than": lambda context: f"expected more than {_number(context.get('gt'))}",
+    "greater_than": lambda context: f"expected a number greater than {_number(context.get('gt'))}",
     "greater_than_equal": lambda context: f"expected {_number(context.get('ge'))} or more",
-    "less_than": lambda context: f"expected less than {_number(context.get('lt'))}",
+    "less_than": lambda context: f"expected a number less than {_number(context.get('lt'))}",
     "less_than_equal": lambda context: f"expected {_number(context.get('le'))} or less",
     "too_short": lambda context: f"expected {context.get('min_length')} or more entries",
     "too_long": lambda context: f"expected {context.get('max_length')} or fewer entries",
     "string_too_short": lambda context: f"expected {context.get('min_length')} or more characters",
     "string_too_long": lambda context: f"expected {context.get('max_length')} or fewer characters",
     "union_tag_invalid": lambda context: f"{context.get('tag')!r} is unknown; expected {context.get('expected_tags')}",
-    "union_tag_not_found": lambda context: "says not which kind it is",
+    "union_tag_not_found": lambda context: "expected a key that states the kind",
     "finite_number": lambda context: "expected a finite number",
 }
 _KINDS: Mapping[str, str] = {
@@ -66,6 +65,10 @@ def expectation(fault: str, context: _Context, message: str) -> str:
         context: Context of the error, such as ``{"ge": 0}``.
         message: Pydantic's own message, used for error types without a description.
     """
+    if fault == "string_pattern_mismatch":
+        pattern = str(context.get("pattern", ""))
+        by_prefix = next((text for prefix, text in _PREFIXES.items() if pattern.startswith(prefix)), "")
+        return f"expected {_PATTERNS.get(pattern) or by_prefix or f'text that matches {pattern}'}"
     if fault in _MESSAGES:
         return _MESSAGES[fault](context)
     for ending in _KIND_SUFFIXES:
@@ -109,11 +112,6 @@ def describe_kind(value: object) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return "a number" if isinstance(value, int | float) else "a text" if isinstance(value, str) else "a value"
-
-
-def _describe_pattern(pattern: str) -> str:
-    by_prefix = (description for prefix, description in _PREFIXES.items() if pattern.startswith(prefix))
-    return _PATTERNS.get(pattern) or next(by_prefix, f"what fits {pattern}")
 
 
 def _number(value: object) -> str:

@@ -4,10 +4,14 @@ YAML allows a mapping to contain the same key twice, and the last one silently w
 in all files that users write: recipes, profiles, license tables and task definitions. Only values that JSON also has
 are accepted. A date stays text, and sets, bytes and pairs are rejected. The parser first reads the text as a stream of
 events, which needs constant memory at any depth and shows how much the aliases would expand to.
+
+:func:`flow_yaml` writes plain data as one line that users can paste into a file and mergegate reads back unchanged.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +37,7 @@ else:
     _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _TAG = "tag:yaml.org,2002:"
-_AS_TEXT = "text: put it in quotes"
+_AS_TEXT = "text, in quotes"
 _PLAIN = tuple(f"{_TAG}{name}" for name in ("null", "bool", "str", "seq", "map"))
 
 
@@ -61,7 +65,9 @@ class StrictLoader(_SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # The superclass reports it.
             if key in keys:
-                self.key_faults.append(_KeyFault(f"{key!r} is written twice", key_node.start_mark, "every key once"))
+                self.key_faults.append(
+                    _KeyFault(f"the key {key!r} appears twice", key_node.start_mark, "each key once")
+                )
             keys.add(key)
         return super().construct_mapping(node, deep)
 
@@ -90,12 +96,12 @@ StrictLoader.yaml_implicit_resolvers = {
 
 # Explanations of PyYAML's messages for users.
 _EXPLANATIONS = {
-    "found character that cannot start any token": "a character that nothing begins with; blanks, not tabs, indent it",
-    "mapping values are not allowed in this context": "a ':' where none can stand; look at how the lines are indented",
-    "did not find expected node content": "nothing where a value should stand; a bracket may not be closed",
-    "did not find expected key": "no key where one should stand; look at how the lines are indented",
+    "found character that cannot start any token": "a character that starts no value; indent with spaces, not tabs",
+    "mapping values are not allowed in this context": "an unexpected ':'; check the indentation",
+    "did not find expected node content": "a missing value; check for an unclosed bracket",
+    "did not find expected key": "a missing key; check the indentation",
     "could not find expected ':'": "a key without ':'",
-    "found unknown escape character": "a backslash in double quotes; write a path with '/', or in single quotes",
+    "found unknown escape character": "a backslash in double quotes; write paths with '/' or in single quotes",
 }
 
 
@@ -164,30 +170,24 @@ def parse_yaml(
         try:
             _check_bounds(text, location, loader)
             # The loader constructs only plain values, like safe_load.
-            documents, faults = _load(text, loader)
+            reader, documents = loader(text), []
+            try:
+                while reader.check_data():  # type: ignore[no-untyped-call]  # PyYAML's stubs are incomplete.
+                    documents.append(reader.get_data())
+            finally:
+                reader.dispose()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             position = f"{location}, {_line(mark)}" if mark else location
             problem = _EXPLANATIONS.get(str(error.problem), str(error.problem))
             raise InvalidInput(position, found=f"not YAML: {problem}", expected=expected) from None
         log = FindingLog()
-        for fault in sorted(faults, key=lambda fault: fault.problem_mark.index if fault.problem_mark else 0):
+        for fault in sorted(reader.key_faults, key=lambda fault: fault.problem_mark.index if fault.problem_mark else 0):
             log.fault(f"{location}, {_line(fault.problem_mark)}", found=str(fault.problem), expected=fault.expected)
         log.raise_faults(location)
         if "\\" in text:  # Text can only contain a surrogate as an escape.
             require_printable(documents, location)
-        return documents
-
-
-def _load(text: str, loader: type[StrictLoader]) -> tuple[list[Any], list[_KeyFault]]:
-    """Return the documents that are not empty, and the faults that make valid YAML unacceptable."""
-    reader, documents = loader(text), []
-    try:
-        while reader.check_data():  # type: ignore[no-untyped-call]  # PyYAML's stubs are incomplete.
-            documents.append(reader.get_data())
-    finally:
-        reader.dispose()
-    return [document for document in documents if document is not None], reader.key_faults
+        return [document for document in documents if document is not None]
 
 
 def _line(mark: yaml.Mark | None) -> str:
@@ -206,18 +206,20 @@ def _check_bounds(text: str, location: str, loader: type[StrictLoader]) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             anchors, documents = {}, documents + 1
             if documents > _MAX_DOCUMENTS:
-                raise InvalidInput(location, found=f"over {_MAX_DOCUMENTS} documents", expected="fewer in one file")
+                raise InvalidInput(location, found=f"over {_MAX_DOCUMENTS} documents", expected="fewer documents")
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in names:
-                raise InvalidInput(location, found=f"*{event.anchor:.40}, inside itself", expected="values with an end")
+                raise InvalidInput(
+                    location, found=f"the alias *{event.anchor:.40} contains itself", expected="no circular aliases"
+                )
             size = anchors.get(str(event.anchor), 0)  # The parser reports an unknown anchor.
             added += size
             if added > _MAX_ADDED_BY_ALIASES:
                 raise InvalidInput(
                     location,
-                    found="over 2 MB added by its aliases",
-                    expected="less",
-                    remedy="write fewer aliases (&name, *name), or split the file",
+                    found="its aliases expand to over 2 MB",
+                    expected="at most 2 MB",
+                    remedy="use fewer aliases (&name, *name), or split the file",
                 )
         elif isinstance(event, yaml.ScalarEvent):
             size = 16 + len(event.value)
@@ -233,3 +235,35 @@ def _check_bounds(text: str, location: str, loader: type[StrictLoader]) -> None:
             if name is not None:
                 anchors[name] = size
         sizes[-1] += size
+
+
+class _FlowDumper(yaml.SafeDumper):
+    """Dumper that quotes only when necessary, with double quotes so that line breaks are escaped."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # An alias such as '&id001' would confuse readers of the line.
+
+    def choose_scalar_style(self) -> str:
+        style: str = super().choose_scalar_style()
+        return '"' if style == "'" else style
+
+
+# PyYAML reads such a value as text, but readers of YAML 1.2, such as editors, read it as a number. Quotes make it text
+# for both.
+_FlowDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?|\.\d)\d*[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def flow_yaml(value: object) -> str:
+    """Return ``value`` as one line of YAML in flow style, for example ``{a: [1, 2]}``.
+
+    The result can be pasted inside brackets or braces. A string is therefore quoted if it would be misread there.
+
+    Args:
+        value: Plain data that consists of mappings, lists, strings, numbers, booleans and None.
+    """
+    text = yaml.dump(
+        [value], Dumper=_FlowDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return text.strip()[1:-1]

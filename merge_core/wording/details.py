@@ -45,13 +45,13 @@ def has_detail_listener() -> bool:
 
 
 @contextmanager
-def detail_listener(say: Callable[[str], None]) -> Iterator[None]:
-    """Call ``say`` with each line while the block runs, regardless of the thread that reports it."""
-    _listeners.append(say)
+def detail_listener(listener: Callable[[str], None]) -> Iterator[None]:
+    """Call ``listener`` with each line while the block runs, regardless of the thread that reports it."""
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(say)
+        _listeners.remove(listener)
 
 
 def without_secrets(text: str) -> str:

@@ -20,18 +20,18 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
 
 
-def parse_bytes(text: str, where: str) -> int:
+def parse_bytes(text: str, location: str) -> int:
     """Parse a number of bytes: '50GB' and '1.5 TB' are decimal units, '50GiB' is powers of 1024.
 
     Args:
         text: Text to parse.
-        where: Location for the error message, such as a file and key or an option.
+        location: Location for the error message, such as a file and key or an option.
 
     Raises:
         InvalidInput: The text is not a number with a unit.
     """
     if (match := _AMOUNT.fullmatch(text)) is None:
-        raise InvalidInput(where, found=repr(text), expected="a number of bytes with its unit, such as 50GB")
+        raise InvalidInput(location, found=repr(text), expected="a number of bytes with a unit, such as 50GB")
     number, unit, binary = match.groups()
     power = "kmgt".find(unit.lower()) + 1 if unit else 0
     factor: int = (1024 if binary else 1000) ** power
@@ -68,17 +68,19 @@ def format_roughly(seconds: float) -> str:
     return f"{round(hours / 24)} days"
 
 
-def parse_duration(text: str, where: str) -> float:
+def parse_duration(text: str, location: str) -> float:
     """Parse a duration into seconds: '20 s', '90 min', '6 h', '3 d'.
 
     Args:
         text: Text to parse.
-        where: Location for the error message, such as a file and key or an option.
+        location: Location for the error message, such as a file and key or an option.
 
     Raises:
         InvalidInput: The text is not a number with a unit, or the duration is zero.
     """
     match = _SPAN.fullmatch(text)
     if match is None or match[2] not in _SECONDS or not float(match[1]):
-        raise InvalidInput(where, found=repr(text), expected="a time with its unit, such as 20 s, 90 min, 6 h or 3 d")
+        raise InvalidInput(
+            location, found=repr(text), expected="a duration with a unit, such as 20 s, 90 min, 6 h or 3 d"
+        )
     return float(match[1]) * _SECONDS[match[2]]

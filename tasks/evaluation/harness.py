@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal
+from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model, TellProgress
 from mergegate.tasks.evaluation.answer_journal import is_answer_record, journalled
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
@@ -51,7 +51,7 @@ class ScoringJob:
     scoring: Scoring
     part: DocumentRange
     device: str
-    journal: JournalPlace | None = None
+    journal: JournalLocation | None = None
 
 
 def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[DocumentScore, ...]:

@@ -25,7 +25,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JOURNAL, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal
 from mergegate.tasks.checkpoints import Model, files_fingerprint
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
@@ -175,7 +175,7 @@ def evaluate(
     began = time.monotonic()
     # The server is not part of the key, but a run must not resume answers that another server gave.
     key = f"{evaluate.key(model, task, scoring, part, runtime)} {endpoint!r} {files_fingerprint([model])}"
-    job = ScoringJob(model, task, scoring, part, runtime.device, JournalPlace(out / JOURNAL, key))
+    job = ScoringJob(model, task, scoring, part, runtime.device, JournalLocation(out / JOURNAL, key))
     rows = process.score_in_child(job, lambda done, total: advance(done, total, f"requests of {task.name}"))
     write_document_scores(out / SCORES_FILE, rows)
     return Scores(

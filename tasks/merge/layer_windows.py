@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from mergegate.merge_core.architecture import is_projection, is_routed_expert
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalPlace, open_journal, sha256_file
+from mergegate.merge_core.files import JournalLocation, open_journal, sha256_file
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.merge_core.system import system_memory
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress
@@ -48,7 +48,7 @@ class CalibrationJob:
     dtype: str
     device: str
     out: Path
-    journal: JournalPlace
+    journal: JournalLocation
 
 
 class MeasurablePart(Protocol):

@@ -19,14 +19,14 @@ from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, files_fingerprint
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
 from mergegate.tasks.merge.layer_windows import CalibrationJob
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 from mergegate.tasks.store import Artifact
 
@@ -46,7 +46,7 @@ def input_statistics(
         InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_MOMENTS)
-    journal = JournalPlace(out / JOURNAL, input_statistics.key(model, text, reading, dtype, runtime))
+    journal = JournalLocation(out / JOURNAL, input_statistics.key(model, text, reading, dtype, runtime))
     return _measure(read_inputs, CalibrationJob(model, text, reading, dtype, runtime.device, out, journal))
 
 
@@ -62,13 +62,13 @@ def importance_statistics(
         InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_IMPORTANCE)
-    journal = JournalPlace(out / JOURNAL, importance_statistics.key(model, text, reading, dtype, runtime))
+    journal = JournalLocation(out / JOURNAL, importance_statistics.key(model, text, reading, dtype, runtime))
     return _measure(read_gradients, CalibrationJob(model, text, reading, dtype, runtime.device, out, journal))
 
 
 def _measure(read: Callable[[CalibrationJob, TellProgress], _Statistics], job: CalibrationJob) -> _Statistics:
     """Call ``read`` in the model process, with a journal that only serves the same files of the model."""
-    journal = JournalPlace(job.journal.path, job.journal.key + files_fingerprint([job.model]))
+    journal = JournalLocation(job.journal.path, job.journal.key + files_fingerprint([job.model]))
     return call_model_process(
         read,
         [replace(job, journal=journal)],
@@ -103,7 +103,7 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
         path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
         location, setting = f"{recipe.location}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
-        pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
+        pinned = pin_text(path, field, hashes, TextSetting(location, setting, "recipe"), conversations=True)
         yield str(ref), pinned
 
 

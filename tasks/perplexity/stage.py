@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from mergegate.merge_core.files import JOURNAL, HashMemo, JournalPlace, keep_only_journal
+from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement, WindowSettings, measure
 from mergegate.tasks.perplexity.settings import PerplexitySettings
-from mergegate.tasks.perplexity.text import HeldOutText, pin_text
+from mergegate.tasks.perplexity.text import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import NotInKey
 
@@ -51,7 +51,7 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
         InvalidInput: If the file is missing, or a document does not match the settings.
     """
     path = (root / settings.documents).absolute()
-    return pin_text(path, settings.field, hashes, where=f"perplexity.documents: {settings.documents}")
+    return pin_text(path, settings.field, hashes, TextSetting(f"perplexity.documents: {settings.documents}"))
 
 
 @stage("perplexity", version=1, subject="model", resumable=True)
@@ -67,7 +67,7 @@ def perplexity(
             models died.
     """
     keep_only_journal(out)
-    journal = JournalPlace(
+    journal = JournalLocation(
         out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_fingerprint([model])
     )
     measurement = call_model_process(

@@ -1,34 +1,36 @@
 """Publish a release: define its files, and bring them to their target in one atomic step."""
 
-from mergegate.tasks.publish.approval import ApprovalSettings, PendingRelease
 from mergegate.tasks.publish.card_scores import escaped
-from mergegate.tasks.publish.checksums import checksums_text, parse_checksums, sha256_of
 from mergegate.tasks.publish.content import (
-    ABOUT,
     BOM,
     CARD,
+    DESCRIPTION_FILES,
     PROVENANCE,
     RECIPE,
     SIGNATURE,
     SUMS,
+    VERSION_DIGITS,
     ReleaseFile,
-    content_version_from_sums,
+    checksums_text,
+    parse_checksums,
     stored_files,
 )
+from mergegate.tasks.publish.license_files import state_license_files
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
+from mergegate.tasks.publish.settings import ApprovalSettings
 from mergegate.tasks.publish.signature import public_key, read_signature
-from mergegate.tasks.publish.state_license_files import state_license_files
-from mergegate.tasks.publish.step import ReleaseParts, pending_release, publish
+from mergegate.tasks.publish.stage import PendingRelease, ReleaseParts, pending_release, publish
 from mergegate.tasks.publish.targets import Release
 
 __all__ = [
-    "ABOUT",
     "BOM",
     "CARD",
+    "DESCRIPTION_FILES",
     "PROVENANCE",
     "RECIPE",
     "SIGNATURE",
     "SUMS",
+    "VERSION_DIGITS",
     "ApprovalSettings",
     "PendingRelease",
     "PublicNames",
@@ -36,7 +38,6 @@ __all__ = [
     "ReleaseFile",
     "ReleaseParts",
     "checksums_text",
-    "content_version_from_sums",
     "escaped",
     "parse_checksums",
     "pending_release",
@@ -44,7 +45,6 @@ __all__ = [
     "publish",
     "read_signature",
     "recipe_paths",
-    "sha256_of",
     "state_license_files",
     "stored_files",
 ]

@@ -26,6 +26,7 @@ def bill_of_materials(
         license: License in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
     """
     parent_licenses = {model.ref: model.licence for model in content.parents}
+    merge = next(model for model in content.models if model.role == "merge")
     model = {
         "type": "machine-learning-model",
         "bom-ref": "model",
@@ -33,11 +34,25 @@ def bill_of_materials(
         "description": f"A merge made without training: {content.method}.",
         "licenses": [_license(str(license.get("license_name") or license.get("license") or "unknown"))],
         "pedigree": {
-            "ancestors": [_ancestor(parent, parent_licenses.get(parent.ref, "unknown")) for parent in parents]
+            "ancestors": [
+                {
+                    "type": "machine-learning-model",
+                    "bom-ref": f"parent:{parent.name}",
+                    "name": parent.ref,
+                    "version": parent.revision or parent.digest,
+                    "licenses": [_license(parent_licenses.get(parent.ref, "unknown"))],
+                }
+                for parent in parents
+            ]
         },
         "modelCard": {
             "modelParameters": {"task": "text-generation"},
-            "quantitativeAnalysis": {"performanceMetrics": _metrics(content)},
+            "quantitativeAnalysis": {
+                "performanceMetrics": [
+                    {"type": f"{score.task}: {score.metric}", "value": f"{score.score:.4f}"}
+                    for score in (merge.scores.tasks if merge.scores else ())
+                ]
+            },
         },
     }
     bom = {
@@ -68,23 +83,6 @@ def bill_of_materials(
     return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _ancestor(parent: PinnedCheckpoint, license: str) -> dict[str, object]:
-    return {
-        "type": "machine-learning-model",
-        "bom-ref": f"parent:{parent.name}",
-        "name": parent.ref,
-        "version": parent.revision or parent.digest,
-        "licenses": [_license(license)],
-    }
-
-
 def _license(name: str) -> dict[str, object]:
     # Use the name, not the id: an id must be an SPDX identifier, and the Hub's lowercase identifiers only partly match.
     return {"license": {"name": name}}
-
-
-def _metrics(content: ReportContent) -> list[dict[str, object]]:
-    merged = next(model for model in content.models if model.role == "merge")
-    if merged.scores is None:
-        return []
-    return [{"type": f"{score.task}: {score.metric}", "value": f"{score.score:.4f}"} for score in merged.scores.tasks]

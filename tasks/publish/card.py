@@ -63,41 +63,30 @@ def model_card(
         files: Names of the other files of the release that are known so far.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+    # Lines that licenses require to be displayed, such as 'Built with Llama'.
+    display_lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
     sections = [
         f"# {escaped(content.name)}",
-        *_display_notices(license),
+        *(f"**{escaped(line)}**" for line in display_lines),
         f"A merge made without training: {escaped(content.method)}. It was checked, evaluated and gated by mergegate "
         "before it was released. The evidence is in [report.html](report.html), where it comes from in "
         "[provenance.json](provenance.json).",
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
         "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
-        *_adapter_section(metadata, as_lora=content.served_as.startswith(SERVED_AS_LORA)),
+    ]
+    if metadata.get("library_name") == "peft":
+        sections.append(
+            "This is a LoRA adapter: it holds factors, not a model, and changes the model that `adapter_config.json` "
+            "names. PEFT loads it with `PeftModel.from_pretrained(model, …)`. "
+            + (_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
+        )
+    sections += [
         f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
         f"## Evidence\n\n{quality_section(content)}",
         f"## Licence\n\n{_license(license, missing, files)}",
         f"## Verify and reproduce\n\n{_commands(content, publication)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
-
-
-def _adapter_section(metadata: CardMetadata, *, as_lora: bool) -> list[str]:
-    """Return the section that explains what an adapter is and how to use it; empty for a full model.
-
-    Args:
-        as_lora: Whether vLLM served it as LoRA before the release.
-    """
-    if metadata.get("library_name") != "peft":
-        return []
-    return [
-        "This is a LoRA adapter: it holds factors, not a model, and changes the model that `adapter_config.json` names."
-        " PEFT loads it with `PeftModel.from_pretrained(model, …)`. " + (_AS_LORA if as_lora else _NOT_AS_LORA)
-    ]
-
-
-def _display_notices(license: LicenseVerdict) -> list[str]:
-    """Return the lines that licenses require to be displayed, such as 'Built with Llama'."""
-    lines = [item.text for item in license.combination.obligations if item.kind == "display"]
-    return [f"**{escaped(line)}**" for line in dict.fromkeys(lines)]
 
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:
@@ -126,27 +115,25 @@ def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
     parts = [f"**{escaped(license.result)}**" + (f": {escaped(reasons[0])}." if reasons else "")]
     if "LICENSE" in files:
         parts[0] += " The text is in [LICENSE](LICENSE)."
-    if obligations := dict.fromkeys((*combination.obligations, *missing)):
-        rows = "\n".join(
-            f"| {escaped(item.text)} | {escaped(', '.join(item.because))} | "
-            + (f" | {_OPEN} |" if item in missing else f"{_done(item, files)} | {_LEFT.get(item.kind, '')} |")
-            for item in obligations
-        )
-        parts.append(f"| what is asked | by | done here | left to you |\n| :-- | :-- | :-- | :-- |\n{rows}")
-    else:
-        parts.append("No obligations.")
+    texts = [name for name in files if name == "LICENSE" or name.startswith("licenses/")]
+    rows = []
+    for item in dict.fromkeys((*combination.obligations, *missing)):
+        if item in missing:
+            outcome = f" | {_OPEN}"
+        else:
+            sources = (*item.because, item.model)
+            own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in sources]
+            links = ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
+            outcome = f"{_DONE[item.kind].format(texts=links)} | {_LEFT.get(item.kind, '')}"
+        rows.append(f"| {escaped(item.text)} | {escaped(', '.join(item.because))} | {outcome} |")
+    head = "| what is asked | by | done here | left to you |\n| :-- | :-- | :-- | :-- |\n"
+    parts.append(head + "\n".join(rows) if rows else "No obligations.")
     if accepted := [reason for reason in combination.reasons if reason.accepted]:
         settled = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
         parts.append(
             f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), settled, 0)}"
         )
     return "\n\n".join(parts)
-
-
-def _done(item: Obligation, files: Sequence[str]) -> str:
-    texts = [name for name in files if name == "LICENSE" or name.startswith("licenses/")]
-    own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in (*item.because, item.model)]
-    return _DONE[item.kind].format(texts=", ".join(f"[{name}]({quote(name)})" for name in own or texts))
 
 
 def _commands(content: ReportContent, publication: Publication) -> str:

@@ -17,6 +17,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, read_card
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.preflight.licenses import Combination
+from mergegate.tasks.publish.content import CARD
 from mergegate.tasks.publish.eval_results import BENCHMARKS
 from mergegate.tasks.publish.provenance import hub_id
 from mergegate.tasks.report import ReportContent
@@ -42,17 +43,31 @@ def card_metadata(
         is_adapter: Whether the release is an adapter of the parents' common base model.
     """
     metadata: dict[str, object] = {**license.card}
-    if languages := _common_languages(parents):
-        metadata["language"] = languages
+    languages = {_languages(parent.directory) for parent in parents}
+    if len(languages) == 1 and (common := languages.pop()):  # the parents' cards agree
+        metadata["language"] = list(common)
     library, tags = ("peft", ["lora"]) if is_adapter else ("transformers", list[str]())
     metadata |= {"library_name": library, "pipeline_tag": "text-generation", "tags": [*tags, "merge", "mergegate"]}
     # The Hub accepts only its own ids as base_model and rejects local paths.
     if hub := list(dict.fromkeys(hub_id(parent) for parent in parents if parent.revision is not None)):
         # For adapters, the id of each parent is that of their common base model.
         metadata |= {"base_model": hub, "base_model_relation": "adapter" if is_adapter else "merge"}
-    merged = next(model for model in content.models if model.role == "merge")
-    if merged.scores and merged.scores.tasks:
-        metadata["model-index"] = [{"name": content.name, "results": _results(merged.scores.tasks)}]
+    scores = next(model for model in content.models if model.role == "merge").scores
+    # One entry per dataset: the Hub's library merges all metrics of a dataset, even under different names.
+    by_dataset: dict[str, list[TaskScore]] = {}
+    for score in scores.tasks if scores else ():
+        benchmark = BENCHMARKS.get(score.task)
+        by_dataset.setdefault(benchmark.dataset if benchmark else score.task, []).append(score)
+    results = [
+        {
+            "task": {"type": "text-generation", "name": "Text Generation"},
+            "dataset": {"name": dataset_scores[0].task, "type": dataset},
+            "metrics": [_metric(score, dataset_scores[0].task) for score in dataset_scores],
+        }
+        for dataset, dataset_scores in by_dataset.items()
+    ]
+    if results:
+        metadata["model-index"] = [{"name": content.name, "results": results}]
     return metadata
 
 
@@ -71,51 +86,34 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in the types
 
+    problem = ""
     try:
         parsed = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]  # of a library without that type
+        if differences := sorted(name for name in {*parsed, *metadata} if parsed.get(name) != metadata.get(name)):
+            name = differences[0]
+            problem = f"the Hub's library reads {name} as {parsed.get(name)!r} instead of {metadata.get(name)!r}"
     except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
-        raise _bad_card(f"metadata that cannot be read: {error}") from None
-    if differences := sorted(name for name in {*parsed, *metadata} if parsed.get(name) != metadata.get(name)):
-        name = differences[0]
-        raise _bad_card(f"{name}: {metadata.get(name)!r} is read as {parsed.get(name)!r}")
+        problem = f"the metadata cannot be read: {error}"
     base = metadata.get("base_model", [])
     for model in map(str, base if isinstance(base, list) else [base]):
         try:
             validate_repo_id(model)
         except HFValidationError:
-            raise _bad_card(f"base_model: {model!r} is no id on the Hub") from None
-    if not metadata.get("license"):
-        raise _bad_card("no licence")
-    if metadata["license"] == "other" and not metadata.get("license_name"):
-        raise _bad_card("license: other, without a license_name")
+            problem = problem or f"base_model: {model!r} is not an id on the Hub"
     link = str(metadata.get("license_link", ""))
-    if link and "://" not in link and link not in names:
-        raise _bad_card(f"license_link: {link!r} is no file of the release")
-
-
-def _bad_card(found: str) -> Refused:
-    return Refused(
-        "README.md",
-        found=found,
-        expected="a model card that the Hub understands as it is meant",
-        remedy="correct the profile's name, or what the cards of the parents say, then run again; nothing was uploaded",
-    )
-
-
-def _results(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
-    """Return one entry per dataset: the Hub's library merges all metrics of a dataset, even under different names."""
-    by_dataset: dict[str, list[TaskScore]] = {}
-    for score in scores:
-        benchmark = BENCHMARKS.get(score.task)
-        by_dataset.setdefault(benchmark.dataset if benchmark else score.task, []).append(score)
-    return [
-        {
-            "task": {"type": "text-generation", "name": "Text Generation"},
-            "dataset": {"name": scores_of_dataset[0].task, "type": dataset},
-            "metrics": [_metric(score, scores_of_dataset[0].task) for score in scores_of_dataset],
-        }
-        for dataset, scores_of_dataset in by_dataset.items()
-    ]
+    if not metadata.get("license"):
+        problem = problem or "the license is missing"
+    elif metadata["license"] == "other" and not metadata.get("license_name"):
+        problem = problem or "license: other, without a license_name"
+    elif link and "://" not in link and link not in names:
+        problem = problem or f"license_link: {link!r} is not a file of the release"
+    if problem:
+        raise Refused(
+            CARD,
+            found=problem,
+            expected="a model card that the Hub reads as intended",
+            remedy="correct the profile's name or the cards of the parents, then run again; nothing was uploaded",
+        )
 
 
 def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
@@ -125,12 +123,6 @@ def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
     in_percent = score.higher_is_better and 0 <= score.score <= 1
     value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
     return {"type": kind, "value": value, "name": f"{label} ({detail})" if detail else label}
-
-
-def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
-    """Return the languages in the parents' cards if all parents agree, or else an empty list."""
-    languages = {_languages(parent.directory) for parent in parents}
-    return list(languages.pop()) if len(languages) == 1 else []
 
 
 def _languages(directory: Path) -> tuple[str, ...]:

@@ -26,7 +26,16 @@ def quality_section(content: ReportContent) -> str:
     parts = [f"**{wording.title(verdict)}.** {escaped(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
         parts.append("\n".join(f"* {escaped(reason)}" for reason in reasons))
-    parts += [part for part in (_scores(content), _guards(content), _perplexity(content), _further(content)) if part]
+    parts += [part for part in (_scores(content), _guards(content), _perplexity(content)) if part]
+    lines = []
+    if content.judge is not None:
+        lines.append(f"* Answers, judged by {escaped(content.judge.model)}: {escaped(content.judge.reason)}")
+    if content.served:
+        passed = sum(check.outcome == "pass" for check in content.served)
+        server = f" by {escaped(content.server)}" if content.server else ""
+        mode = f" It was {escaped(content.served_as)}." if content.served_as else ""
+        lines.append(f"* Served{server}: {passed} of {len(content.served)} checks passed.{mode}")
+    parts += ["\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
 
@@ -126,16 +135,3 @@ def _perplexity(content: ReportContent) -> str:
             f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
         )
     return "\n\n".join(parts)
-
-
-def _further(content: ReportContent) -> str:
-    """Return one line each on the judge's result and the smoke-serve."""
-    lines = []
-    if content.judge is not None:
-        lines.append(f"* Answers, judged by {escaped(content.judge.model)}: {escaped(content.judge.reason)}")
-    if content.served:
-        passed = sum(check.outcome == "pass" for check in content.served)
-        server = f" by {escaped(content.server)}" if content.server else ""
-        mode = f" It was {escaped(content.served_as)}." if content.served_as else ""
-        lines.append(f"* Served{server}: {passed} of {len(content.served)} checks passed.{mode}")
-    return "\n".join(lines)

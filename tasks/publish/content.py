@@ -1,4 +1,10 @@
-"""Define the files of a release: name, size, hash, and content from the store or written for the release."""
+"""Define the files of a release: their names, hashes and content, and the list of checksums over them.
+
+SHA256SUMS lists the sha256 of every file written before it, in the format of ``sha256sum --check``. It reveals an
+edited ``provenance.json``, which cannot list itself. It does not reveal that both were edited. That takes either a
+version that is a content hash (the directory or tag is named by a hash over all files, including this one) or a
+signature, which is written last and covers this file too.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +25,10 @@ PROVENANCE = "provenance.json"
 SIGNATURE = "model.sig"
 SUMS = "SHA256SUMS"
 # JSON files in a release that describe the checkpoint and are not part of it.
-ABOUT = frozenset({BOM, PROVENANCE})
-_CONTENT_VERSION = re.compile(r"[0-9a-f]{12}")
+DESCRIPTION_FILES = frozenset({BOM, PROVENANCE})
+VERSION_DIGITS = 12  # leading digits of a content hash that name a version
+# Largest file of a release, other than weights, that is read into memory.
+MAX_METADATA_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,13 @@ class ReleaseFile:
         """Return the whole content."""
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
-    def altered(self, found: str) -> Refused:
-        """Return the error for a source that is missing or has the sha256 ``found`` instead of the gated one."""
+    def altered(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
+        """Return the error for a source with another ``sha256`` than the gated one, or with another ``problem``."""
         return Refused(
             str(self.source),
-            found=f"sha256 {found[:12]}…",
-            expected=f"{self.sha256[:12]}…, the bytes that were evaluated and gated",
-            remedy="run again: the altered artifact is noticed and rebuilt",
+            found=f"sha256 {sha256[:12]}…" if sha256 else problem,
+            expected=f"sha256 {self.sha256[:12]}…, the bytes that were evaluated and gated",
+            remedy="run again: mergegate rebuilds the altered artifact",
         )
 
 
@@ -58,19 +66,35 @@ def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
 def written_file(name: str, text: str) -> ReleaseFile:
     """Return a file with text written for the release."""
     data = text.encode()
-    return ReleaseFile(name, len(data), hashlib.sha256(data).hexdigest(), data)
+    return ReleaseFile(name, len(data), sha256_of(data), data)
+
+
+def sha256_of(data: bytes) -> str:
+    """Return the sha256 of ``data`` as 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def file_identities(files: Iterable[ReleaseFile]) -> dict[str, tuple[int, str]]:
+    """Return size in bytes and sha256 of each file, by name."""
+    return {file.name: (file.size, file.sha256) for file in files}
 
 
 def content_version(files: Iterable[ReleaseFile]) -> str:
     """Return a version that is a content hash: the first 12 hex digits of the Merkle digest over all files."""
-    return content_version_from_sums({file.name: (file.size, file.sha256) for file in files})
-
-
-def content_version_from_sums(files: Mapping[str, tuple[int, str]]) -> str:
-    """Return the content version for a mapping of file name to (size, sha256)."""
-    return merkle(files)[:12]
+    return merkle(file_identities(files))[:VERSION_DIGITS]
 
 
 def is_content_version(name: str) -> bool:
     """Return whether ``name`` has the form of a content version. If not, a user chose it."""
-    return _CONTENT_VERSION.fullmatch(name) is not None
+    return re.fullmatch(r"[0-9a-f]{12}", name) is not None
+
+
+def checksums_text(hashes: Mapping[str, str]) -> str:
+    """Return the content of SHA256SUMS for a mapping of file name to sha256, sorted by name."""
+    return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(hashes.items()))
+
+
+def parse_checksums(text: str) -> dict[str, str]:
+    """Return the sha256 of each file by name. Malformed lines are skipped, so their files count as unlisted."""
+    entries = (line.split("  ", 1) for line in text.splitlines())
+    return {entry[1]: entry[0] for entry in entries if len(entry) == 2}

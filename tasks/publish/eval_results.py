@@ -9,7 +9,6 @@ Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import yaml
@@ -43,13 +42,16 @@ def eval_results(content: ReportContent) -> dict[str, str]:
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     files: dict[str, str] = {}
-    merged = next(model for model in content.models if model.role == "merge")
-    for score, benchmark in _registered(merged.scores.tasks if merged.scores else ()):
+    scores = next(model for model in content.models if model.role == "merge").scores
+    for score in scores.tasks if scores else ():
+        benchmark = BENCHMARKS.get(score.task)
+        if benchmark is None or (score.metric, score.n) != (benchmark.metric, benchmark.documents):
+            continue
         entry = EvalResultEntry(
             dataset_id=benchmark.dataset,
             task_id=benchmark.task_id,
             value=round(100 * score.score, 2),
-            notes=_how(score, content),
+            notes=_notes(score, content, scores.lm_eval_version if scores else ""),
         )
         name = f".eval_results/{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
         # If there are two variants of one benchmark, the first in the profile counts.
@@ -57,19 +59,10 @@ def eval_results(content: ReportContent) -> dict[str, str]:
     return files
 
 
-def _registered(scores: Sequence[TaskScore]) -> Iterator[tuple[TaskScore, Benchmark]]:
-    for score in scores:
-        benchmark = BENCHMARKS.get(score.task)
-        if benchmark and (score.metric, score.n) == (benchmark.metric, benchmark.documents):
-            yield score, benchmark
-
-
-def _how(score: TaskScore, content: ReportContent) -> str:
+def _notes(score: TaskScore, content: ReportContent, lm_eval_version: str) -> str:
     """Describe how a score was measured, by whom, and its standard error."""
-    merged = next(model for model in content.models if model.role == "merge")
-    version = merged.scores.lm_eval_version if merged.scores else ""
     scoring = content.scoring
-    parts = [f"lm-eval {version}, task {score.task}, {score.metric}, {score.n} documents"]
+    parts = [f"lm-eval {lm_eval_version}, task {score.task}, {score.metric}, {score.n} documents"]
     if scoring is not None:
         shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
         template = "with" if scoring.chat_template else "without"

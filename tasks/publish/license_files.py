@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import yaml
 
 from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import PinnedCheckpoint
@@ -26,19 +27,22 @@ from mergegate.tasks.preflight.licenses import (
     license_texts,
     load_table,
 )
-from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.content import CARD, ReleaseFile, written_file
 
-LICENSE = "LICENSE"
-NOTICE = "NOTICE"
-MODIFICATIONS = "MODIFICATIONS"
+_LICENSE = "LICENSE"
 _NOTICE_FILE = re.compile(r"notice(\.(md|txt|rst))?", re.IGNORECASE)
 _RULE = "=" * 80
-_LONGEST_NAME = 100
+_MAX_NAME_LENGTH = 100
 _MAX_TEXT_BYTES = 16 << 20
+_STATE_CARD = """# No model
+
+What the optimizer of a server keeps from one round of clients to the next, in the shape of their model. It was made of
+them, so it is under the licence of what was released with it.
+"""
 
 
 @dataclass(frozen=True)
-class _LicenseFileOfModel:
+class _ModelLicenseFile:
     """A license file that comes with a model."""
 
     model: str
@@ -49,22 +53,54 @@ class _LicenseFileOfModel:
 
 def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[ReleaseFile, ...]:
     """Return the license files of a release, with unique names. The result is deterministic."""
-    own = tuple(_own_files(parents, verdict))
+    own_files = tuple(_own_files(parents, verdict))
+    obligations = verdict.combination.obligations
     files: dict[str, str] = {}
-    if text := _license(own, verdict):
-        files[LICENSE] = text
-    for item in verdict.combination.obligations:
+    if text := _license_text(own_files, verdict):
+        files[_LICENSE] = text
+    for item in obligations:
         if item.kind == "text" and item.model is None:
             for identifier in item.because:
-                for name, text in _shipped(identifier).items():
+                for name, text in _shipped_texts(identifier).items():
                     files[f"licenses/{_file_name(name)}.txt"] = text
-    for file in own:
-        _add(files, f"licenses/{_file_name(file.model)}", file)
-    if notice := _notice(parents, verdict):
-        files[NOTICE] = notice
-    if any(item.kind == "changes" for item in verdict.combination.obligations):
-        files[MODIFICATIONS] = _modifications(parents)
+    for file in own_files:
+        # Use the first name that is not taken. The same text is not added twice under the same name.
+        stem = f"licenses/{_file_name(file.model)}"
+        suffixes = ("", f"--{file.file}", *(f"--{number}" for number in range(2, 1000)))
+        candidates = (f"{stem}{suffix}.txt" for suffix in suffixes)
+        files[next(name for name in candidates if files.get(name, file.text) == file.text)] = file.text
+    sentences = [item.text for item in obligations if item.kind == "notice"]
+    notices = ["\n".join(sentences)] if sentences else []
+    notices += [
+        f"Notice of {name}:\n\n{text.strip()}"
+        for parent in parents
+        for name, _, text in _texts_of_parent(parent, _NOTICE_FILE)
+    ]
+    if notices:
+        files["NOTICE"] = "\n\n".join(notices) + "\n"
+    if any(item.kind == "changes" for item in obligations):
+        names = "\n".join(f"  {parent.ref}" for parent in parents)
+        files["MODIFICATIONS"] = (
+            "The files of this model are not those of any model that it was made from.\n\n"
+            f"Its weights were computed by merging the weights of\n\n{names}\n\n"
+            "as recipe.yaml says; no weight file of theirs is among them. "
+            "Configuration and tokenizer files were written\nanew or adapted. provenance.json names the exact inputs.\n"
+        )
     return tuple(written_file(name, text) for name, text in files.items())
+
+
+def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVerdict) -> tuple[tuple[str, str], ...]:
+    """Return name and text of the card and license files of the optimizer state that is stored for the next merge.
+
+    The license check of the next merge finds them where it finds those of any other parent. The result is
+    deterministic.
+
+    Args:
+        license: License verdict of the release that the state belongs to.
+    """
+    front = yaml.safe_dump(dict(license.combination.card), sort_keys=False, allow_unicode=True)
+    texts = ((file.name, file.read().decode()) for file in license_files(parents, license))
+    return ((CARD, f"---\n{front}---\n\n{_STATE_CARD}"), *texts)
 
 
 def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[Obligation, ...]:
@@ -72,23 +108,24 @@ def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdic
 
     These are texts that are neither shipped with mergegate nor included with a model. A user must add them by hand.
     """
-    own = tuple(_own_files(parents, verdict))
+    own_files = tuple(_own_files(parents, verdict))
     required = [item for item in verdict.combination.obligations if item.kind == "text"]
     # The weights may be under a license whose text no parent requires. An unknown license is required by model.
     identifiers = {identifier for item in required for identifier in item.because}
-    additional = [
+    required += [
         Obligation(kind="text", text=f"ship the text of {identifier}", because=(identifier,))
         for identifier in verdict.combination.licenses
         if identifier not in identifiers and _is_known(identifier)
     ]
-    return tuple(item for item in (*required, *additional) if not _fulfilled(item, own))
-
-
-def _fulfilled(item: Obligation, own: Sequence[_LicenseFileOfModel]) -> bool:
-    if item.model is not None:
-        return any(file.model == item.model for file in own)
-    return all(
-        bool(_shipped(identifier)) or any(file.license == identifier for file in own) for identifier in item.because
+    models, own_licenses = {file.model for file in own_files}, {file.license for file in own_files}
+    return tuple(
+        item
+        for item in required
+        if (
+            item.model not in models
+            if item.model is not None
+            else any(name not in own_licenses and not _shipped_texts(name) for name in item.because)
+        )
     )
 
 
@@ -97,95 +134,60 @@ def _is_known(identifier: str) -> bool:
     return entry is None or entry.resolved
 
 
-def _shipped(identifier: str) -> dict[str, str]:
+def _shipped_texts(identifier: str) -> dict[str, str]:
     entry = load_table().licenses.get(identifier)  # a license that a profile adds has no text in the table
     return license_texts(entry) if entry else {}
 
 
-def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> Iterator[_LicenseFileOfModel]:
+def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> Iterator[_ModelLicenseFile]:
     for parent in parents:
-        for name, directory in _model_directories(parent):
-            for file in _files(directory, LICENSE_FILE):
-                yield _LicenseFileOfModel(name, verdict.licenses[name], file.name, _read(file))
+        for name, file, text in _texts_of_parent(parent, LICENSE_FILE):
+            yield _ModelLicenseFile(name, verdict.licenses[name], file, text)
     for ancestor in verdict.ancestors:
         if ancestor.own_text:
-            yield _LicenseFileOfModel(ancestor.name, ancestor.license, LICENSE, ancestor.own_text)
+            yield _ModelLicenseFile(ancestor.name, ancestor.license, _LICENSE, ancestor.own_text)
 
 
-def _model_directories(parent: PinnedCheckpoint) -> tuple[tuple[str, Path], ...]:
-    """Return name and directory of a parent, and of the adapter that is applied to it."""
-    own = (parent.name, parent.directory)
-    return (own, (parent.adapter.ref, parent.adapter.directory)) if parent.adapter else (own,)
+def _texts_of_parent(parent: PinnedCheckpoint, pattern: re.Pattern[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield model, file name and text of each matching file of a parent and of the adapter that is applied to it."""
+    models = [(parent.name, parent.directory)]
+    if parent.adapter:
+        models.append((parent.adapter.ref, parent.adapter.directory))
+    for name, directory in models:
+        for file in sorted(directory.iterdir()):
+            if pattern.fullmatch(file.name) and file.is_file():
+                yield name, file.name, read_plain(file, _MAX_TEXT_BYTES).decode(errors="replace")
 
 
-def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    return sorted(file for file in directory.iterdir() if pattern.fullmatch(file.name) and file.is_file())
-
-
-def _read(file: Path) -> str:
-    return read_plain(file, _MAX_TEXT_BYTES).decode(errors="replace")
-
-
-def _license(own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> str:
+def _license_text(own_files: Sequence[_ModelLicenseFile], verdict: LicenseVerdict) -> str:
     """Return the texts of all licenses of the weights, with headings if there are several."""
-    parts: dict[str, str] = {}
-    for identifier in verdict.combination.licenses:
-        parts |= _texts_of(identifier, own, verdict)
-    if len(parts) == 1:
-        return next(iter(parts.values()))
-    return "\n\n".join(f"{_RULE}\n{name}\n{_RULE}\n\n{text.strip()}\n" for name, text in parts.items())
-
-
-def _texts_of(identifier: str, own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> dict[str, str]:
-    """Return license texts by heading. A model's own file, which names copyright holder and edition, comes first."""
     table = load_table()
-    entry = table.licenses.get(identifier)
-    if entry is not None and entry.resolved:
-        matching = {
-            file.text
-            for file in own
-            if file.license == identifier and identify_license(file.text, table, entry) == entry
-        }
-        if len(matching) == 1 and not entry.texts:
-            return {identifier: matching.pop()}
-        if shipped := license_texts(entry):
-            return shipped
     models = {item.model for item in verdict.combination.obligations if item.model is not None}
-    is_known = _is_known(identifier)
-    included = [file for file in own if (file.license == identifier if is_known else file.model in models)]
-    return {f"{file.model}: {file.file}": file.text for file in included}
-
-
-def _notice(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> str:
-    sentences = [item.text for item in verdict.combination.obligations if item.kind == "notice"]
-    parts = ["\n".join(sentences)] if sentences else []
-    parts += [
-        f"Notice of {name}:\n\n{_read(file).strip()}"
-        for parent in parents
-        for name, directory in _model_directories(parent)
-        for file in _files(directory, _NOTICE_FILE)
-    ]
-    return "\n\n".join(parts) + "\n" if parts else ""
-
-
-def _modifications(parents: Sequence[PinnedCheckpoint]) -> str:
-    names = "\n".join(f"  {parent.ref}" for parent in parents)
-    return (
-        "The files of this model are not those of any model that it was made from.\n\n"
-        f"Its weights were computed by merging the weights of\n\n{names}\n\n"
-        "as recipe.yaml says; no weight file of theirs is among them. Configuration and tokenizer files were written\n"
-        "anew or adapted. provenance.json names the exact inputs.\n"
-    )
-
-
-def _add(files: dict[str, str], stem: str, file: _LicenseFileOfModel) -> None:
-    """Add a model's file under a name that is not taken. The same text is not added twice under the same name."""
-    candidates = [f"{stem}.txt", f"{stem}--{file.file}.txt", *(f"{stem}--{number}.txt" for number in range(2, 1000))]
-    name = next(name for name in candidates if files.get(name, file.text) == file.text)
-    files[name] = file.text
+    texts: dict[str, str] = {}
+    for identifier in verdict.combination.licenses:
+        entry = table.licenses.get(identifier)
+        if entry is not None and entry.resolved:
+            # A model's own file, which names copyright holder and edition, comes before a shipped text.
+            matching = {
+                file.text
+                for file in own_files
+                if file.license == identifier and identify_license(file.text, table, entry) == entry
+            }
+            if len(matching) == 1 and not entry.texts:
+                texts[identifier] = matching.pop()
+                continue
+            if shipped := license_texts(entry):
+                texts |= shipped
+                continue
+        is_known = _is_known(identifier)
+        included = [file for file in own_files if (file.license == identifier if is_known else file.model in models)]
+        texts |= {f"{file.model}: {file.file}": file.text for file in included}
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    return "\n\n".join(f"{_RULE}\n{name}\n{_RULE}\n\n{text.strip()}\n" for name, text in texts.items())
 
 
 def _file_name(name: str) -> str:
     """Return a file name that is safe on any file system and in any URL, for an untrusted model name."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "--", name).strip(".-")
-    return plain[:_LONGEST_NAME] or "model"
+    return plain[:_MAX_NAME_LENGTH] or "model"

@@ -10,50 +10,69 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
+from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.merge import Numerics
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.report import ReportContent
 
-_BUILD_TYPE = "urn:mergegate:merge:v1"
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
 LISTING = "application/vnd.mergegate.checkpoint-listing+json"
-_ARITHMETIC = "float32, float64 for float64 inputs; one rounding to the dtype that is written"
+
+
+@dataclass(frozen=True)
+class MergeOrigin:
+    """Inputs and byproducts of a merge.
+
+    Attributes:
+        texts: Texts that parents read for the merge: sha256 by the path in the recipe.
+        byproducts: Unpublished outputs of the merge, for the next merge: digest and path in the store, by name.
+    """
+
+    numerics: Numerics
+    parents: Sequence[PinnedCheckpoint]
+    texts: Mapping[str, str] = field(default_factory=dict)
+    byproducts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def provenance(
     files: Sequence[ReleaseFile],
-    *,
-    recipe: object,
-    profile: str,
-    overrides: Sequence[str] = (),
-    numerics: Numerics,
-    evaluation_seed: int | None,
-    parents: Sequence[PinnedCheckpoint],
-    texts: Mapping[str, str] = MappingProxyType({}),
-    versions: Mapping[str, str],
-    verdict: GateVerdict,
+    content: ReportContent,
+    origin: MergeOrigin,
     license: LicenseVerdict,
     card: Mapping[str, object],
-    byproducts: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> str:
     """Return the content of ``provenance.json`` for ``files``: the products, inputs, recipe and verdict.
 
     Args:
-        recipe: Documents of the recipe, as plain data.
-        profile: Name of the profile.
-        overrides: Settings of the run that override the profile.
-        texts: Texts that parents read for the merge: sha256 by the path in the recipe.
-        evaluation_seed: Seed of the document sample and the few-shot examples. None: nothing was evaluated.
-        versions: Versions of the libraries that determine scores. For weights, see ``numerics``.
+        content: Recipe, overrides, evaluation and verdict, with public names.
         card: Metadata of the model card.
-        byproducts: Unpublished outputs of the merge, for the next merge: digest and path in the store, by name.
     """
-    seeds = {"merge": numerics.seed} | ({} if evaluation_seed is None else {"evaluation": evaluation_seed})
+    numerics = origin.numerics
+    versions = {library.name: library.version for library in content.versions}
+    dependencies = [_dependency(parent) for parent in origin.parents]
+    dependencies += [
+        {
+            "name": name,
+            "uri": f"urn:mergegate:text:{sha256}",
+            "digest": {"sha256": sha256},
+            "annotations": {"role": "text"},
+        }
+        for name, sha256 in sorted(origin.texts.items())
+    ]
+    byproducts = [
+        {
+            "name": name,
+            "uri": f"urn:mergegate:checkpoint:{digest}",
+            "digest": {"sha256": digest},
+            "annotations": {"stored": stored},
+        }
+        for name, (digest, stored) in origin.byproducts.items()
+    ]
     statement = {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [
@@ -62,25 +81,24 @@ def provenance(
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": _BUILD_TYPE,
-                "externalParameters": {"recipe": recipe, "profile": profile}
-                | ({"overrides": list(overrides)} if overrides else {}),
+                "buildType": "urn:mergegate:merge:v1",
+                "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), "profile": content.name}
+                | ({"overrides": list(content.overrides)} if content.overrides else {}),
                 "internalParameters": {
                     "versions": {**versions, **numerics.versions},
                     "device": numerics.device,
-                    "arithmetic": _ARITHMETIC,
-                    "seeds": seeds,
+                    "arithmetic": "float32, float64 for float64 inputs; one rounding to the dtype that is written",
+                    # The second seed draws the documents and the few-shot examples.
+                    "seeds": {"merge": numerics.seed}
+                    | ({"evaluation": content.scoring.seed} if content.scoring else {}),
                 },
-                "resolvedDependencies": [
-                    *(_dependency(parent) for parent in parents),
-                    *(_text_read(name, sha256) for name, sha256 in sorted(texts.items())),
-                ],
+                "resolvedDependencies": dependencies,
             },
             "runDetails": {
                 "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}},
-                **({"byproducts": [_byproduct(*item) for item in byproducts.items()]} if byproducts else {}),
+                **({"byproducts": byproducts} if byproducts else {}),
             },
-            "mergegate_verdict": verdict.model_dump(mode="json"),
+            "mergegate_verdict": content.verdict.model_dump(mode="json"),
             "mergegate_licence": _license(license),
             "mergegate_card": card,
         },
@@ -102,17 +120,6 @@ def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
             "files": dict(parent.adapter.files),
         }
     return {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
-
-
-def _byproduct(name: str, content: tuple[str, str]) -> dict[str, object]:
-    digest, stored = content
-    uri = f"urn:mergegate:checkpoint:{digest}"
-    return {"name": name, "uri": uri, "digest": {"sha256": digest}, "annotations": {"stored": stored}}
-
-
-def _text_read(name: str, sha256: str) -> dict[str, object]:
-    uri = f"urn:mergegate:text:{sha256}"
-    return {"name": name, "uri": uri, "digest": {"sha256": sha256}, "annotations": {"role": "text"}}
 
 
 def hub_id(parent: PinnedCheckpoint) -> str:

@@ -48,7 +48,7 @@ class PublicNames:
     names: Mapping[str, str]
 
     @classmethod
-    def of(
+    def from_recipe(
         cls,
         recipe: Recipe,
         parents: Iterable[PinnedCheckpoint | ResolvedCheckpoint],
@@ -72,11 +72,17 @@ class PublicNames:
         directories = (str(path) for parent in parents for path in parent.directories if path.is_absolute())
         names: dict[str, str] = {}
         for texts in ((*written, *directories), tuple(paths)):
-            private = {text: _normal(text) for text in texts if _is_private(text) and text not in names}
+            private: dict[str, str] = {}  # text -> absolute path that it names
+            for text in texts:
+                if _is_private(text) and text not in names:
+                    try:
+                        private[text] = os.path.normpath(expand_user_path(re.sub(f"^{_URL}", "", text)))
+                    except InvalidInput:
+                        private[text] = text
             # Two spellings of one directory have one name: that of the first.
             targets = {os.path.realpath(path): path for path in reversed(private.values())}
-            taken = {*(text for text in written if not _is_private(text)), *names.values()}
-            public = _short_names(targets.values(), base, taken)
+            reserved = (*(text for text in written if not _is_private(text)), *names.values())
+            public = _short_names(targets.values(), base, reserved)
             for text, path in private.items():
                 name = public[targets[os.path.realpath(path)]]
                 names |= {text: name, path: names.get(path, name)}
@@ -84,35 +90,39 @@ class PublicNames:
             names |= dict.fromkeys((os.path.abspath(directory), os.path.realpath(directory)), ".")  # noqa: PTH100
         return cls({path: name for path, name in names.items() if path != "/"})
 
-    def text(self, text: str) -> str:
+    def rename_text(self, text: str) -> str:
         """Return `text` with every local path renamed."""
-        if not self.names or not any(path in text for path in self.names):
+        if not any(path in text for path in self.names):
             return text
-        return _pattern(tuple(self.names)).sub(lambda match: self.names[match[1]], text)
+        # The longest path comes first. A path of a single component must not follow another name.
+        paths = [
+            (r"(?<![\w.~-])" if path.count("/") == 1 else "") + re.escape(path)
+            for path in sorted(self.names, key=len, reverse=True)
+        ]
+        return re.sub(f"{_URL}({'|'.join(paths)}){_END}", lambda match: self.names[match[1]], text)
 
     def apply(self, value: V) -> V:
         """Return `value` with every local path in its strings renamed, also in keys and in fields of models."""
-        return self._applied(value)  # type: ignore[no-any-return]  # the same type comes back
+        original: Any = value
+        changed: Any = value
+        if type(original) is str:
+            changed = self.rename_text(original)
+        elif isinstance(original, BaseModel):
+            fields = {name: getattr(original, name) for name in type(original).model_fields}
+            update = {name: new for name, old in fields.items() if (new := self.apply(old)) is not old}
+            changed = original.model_copy(update=update) if update else original
+        elif isinstance(original, Mapping):
+            renamed = {self.apply(key): self.apply(item) for key, item in original.items()}
+            changed = original if renamed == original else renamed
+        elif type(original) in (list, tuple):
+            items = type(original)(self.apply(item) for item in original)
+            changed = original if all(new is old for new, old in zip(items, original, strict=True)) else items
+        return changed  # type: ignore[no-any-return]  # of the same type
 
-    def _applied(self, value: Any) -> Any:
-        if type(value) is str:
-            return self.text(value)
-        if isinstance(value, BaseModel):
-            fields = {name: getattr(value, name) for name in type(value).model_fields}
-            changed = {name: new for name, old in fields.items() if (new := self._applied(old)) is not old}
-            return value.model_copy(update=changed) if changed else value
-        if isinstance(value, Mapping):
-            renamed: Any = {self._applied(key): self._applied(item) for key, item in value.items()}
-            return value if renamed == value else renamed
-        if type(value) in (list, tuple):
-            items = type(value)(self._applied(item) for item in value)
-            return value if all(new is old for new, old in zip(items, value, strict=True)) else items
-        return value
-
-    def yaml(self, text: str) -> str:
+    def rename_yaml(self, text: str) -> str:
         """Return the YAML in `text` with every local path renamed, including quoted and escaped ones."""
         names = PublicNames({str(Path.home()): "~"} | dict(self.names)) if str(Path.home()) != "/" else self
-        renamed, expected = names.text(text), [names.apply(document) for document in parse_yaml(text, "recipe")]
+        renamed, expected = names.rename_text(text), [names.apply(document) for document in parse_yaml(text, "recipe")]
         with suppress(InvalidInput):
             if parse_yaml(renamed, "recipe") == expected:
                 return renamed
@@ -138,20 +148,30 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
             directory for temporary files are added.
         name: Name of the release, for the message.
     """
-    own = {os.path.abspath(path) for path in directories} | {str(Path.cwd())}  # noqa: PTH100
-    own |= {str(Path.home()), tempfile.gettempdir()}
-    own |= {os.path.realpath(path) for path in own}
-    spellings = {spelling: path for path in sorted(own - {"/"}) for spelling in _spellings(path)}
+    private = {os.path.abspath(path) for path in directories} | {str(Path.cwd())}  # noqa: PTH100
+    private |= {str(Path.home()), tempfile.gettempdir()}
+    private |= {os.path.realpath(path) for path in private}
+    spellings: dict[bytes, str] = {}
+    for path in sorted(private - {"/"}):
+        json_forms = {json.dumps(path, ensure_ascii=False)[1:-1], json.dumps(path)[1:-1]}
+        json_forms |= {form.replace("/", "\\/") for form in json_forms}
+        for form in {path, *json_forms, quote(path), quote(path, safe=""), html.escape(path)}:
+            spellings[form.encode(errors="surrogateescape")] = path
     for file in files:
-        content = _scanned(file)
+        if isinstance(file.source, Path) and file.name.endswith(_WEIGHTS):
+            with file.source.open("rb") as weights:
+                header_size = int.from_bytes(weights.read(8), "little")
+                content = weights.read(min(header_size, _MAX_HEADER_BYTES))
+        else:
+            content = file.read()
         for spelling, path in spellings.items():
             leak = next(_leaks(content, spelling, path), None) if spelling in content else None
             if leak is not None:
                 raise Refused(
                     f"{name}: {file.name}",
                     found=f"a path of this machine: {leak}",
-                    expected="relative paths or names only in published files",
-                    remedy="remove the path from the recipe, the profile or the file of the parent that it comes from, "
+                    expected="only relative paths or names in published files",
+                    remedy="remove the path from the recipe, the profile or the parent's file that contains it, "
                     "then run again; nothing was published",
                 )
 
@@ -175,39 +195,13 @@ def _leaks(content: bytes, spelling: bytes, path: str) -> Iterator[str]:
         yield match[0].decode(errors="replace")
 
 
-def _spellings(path: str) -> set[bytes]:
-    """Return the forms in which JSON, HTML and URLs write a path."""
-    escaped = json.dumps(path, ensure_ascii=False)[1:-1]
-    ascii_only = json.dumps(path)[1:-1]
-    forms = {path, escaped, ascii_only, quote(path), quote(path, safe=""), html.escape(path)}
-    forms |= {form.replace("/", "\\/") for form in (escaped, ascii_only)}
-    return {form.encode(errors="surrogateescape") for form in forms}
-
-
-def _scanned(file: ReleaseFile) -> bytes:
-    """Return the bytes of a file that can hold text."""
-    if not file.name.endswith(_WEIGHTS) or isinstance(file.source, bytes):
-        return file.read()
-    with file.source.open("rb") as weights:
-        size = int.from_bytes(weights.read(8), "little")
-        return weights.read(min(size, _MAX_HEADER_BYTES))
-
-
 def _is_private(text: str) -> bool:
     """Return whether `text` can only be meant as a path of this machine."""
     return text.startswith(("/", "~", "file:"))
 
 
-def _normal(text: str) -> str:
-    """Return the absolute path that `text` names."""
-    try:
-        return os.path.normpath(expand_user_path(re.sub(f"^{_URL}", "", text)))
-    except InvalidInput:
-        return text
-
-
-def _short_names(paths: Iterable[str], base: Path, taken: Iterable[str]) -> dict[str, str]:
-    """Return a distinct name for each path; see `PublicNames.of`."""
+def _short_names(paths: Iterable[str], base: Path, reserved: Sequence[str]) -> dict[str, str]:
+    """Return a distinct name for each path; see `PublicNames.from_recipe`."""
     names: dict[str, str] = {}
     lengths: dict[str, int] = {}
     for path in paths:
@@ -216,10 +210,9 @@ def _short_names(paths: Iterable[str], base: Path, taken: Iterable[str]) -> dict
                 names[path] = os.path.relpath(path, start)
         if path not in names:
             lengths[path] = 1
-    taken = tuple(taken)
     while True:
         names |= {path: "/".join(PurePosixPath(path).parts[1:][-length:]) for path, length in lengths.items()}
-        counts = Counter([*names.values(), *taken])
+        counts = Counter([*names.values(), *reserved])
         longer = [
             path
             for path, length in lengths.items()
@@ -228,12 +221,3 @@ def _short_names(paths: Iterable[str], base: Path, taken: Iterable[str]) -> dict
         if not longer:
             return names
         lengths |= {path: lengths[path] + 1 for path in longer}
-
-
-def _pattern(paths: tuple[str, ...]) -> re.Pattern[str]:
-    """Return the pattern of these paths, longest first; one of a single component must not follow another name."""
-    parts = [
-        (r"(?<![\w.~-])" if path.count("/") == 1 else "") + re.escape(path)
-        for path in sorted(paths, key=len, reverse=True)
-    ]
-    return re.compile(f"{_URL}({'|'.join(parts)}){_END}")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -80,14 +80,14 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """A parsed signature. Parsing does not verify it; ``is_by`` does."""
+    """A parsed signature. Parsing does not verify it; ``matches_key`` does."""
 
     files: Mapping[str, str]  # name -> sha256, as signed
     payload: bytes
     signature: bytes  # ECDSA, DER
     hint: str  # sha256 of the public key in PEM; helps to find the key and proves nothing
 
-    def is_by(self, key_file: Path) -> bool:
+    def matches_key(self, key_file: Path) -> bool:
         """Return whether this key created the signature.
 
         Raises:
@@ -109,23 +109,20 @@ def read_signature(bundle: bytes) -> Signature:
     Raises:
         ValueError: The bundle is not a signature of this kind. The message says why.
     """
+    problem = "not a signature that mergegate can read"
     try:
         parsed = _Bundle.model_validate_json(bundle)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"no signature: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
-    try:
+        problem = "the signed statement is not a list of files by sha256"
         statement = _Statement.model_validate_json(parsed.dsse_envelope.payload)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"signs no list of files by sha256: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-        ) from None
+        field = ".".join(map(str, first["loc"])) or "the whole document"
+        raise ValueError(f"{problem}: {field}: {first['msg']}") from None
     files = {entry.name: entry.digest for entry in statement.predicate.resources}
     if len(files) < len(statement.predicate.resources):
-        raise ValueError("names a file twice")
+        raise ValueError("the signed statement lists a file twice")
     if statement.subject[0].digest.sha256 != _root([entry.digest for entry in statement.predicate.resources]):
-        raise ValueError("its digest over all files is not that of its files")
+        raise ValueError("the signed digest over all files does not match the listed files")
     return Signature(
         files,
         parsed.dsse_envelope.payload,
@@ -134,26 +131,15 @@ def read_signature(bundle: bytes) -> Signature:
     )
 
 
-def _expected_key(kind: str) -> str:
-    return f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without password"
-
-
-def _read_key(file: Path, kind: str) -> bytes:
-    return read_plain(file, 1 << 20, expected=_expected_key(kind), remedy=_KEY_COMMANDS)
-
-
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Return the private key in ``file``.
 
     Raises:
         InvalidInput: The file is not a private key on a supported curve.
     """
-    try:
-        key = serialization.load_pem_private_key(_read_key(file, "private"), password=None)
-    except (ValueError, TypeError):
-        raise _no_key(file, "private") from None
+    key = _load_key(file, "private", lambda data: serialization.load_pem_private_key(data, password=None))
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
-        raise _no_key(file, "private")
+        raise _wrong_key(file, "private")
     return key
 
 
@@ -163,13 +149,27 @@ def public_key(file: Path) -> ec.EllipticCurvePublicKey:
     Raises:
         InvalidInput: The file is not a public key on a supported curve.
     """
-    try:
-        key = serialization.load_pem_public_key(_read_key(file, "public"))
-    except ValueError:
-        raise _no_key(file, "public") from None
+    key = _load_key(file, "public", serialization.load_pem_public_key)
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
-        raise _no_key(file, "public")
+        raise _wrong_key(file, "public")
     return key
+
+
+def _load_key(file: Path, kind: str, load: Callable[[bytes], object]) -> object:
+    wrong_key = _wrong_key(file, kind)
+    try:
+        return load(read_plain(file, 1 << 20, expected=wrong_key.expected, remedy=wrong_key.remedy))
+    except (ValueError, TypeError):
+        raise wrong_key from None
+
+
+def _wrong_key(file: Path, kind: str) -> InvalidInput:
+    return InvalidInput(
+        str(file),
+        found=f"not a {kind} ECDSA key",
+        expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password",
+        remedy=_KEY_COMMANDS,
+    )
 
 
 def _statement(name: str, files: Mapping[str, str]) -> dict[str, object]:
@@ -206,22 +206,13 @@ def _hint(key: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(pem).hexdigest()
 
 
-def _no_key(file: Path, kind: str) -> InvalidInput:
-    return InvalidInput(
-        str(file),
-        found=f"no {kind} key for ECDSA",
-        expected=_expected_key(kind),
-        remedy=_KEY_COMMANDS,
-    )
-
-
 def _from_base64(value: object) -> object:
     """Decode base64, and accept only its canonical form: otherwise unused bits could be changed unnoticed."""
     if not isinstance(value, str):
-        raise ValueError("no base64")
+        raise ValueError("not base64")
     data = base64.b64decode(value, validate=True)
     if base64.b64encode(data).decode() != value:
-        raise ValueError("not as base64 is written")
+        raise ValueError("not canonical base64")
     return data
 
 

@@ -8,7 +8,7 @@
     render_sweep(sweep), sweep_table(sweep)         # page and table of a sweep
     render_ending(EndedRun(...))                    # page of a run that ended without a verdict
     render_shadow(shadow)                           # page of a release that is tested on user traffic
-    keep_run(reports, record, html)                 # archive the page of a run and add the run to the history
+    archive_run(reports, record, html)                 # archive the page of a run and add the run to the history
 """
 
 from mergegate.tasks.report import wording
@@ -25,41 +25,17 @@ from mergegate.tasks.report.content import (
     StoredArtifact,
 )
 from mergegate.tasks.report.ending import EndedRun, EndedStage, render_ending
-from mergegate.tasks.report.history import (
-    HISTORY,
-    ArchivedPage,
-    History,
-    RunParent,
-    RunRecord,
-    RunScore,
-    RunStage,
-    RunStatus,
-    changes_since,
-    file_name,
-    format_run_time,
-    keep_run,
-    mend_history,
-    outcome_of_status,
-    read_history,
-    render_history,
-    worst_drop,
-)
+from mergegate.tasks.report.history.archive import ArchivedPage, archive_run, file_name
+from mergegate.tasks.report.history.changes import changes_since, format_run_time
+from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
+from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
+from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus
 from mergegate.tasks.report.page import render
-from mergegate.tasks.report.serving_costs import CostTable, costs
-from mergegate.tasks.report.shadow import (
-    ARM_COLUMNS,
-    LostExample,
-    ReportedArm,
-    ShadowContent,
-    ShadowPoint,
-    arm_cells,
-    render_shadow,
-    shadow_outcome,
-    shadow_rows,
-    shadow_sentence,
-)
+from mergegate.tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
+from mergegate.tasks.report.shadow.page import render_shadow
+from mergegate.tasks.report.shadow.wording import ARM_COLUMNS, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
 from mergegate.tasks.report.stage import Report, write_report
-from mergegate.tasks.report.sweep import (
+from mergegate.tasks.report.sweep.content import (
     HeldOut,
     ReportedBudget,
     ReportedConfirmation,
@@ -67,23 +43,25 @@ from mergegate.tasks.report.sweep import (
     ReportedParameter,
     ReportedRacing,
     ReportedSet,
-    SearchStatus,
     SweepContent,
-    render_sweep,
+)
+from mergegate.tasks.report.sweep.from_study import SweepFacts, sweep_content, sweep_line
+from mergegate.tasks.report.sweep.page import render_sweep
+from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
+from mergegate.tasks.report.sweep.wording import (
     search_effort,
-    search_line,
-    sweep_content,
-    sweep_line,
     sweep_outcome,
     sweep_sentence,
     sweep_table,
     sweep_title,
 )
 from mergegate.tasks.report.table import (
+    CostTable,
     Row,
     ScoreTable,
     as_markdown,
     compares_per_byte,
+    costs,
     evaluated_models,
     final_table,
     likelihood,
@@ -129,6 +107,8 @@ __all__ = [
     "ShadowPoint",
     "StoredArtifact",
     "SweepContent",
+    "SweepFacts",
+    "archive_run",
     "arm_cells",
     "as_markdown",
     "changes_since",
@@ -139,7 +119,6 @@ __all__ = [
     "file_name",
     "final_table",
     "format_run_time",
-    "keep_run",
     "likelihood",
     "mend_history",
     "outcome_of_status",

@@ -6,10 +6,9 @@ sheet shows the version that fits.
 
 from __future__ import annotations
 
-from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.rows import NARROW, WIDE, Dot, Line, draw_dots, draw_intervals
+from mergegate.tasks.report.rows import Dot, Line, draw_dots, draw_intervals
 from mergegate.tasks.report.table import compares_per_byte, likelihood
 
 
@@ -21,46 +20,43 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
     guards = content.verdict.guards
     if not guards:
         return ()
-    lines = [*map(_suite_line, content.verdict.suites), *map(_guard_line, guards)]
+    lines = [
+        Line(
+            label=f"mean of {suite.tasks}",
+            detail=f"against {suite.reference}",
+            numbers=wording.suite_change(suite),
+            outcome=suite.outcome,
+            word=suite.word,
+            estimate=suite.drop,
+            low=suite.low,
+            high=suite.high,
+            fail_limit=suite.max_drop,
+            soft_limit=suite.margin,
+        )
+        for suite in content.verdict.suites
+    ]
+    lines += [
+        Line(
+            label=guard.task,
+            detail=f"against {guard.reference}",
+            numbers=wording.drop(guard),
+            outcome=guard.outcome,
+            word=guard.word,
+            estimate=guard.drop,
+            low=guard.low,
+            high=guard.high,
+            fail_limit=guard.max_drop if guard.limit is None else guard.limit,
+            soft_limit=guard.margin if guard.limit is None else guard.limit,
+        )
+        for guard in guards
+    ]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
         f"{guard.task} against {guard.reference}: {wording.drop(guard)}, limit {wording.limit(guard)}, {guard.word}."
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
     names = ("zero", "limit", "margin") if has_margin else ("zero", "limit and margin")
-    unit = "points lost"
-    return tuple(draw_intervals(f"guards-{form.name}", lines, form, 0.0, names, unit, label) for form in (WIDE, NARROW))
-
-
-def _suite_line(suite: SuiteVerdict) -> Line:
-    return Line(
-        label=f"mean of {suite.tasks}",
-        detail=f"against {suite.reference}",
-        numbers=wording.suite_change(suite),
-        outcome=suite.outcome,
-        word=suite.word,
-        estimate=suite.drop,
-        low=suite.low,
-        high=suite.high,
-        fail_limit=suite.max_drop,
-        soft_limit=suite.margin,
-    )
-
-
-def _guard_line(guard: GuardVerdict) -> Line:
-    limits = (guard.max_drop, guard.margin) if guard.limit is None else (guard.limit, guard.limit)
-    return Line(
-        label=guard.task,
-        detail=f"against {guard.reference}",
-        numbers=wording.drop(guard),
-        outcome=guard.outcome,
-        word=guard.word,
-        estimate=guard.drop,
-        low=guard.low,
-        high=guard.high,
-        fail_limit=limits[0],
-        soft_limit=limits[1],
-    )
+    return draw_intervals("guards", lines, 0.0, names, "points lost", label)
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:
@@ -87,9 +83,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
         f"Perplexity of the merge over that of {drift.reference}: {line.numbers}; warning above "
         f"{wording.plain(drift.warn_ratio)}, limit {wording.plain(drift.max_ratio)}, {line.word}."
     )
-    names = ("equal", "limit", "warning")
-    unit = "ratio"
-    return tuple(draw_intervals(f"drift-{form.name}", [line], form, 1.0, names, unit, label) for form in (WIDE, NARROW))
+    return draw_intervals("drift", [line], 1.0, ("equal", "limit", "warning"), "ratio", label)
 
 
 def judge_plot(content: ReportContent) -> tuple[str, ...]:
@@ -117,11 +111,7 @@ def judge_plot(content: ReportContent) -> tuple[str, ...]:
         f"Win rate of the merge against {judge.reference}, in points below an even one: {line.numbers}, limit "
         f"{wording.plain(judge.max_shortfall)}, {judge.outcome}."
     )
-    unit = "points below even"
-    return tuple(
-        draw_intervals(f"judge-{form.name}", [line], form, 0.0, ("even", "limit"), unit, label)
-        for form in (WIDE, NARROW)
-    )
+    return draw_intervals("judge", [line], 0.0, ("even", "limit"), "points below even", label)
 
 
 def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
@@ -142,4 +132,4 @@ def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
         return ()
     unit = "Bits per byte" if per_byte else "Perplexity"
     label = f"{unit} of each model. " + " ".join(f"{dot.name}: {dot.text}." for dot in dots)
-    return tuple(draw_dots(f"perplexity-{form.name}", dots, form, unit.lower(), label) for form in (WIDE, NARROW))
+    return draw_dots("perplexity", dots, unit.lower(), label)

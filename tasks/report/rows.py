@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline, write
 from mergegate.tasks.stage import Outcome
 
 if TYPE_CHECKING:
@@ -71,70 +71,88 @@ class Dot:
 
 
 def draw_intervals(
-    plot: str, lines: Sequence[Line], form: Format, neutral: float, names: tuple[str, ...], unit: str, label: str
-) -> str:
-    """Return a plot of ``lines`` against ``neutral`` and their limits, as an ``<svg>`` element.
+    plot: str, lines: Sequence[Line], neutral: float, names: tuple[str, ...], unit: str, label: str
+) -> tuple[str, ...]:
+    """Return a plot of ``lines`` against ``neutral`` and their limits, as a wide and a narrow ``<svg>`` element.
 
     Args:
         plot: Name of the plot, unique in the page.
         lines: Rows of the plot.
-        form: Layout of the plot.
         neutral: Value that means no difference: 0 for a drop, 1 for a ratio.
         names: Legend entries for the strokes at the neutral value, the limit and the soft limit.
         unit: Unit of the axis.
         label: Text alternative for screen readers.
     """
-    with drawing(plot):
-        figure, axes = _canvas(form, len(lines), head=36)
-        low, high, logarithmic = _range(lines, neutral)
-        _ruler(axes, form, (low, high), logarithmic, unit, times=neutral == 1)
-        top, bottom = form.band
-        for row, line in enumerate(lines):
-            _limits(axes, row + top, row + bottom, line, high)
-            axes.plot([neutral] * 2, [row + top, row + bottom], color=Ink.TEXT.value, linewidth=1, zorder=2)
-            _interval(axes, row + (top + bottom) / 2, line, high)
-            _names(axes, form, row, line)
-        _legend(figure, form, names)
-        return inline(figure, plot, label)
+    from matplotlib.lines import Line2D
+
+    limits = [limit for line in lines for limit in (line.fail_limit, line.soft_limit)]
+    shown = [x for line in lines for x in (line.estimate, line.low, line.high) if x is not None and math.isfinite(x)]
+    # A ratio that is far from 1 needs a logarithmic axis.
+    is_far = neutral > 0 and max([neutral, *shown]) > 2 * neutral
+    low, high, logarithmic = _padded([neutral, *shown, *limits], logarithmic=is_far)
+    strokes: tuple[dict[str, Any], ...] = (
+        {"color": Ink.TEXT.value, "linewidth": 1},
+        {"color": Ink.FAIL.value, "linewidth": 1.6},
+        {"color": Ink.MUTED.value, **_DASHED},
+    )
+    plots = []
+    for form in (WIDE, NARROW):
+        with drawing(f"{plot}-{form.name}"):
+            figure, axes = _canvas(form, len(lines), head=36)
+            _ruler(axes, form, (low, high), logarithmic, unit, suffix=wording.TIMES if neutral == 1 else "")
+            for row, line in enumerate(lines):
+                top, bottom = row + form.band[0], row + form.band[1]
+                _limits(axes, top, bottom, line, high)
+                axes.plot([neutral] * 2, [top, bottom], color=Ink.TEXT.value, linewidth=1, zorder=2)
+                _interval(axes, row + sum(form.band) / 2, line, high)
+                _names(axes, form, row, line)
+            handles = [Line2D([], [], label=name, **stroke) for name, stroke in zip(names, strokes, strict=False)]
+            figure.legend(
+                handles=handles,
+                loc="upper left",
+                bbox_to_anchor=(form.left / form.width, 1),
+                ncols=len(handles),
+                frameon=False,
+                fontsize=12,
+                labelcolor=Ink.MUTED.value,
+                borderaxespad=0,
+                borderpad=0.3,
+                handlelength=1.6,
+                handletextpad=0.5,
+                columnspacing=1.6,
+            )
+            plots.append(inline(figure, f"{plot}-{form.name}", label))
+    return tuple(plots)
 
 
-def draw_dots(plot: str, dots: Sequence[Dot], form: Format, unit: str, label: str) -> str:
-    """Return a plot of ``dots``, one line each, as an ``<svg>`` element.
+def draw_dots(plot: str, dots: Sequence[Dot], unit: str, label: str) -> tuple[str, ...]:
+    """Return a plot of ``dots``, one line each, as a wide and a narrow ``<svg>`` element.
 
     The arguments are those of ``draw_intervals``.
     """
     finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
     low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
-    compact = replace(form, row=form.row * 2 // 3, band=(0.1, 0.5) if form.stacked else form.band)
-    with drawing(plot):
-        figure, axes = _canvas(compact, len(dots), head=6)
-        _ruler(axes, compact, (low, high), logarithmic, unit)
-        for row, dot in enumerate(dots):
-            _dot(axes, compact, row, dot, (low, high))
-            _dot_names(axes, compact, row, dot)
-        return inline(figure, plot, label)
-
-
-def _dot(axes: Axes, form: Format, row: int, dot: Dot, ends: tuple[float, float]) -> None:
-    y = row + sum(form.band) / 2
-    axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
-    if dot.value is None:
-        axes.plot([ends[1]], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
-        return
-    face = Ink.TEXT.value if dot.merged else Ink.PAPER.value
-    edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
-    axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
-
-
-def _dot_names(axes: Axes, form: Format, row: int, dot: Dot) -> None:
-    weight: Literal["normal", "bold"] = "bold" if dot.merged else "normal"
-    label = shortened(dot.name, form.label_length)
-    if form.stacked:
-        _write(axes, 0, row, (0, -8), label, weight=weight)
-        _write(axes, 1, row, (0, -8), dot.text, align="right", weight=weight)
-    else:
-        _write(axes, 0, row, (-form.left, 0), label, weight=weight)
-        _write(axes, 1, row, (form.right - 132, 0), dot.text, align="right", weight=weight)
+    plots = []
+    for full in (WIDE, NARROW):
+        form = replace(full, row=full.row * 2 // 3, band=(0.1, 0.5) if full.stacked else full.band)
+        with drawing(f"{plot}-{form.name}"):
+            figure, axes = _canvas(form, len(dots), head=6)
+            _ruler(axes, form, (low, high), logarithmic, unit)
+            for row, dot in enumerate(dots):
+                y, ends = row + sum(form.band) / 2, (low, high)
+                axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
+                if dot.value is None:
+                    axes.plot([high], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
+                else:
+                    face = Ink.TEXT.value if dot.merged else Ink.PAPER.value
+                    edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
+                    axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
+                name, style = shortened(dot.name, form.label_length), TextStyle(size=13, bold=dot.merged)
+                left, right = ((0, -8), (0, -8)) if form.stacked else ((-form.left, 0), (form.right - 132, 0))
+                _write(axes, (0, row), left, name, style)
+                _write(axes, (1, row), right, dot.text, replace(style, align="right"))
+            plots.append(inline(figure, f"{plot}-{form.name}", label))
+    return tuple(plots)
 
 
 def _canvas(form: Format, rows: int, head: int) -> tuple[Figure, Axes]:
@@ -156,13 +174,6 @@ def _canvas(form: Format, rows: int, head: int) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _range(lines: Sequence[Line], neutral: float) -> tuple[float, float, bool]:
-    """Return the ends of the axis, and whether it must be logarithmic because a ratio is far from 1."""
-    limits = [limit for line in lines for limit in (line.fail_limit, line.soft_limit)]
-    shown = [x for line in lines for x in (line.estimate, line.low, line.high) if x is not None and math.isfinite(x)]
-    return _padded([neutral, *shown, *limits], logarithmic=neutral > 0 and max([neutral, *shown]) > 2 * neutral)
-
-
 def _padded(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, bool]:
     low, high = min(values), max(values)
     if logarithmic and low > 0:
@@ -172,9 +183,7 @@ def _padded(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float
     return low - 0.06 * span, high + 0.08 * span, False
 
 
-def _ruler(
-    axes: Axes, form: Format, ends: tuple[float, float], logarithmic: bool, unit: str, *, times: bool = False
-) -> None:
+def _ruler(axes: Axes, form: Format, ends: tuple[float, float], logarithmic: bool, unit: str, suffix: str = "") -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     if logarithmic:
@@ -185,7 +194,11 @@ def _ruler(
     else:
         axes.xaxis.set_major_locator(MaxNLocator(5 if form.stacked else 7, steps=[1, 2, 5, 10]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tick(float(x)) + (wording.TIMES if times else "")))
+
+    def tick(x: float, _: object) -> str:
+        return (wording.format_magnitude(x) if abs(x) >= 1e4 else wording.plain(round(float(x), 6) + 0.0)) + suffix
+
+    axes.xaxis.set_major_formatter(FuncFormatter(tick))
     axes.set_xlim(*ends)
     axes.tick_params(axis="x", length=0, pad=7, labelsize=12, labelcolor=Ink.MUTED.value)
     if not form.stacked:
@@ -201,10 +214,6 @@ def _ruler(
             fontsize=12,
             color=Ink.MUTED.value,
         )
-
-
-def _tick(x: float) -> str:
-    return wording.format_magnitude(x) if abs(x) >= 1e4 else wording.plain(round(x, 6) + 0.0)
 
 
 def _limits(axes: Axes, top: float, bottom: float, line: Line, end: float) -> None:
@@ -239,48 +248,22 @@ def _names(axes: Axes, form: Format, row: int, line: Line) -> None:
     detail = shortened(line.detail, form.label_length + 5)
     verdict = f"{wording.GLYPHS[line.outcome]} {line.word}"
     ink = OUTCOME_INK[line.outcome]
+    bold, small = TextStyle(size=13, bold=True), TextStyle(size=11.5, ink=Ink.MUTED)
     if form.stacked:
-        _write(axes, 0, row, (0, -28), label, weight="bold")
-        _write(axes, 0, row, (0, -11), detail, size=11.5, ink=Ink.MUTED)
-        _write(axes, 1, row, (0, -28), verdict, align="right", weight="bold", ink=ink)
-        _write(axes, 1, row, (0, -11), line.numbers, align="right", size=11.5, ink=Ink.MUTED)
+        _write(axes, (0, row), (0, -28), label, bold)
+        _write(axes, (0, row), (0, -11), detail, small)
+        _write(axes, (1, row), (0, -28), verdict, replace(bold, align="right", ink=ink))
+        _write(axes, (1, row), (0, -11), line.numbers, replace(small, align="right"))
     else:
-        _write(axes, 0, row, (-form.left, -8), label, weight="bold")
-        _write(axes, 0, row, (-form.left, 9), detail, size=11.5, ink=Ink.MUTED)
-        _write(axes, 1, row, (form.right - 132, 0), line.numbers, align="right")
-        _write(axes, 1, row, (form.right - 118, 0), verdict, weight="bold", ink=ink)
+        _write(axes, (0, row), (-form.left, -8), label, bold)
+        _write(axes, (0, row), (-form.left, 9), detail, small)
+        _write(axes, (1, row), (form.right - 132, 0), line.numbers, TextStyle(size=13, align="right"))
+        _write(axes, (1, row), (form.right - 118, 0), verdict, replace(bold, ink=ink))
 
 
-def _write(
-    axes: Axes,
-    x: float,
-    row: float,
-    shift: tuple[float, float],
-    text: str,
-    *,
-    align: Literal["left", "right"] = "left",
-    size: float = 13,
-    weight: Literal["normal", "bold"] = "normal",
-    ink: Ink = Ink.TEXT,
-) -> None:
-    """Write ``text`` in a row.
-
-    ``shift`` is the offset in pixels, to the right and down, from the left (``x`` 0) or right (``x`` 1) end of the
-    axis.
-    """
-    axes.annotate(
-        text,
-        (x, row),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(shift[0], -shift[1]),
-        textcoords="offset points",
-        ha=align,
-        va="center_baseline",
-        fontsize=size,
-        fontweight=weight,
-        color=ink.value,
-        annotation_clip=False,
-    )
+def _write(axes: Axes, point: tuple[float, float], shift: tuple[float, float], text: str, style: TextStyle) -> None:
+    """Write ``text`` in a row. The first coordinate of ``point`` is the left (0) or right (1) end of the axis."""
+    write(axes, point, text, style, shift=shift, coordinates=axes.get_yaxis_transform(), zorder=3)
 
 
 def shortened(text: str, length: int) -> str:
@@ -295,28 +278,3 @@ def shortened(text: str, length: int) -> str:
         return text
     tail = (length - 1) // 2
     return f"{text[: length - 1 - tail]}…{text[-tail:]}"
-
-
-def _legend(figure: Figure, form: Format, names: tuple[str, ...]) -> None:
-    from matplotlib.lines import Line2D
-
-    strokes: tuple[dict[str, Any], ...] = (
-        {"color": Ink.TEXT.value, "linewidth": 1},
-        {"color": Ink.FAIL.value, "linewidth": 1.6},
-        {"color": Ink.MUTED.value, **_DASHED},
-    )
-    handles = [Line2D([], [], label=name, **stroke) for name, stroke in zip(names, strokes, strict=False)]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(form.left / form.width, 1),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=12,
-        labelcolor=Ink.MUTED.value,
-        borderaxespad=0,
-        borderpad=0.3,
-        handlelength=1.6,
-        handletextpad=0.5,
-        columnspacing=1.6,
-    )

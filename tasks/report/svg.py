@@ -11,11 +11,13 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -40,6 +42,16 @@ class Ink(Enum):
         return f"var(--{self.name.lower()})"
 
 
+@dataclass(frozen=True)
+class TextStyle:
+    """Appearance of a text in a plot. The size is in pixels."""
+
+    size: float = 12
+    bold: bool = False
+    ink: Ink = Ink.TEXT
+    align: Literal["left", "center", "right"] = "left"
+
+
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a '$' in a task name is a dollar sign
@@ -60,6 +72,33 @@ def drawing(plot: str) -> Iterator[None]:
         yield
 
 
+def write(
+    axes: Axes,
+    point: tuple[float, float],
+    text: str,
+    style: TextStyle,
+    *,
+    shift: tuple[float, float] = (0, 0),
+    coordinates: Any = "axes fraction",
+    zorder: float = 9,
+) -> None:
+    """Write ``text`` at ``point``, ``shift`` pixels to the right of and below it."""
+    axes.annotate(
+        text,
+        point,
+        xycoords=coordinates,
+        xytext=(shift[0], -shift[1]),
+        textcoords="offset points",
+        ha=style.align,
+        va="center_baseline",
+        fontsize=style.size,
+        fontweight="bold" if style.bold else "normal",
+        color=style.ink.value,
+        annotation_clip=False,
+        zorder=zorder,
+    )
+
+
 def inline(figure: Figure, plot: str, label: str) -> str:
     """Return ``figure`` as an ``<svg>`` element for an HTML page.
 
@@ -77,28 +116,21 @@ def inline(figure: Figure, plot: str, label: str) -> str:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         canvas.print_svg(raw, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ElementTree.fromstring(raw.getvalue())
-    _strip(root)
-    _rename_ids(root, plot)
-    for element in root.iter():
-        for name, value in element.attrib.items():
-            element.set(name, _styled(value) if name == "style" else value)
-    view_box = root.attrib["viewBox"]
-    root.attrib.clear()
-    root.attrib.update({"class": f"plot {plot}", "viewBox": view_box, "role": "img", "aria-label": label})
-    return ElementTree.tostring(root, encoding="unicode").strip()
-
-
-def _strip(root: ElementTree.Element) -> None:
-    """Remove namespaces, metadata, comments and the style sheet.
-
-    HTML knows SVG without a namespace, and the style sheet would affect the rest of the page.
-    """
+    # HTML knows SVG without a namespace, and the style sheet would affect the rest of the page.
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
         for child in list(element):
             if child.tag.rpartition("}")[2] in ("metadata", "style"):
                 element.remove(child)
+    _rename_ids(root, plot)
+    for element in root.iter():
+        if "style" in element.attrib:
+            element.set("style", _page_style(element.attrib["style"]))
+    view_box = root.attrib["viewBox"]
+    root.attrib.clear()
+    root.attrib.update({"class": f"plot {plot}", "viewBox": view_box, "role": "img", "aria-label": label})
+    return ElementTree.tostring(root, encoding="unicode").strip()
 
 
 def _rename_ids(root: ElementTree.Element, plot: str) -> None:
@@ -121,20 +153,18 @@ def _rename_ids(root: ElementTree.Element, plot: str) -> None:
                 element.set(name, value.replace(f"#{old}", f"#{names[old]}"))
 
 
-def _styled(style: str) -> str:
-    style = re.sub(r"font(-family)?: [^;]*", _font, style)
+def _page_style(style: str) -> str:
+    """Return a style with CSS variables as colors, and without the font family, which the page sets."""
+
+    def size_and_weight(match: re.Match[str]) -> str:
+        if match[1]:
+            return ""
+        size = re.search(r"[\d.]+px", match[0])
+        weight = re.search(r"\b(?:bold|[1-9]00)\b", match[0])
+        parts = [f"font-size: {size[0]}"] if size else []
+        return "; ".join(parts + ([f"font-weight: {weight[0]}"] if weight else []))
+
+    style = re.sub(r"font(-family)?: [^;]*", size_and_weight, style)
     for ink in Ink:
         style = style.replace(ink.value, ink.variable)
     return re.sub(r";\s*(;\s*)*", "; ", style).strip("; ")
-
-
-def _font(match: re.Match[str]) -> str:
-    """Return the size and weight of a ``font`` declaration. The page sets the family."""
-    if match[1]:
-        return ""
-    size = re.search(r"[\d.]+px", match[0])
-    weight = re.search(r"\b(?:bold|[1-9]00)\b", match[0])
-    parts = [f"font-size: {size[0]}"] if size else []
-    if weight:
-        parts.append(f"font-weight: {weight[0]}")
-    return "; ".join(parts)

@@ -1,11 +1,9 @@
-"""Build the table of parents, merge and tasks for the terminal and for Markdown.
-
-It has the same content as the page.
-"""
+"""Build the tables of scores and of serving costs, for the page, the terminal and Markdown."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mergegate.tasks.evaluation import TaskScore
@@ -13,8 +11,16 @@ from mergegate.tasks.gate import DriftVerdict, GuardVerdict
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent, ReportedModel
+from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome
 
+_COST_COLUMNS: tuple[tuple[str, Callable[[ServingCost], str]], ...] = (
+    ("Ready after", lambda measured: measured.ready),
+    ("First token", lambda measured: measured.first_token),
+    ("Tokens/s", lambda measured: measured.throughput.removesuffix(" tokens/s")),
+    ("Memory", lambda measured: measured.memory),
+    ("GPU memory", lambda measured: measured.gpu_memory),
+)
 _MERGE = object()  # a key that differs from every model name
 
 
@@ -137,7 +143,17 @@ def final_table(content: ReportContent) -> ScoreTable:
     models = evaluated_models(content)
     rows = task_rows(content)
     shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
-    lines = [_task_line(row, rows) for row in rows]
+    lines = []
+    for row in rows:
+        cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
+        label = row.task if sum(other_row.task == row.task for other_row in rows) == 1 else row.label
+        if (guard := row.guard) is None:
+            lines.append(Row((label, *cells, "", "", "")))
+            continue
+        change, limit = wording.drop(guard), wording.plain(guard.limit or guard.max_drop)
+        # Within its own limit, a single task of a suite does not decide anything, so it is listed without a color.
+        uncolored = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
+        lines.append(Row((label, *cells, change, limit, guard.word), None if uncolored else guard.outcome))
     verdict = content.verdict
     for left_out in verdict.not_run:
         lines.append(Row((left_out.task, *("" for _ in shown), "", wording.plain(left_out.limit), left_out.word)))
@@ -152,32 +168,18 @@ def final_table(content: ReportContent) -> ScoreTable:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
         lines.append(Row((total_label, *("" for _ in shown), change, "", "")))
     if verdict.drift is not None or any(model.likelihoods for model in shown):
-        lines.append(_perplexity_line(verdict.drift, shown))
+        per_byte = compares_per_byte(shown, verdict.drift)
+        label = "bits per byte" if per_byte else "perplexity"
+        values = tuple(likelihood(model.likelihoods, per_byte) for model in shown)
+        if (drift := verdict.drift) is None:
+            lines.append(Row((label, *values, "", "", "")))
+        else:
+            change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
+            word = f"{drift.word}, warning" if drift.warning and drift.outcome == "pass" else drift.word
+            cells = (label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", word)
+            lines.append(Row(cells, drift.outcome))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
     return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
-
-
-def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
-    cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
-    label = row.task if sum(candidate.task == row.task for candidate in rows) == 1 else row.label
-    if row.guard is None:
-        return Row((label, *cells, "", "", ""))
-    guard = row.guard
-    change, limit = wording.drop(guard), wording.plain(guard.limit or guard.max_drop)
-    # Within its own limit, a single task of a suite does not decide anything, so it is listed without a color.
-    uncolored = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
-    return Row((label, *cells, change, limit, guard.word), None if uncolored else guard.outcome)
-
-
-def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
-    per_byte = compares_per_byte(models, drift)
-    label = "bits per byte" if per_byte else "perplexity"
-    values = tuple(likelihood(model.likelihoods, per_byte) for model in models)
-    if drift is None:
-        return Row((label, *values, "", "", ""))
-    verdict = f"{drift.word}, warning" if drift.warning and drift.outcome == "pass" else drift.word
-    change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
-    return Row((label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
 
 
 def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
@@ -235,3 +237,53 @@ def as_markdown(content: ReportContent) -> str:
 def literally(text: str) -> str:
     """Escape ``text`` so that Markdown displays it literally, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Serving cost of one model."""
+
+    name: str
+    cells: tuple[str, ...]  # one per column; empty if not measured
+    occasion: str  # '2026-11-20, 2 cores'; empty if it equals the merge's
+    problem: str
+    is_merge: bool
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Table of serving costs, ready to be drawn. It has no rows if nothing was measured."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Cost, ...]
+    occasion: str  # day and machine of the merge's measurement
+    how: str
+
+
+def costs(content: ReportContent) -> CostTable:
+    """Return the serving costs: one row per served model, without columns that are empty for all models.
+
+    The merge is listed below its parents. Each row names the day and the machine of its measurement.
+    """
+    served = content.serving
+    if not any(model.measured.quantities() for model in served):
+        return CostTable((), (), "", "")
+    columns = [(name, cell) for name, cell in _COST_COLUMNS if any(cell(model.measured) for model in served)]
+    occasion = served[-1].measured.occasion
+    rows = tuple(
+        Cost(
+            name=model.name,
+            cells=tuple(cell(model.measured) for _, cell in columns),
+            occasion="" if model.measured.occasion == occasion else model.measured.occasion,
+            problem=model.problem,
+            is_merge=model is served[-1],
+        )
+        for model in served
+    )
+    names = tuple(name for name, _ in columns)
+    notes = []
+    if "Tokens/s" in names:
+        notes.append("One request at a time, after warming up; the quickest of three.")
+    if "Memory" in names:
+        notes.append("Memory is the peak of all processes of the server together, without files that are only mapped.")
+    return CostTable(names, rows, occasion, " ".join(notes))

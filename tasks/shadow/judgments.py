@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from mergegate.merge_core.errors import shown
 from mergegate.merge_core.files import (
     Damaged,
-    JournalPlace,
+    JournalLocation,
     RecordJournal,
     locked,
     open_journal,
@@ -192,13 +192,13 @@ def read_judged(directory: Path, profile: str, candidate: str, judging: Judgment
         copy = Path(temporary) / "copy"
         if location.path.is_file():
             shutil.copyfile(location.path, copy)
-        with open_journal(JournalPlace(copy, location.key), _is_valid_record) as journal:
+        with open_journal(JournalLocation(copy, location.key), _is_valid_record) as journal:
             return JudgedPairs(journal)
 
 
-def _journal_location(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalPlace:
+def _journal_location(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalLocation:
     key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge_digest(judging)})
-    return JournalPlace(directory / f"{profile}.{key[:_NAME]}.judged", key)
+    return JournalLocation(directory / f"{profile}.{key[:_NAME]}.judged", key)
 
 
 def _is_valid_record(record: Any) -> bool:
@@ -257,7 +257,7 @@ def read_lost_pairs(file: Path, candidate: str) -> tuple[LostPair, ...]:
     """Return the stored lost pairs, newest first. Return none if the file belongs to another candidate."""
     state = read_state(file, _STATE.validate_json)
     if isinstance(state, Damaged):
-        set_aside_damaged(file, state.why)
+        set_aside_damaged(file, state.reason)
     return () if state is None or isinstance(state, Damaged) or state[0] != candidate else state[1]
 
 

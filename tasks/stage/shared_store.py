@@ -1,13 +1,12 @@
 """Open the shared store that the environment variables configure.
 
-``MERGEGATE_STORE=s3://bucket/prefix`` is the address of a shared store behind the local one. It may be any address that
-fsspec supports. ``MERGEGATE_SHARE_UP_TO`` is the size limit of shared artifacts (default: 1 GB). Scores, perplexities
-and explanations are small enough to be shared; a merge is shared only if it is below the limit.
+``MERGEGATE_SHARED_STORE=s3://bucket/prefix`` is the address of a shared store behind the local one. It may be any
+address that fsspec supports. ``MERGEGATE_SHARED_STORE_MAX_SIZE`` is the size limit of shared artifacts (default: 1 GB).
+Scores, perplexities and explanations are small enough to be shared; a merge is shared only if it is below the limit.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from mergegate.merge_core.wording import parse_bytes
 from mergegate.tasks.stage.progress import announce
-from mergegate.tasks.stage.project import home
+from mergegate.tasks.stage.project import environment_setting, home
 from mergegate.tasks.store import SharedStore, require_shared
 
-SHARED_STORE, SHARE_UP_TO = "MERGEGATE_STORE", "MERGEGATE_SHARE_UP_TO"
+SHARED_STORE, MAX_SIZE = "MERGEGATE_SHARED_STORE", "MERGEGATE_SHARED_STORE_MAX_SIZE"
 _DEFAULT_SIZE = "1GB"
 # A merge is as large as its model and may exceed the limit. So machines do not wait for each other's merges.
 _UNLEASED_STAGES = frozenset({"merge"})
@@ -30,8 +29,8 @@ def shared_store(root: Path) -> SharedStore | None:
     Raises:
         InvalidInput: fsspec does not support the address, or the size limit is not valid.
     """
-    address = os.environ.get(SHARED_STORE, "").strip()
-    size = os.environ.get(SHARE_UP_TO, "").strip() or _DEFAULT_SIZE
+    address = environment_setting(SHARED_STORE)
+    size = environment_setting(MAX_SIZE) or _DEFAULT_SIZE
     return _shared(address, root, size) if address else None
 
 
@@ -54,4 +53,4 @@ def log_shared_store_savings() -> Iterator[None]:
 def _shared(address: str, root: Path, size: str) -> SharedStore:
     """Return the only client of this process, because it owns a sender thread and connections."""
     require_shared(address, SHARED_STORE)
-    return SharedStore(address, root, parse_bytes(size, SHARE_UP_TO), _UNLEASED_STAGES)
+    return SharedStore(address, root, parse_bytes(size, MAX_SIZE), _UNLEASED_STAGES)

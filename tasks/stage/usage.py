@@ -4,8 +4,8 @@ A run corresponds to a Prefect flow run. Every thread and every worker that runs
 them write to one record in ``<home>/runs`` (see ``tasks.store.runs``). A command that uses the store without a flow has
 a lease that ends with its process.
 
-``MERGEGATE_QUOTA=50GB`` limits the size of the store at the end of a run. If the variable is not set, mergegate removes
-artifacts only when a command asks for it.
+``MERGEGATE_STORE_QUOTA=50GB`` limits the size of the store at the end of a run. If the variable is not set, mergegate
+removes artifacts only when a command asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mergegate.merge_core.wording import format_bytes, parse_bytes
 from mergegate.tasks.stage.progress import announce
-from mergegate.tasks.stage.project import home
+from mergegate.tasks.stage.project import environment_setting, home
 from mergegate.tasks.store import (
     OpenRun,
     RetentionRule,
@@ -34,7 +34,7 @@ from mergegate.tasks.store import (
     store_bytes,
 )
 
-QUOTA = "MERGEGATE_QUOTA"
+QUOTA = "MERGEGATE_STORE_QUOTA"
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ def store_quota() -> int | None:
     Raises:
         InvalidInput: The environment variable is not a number of bytes.
     """
-    setting = os.environ.get(QUOTA, "").strip()
+    setting = environment_setting(QUOTA)
     return parse_bytes(setting, QUOTA) if setting else None
 
 

@@ -190,7 +190,7 @@ def _artifact_fault(directory: Path, deep: bool) -> str:
     if manifest is None:
         return f"{MANIFEST} is missing"
     if isinstance(manifest, Damaged):
-        return f"{MANIFEST}: {manifest.why}"
+        return f"{MANIFEST}: {manifest.reason}"
     if not manifest.key.startswith(directory.name):
         return "it belongs to another key"
     present, special = regular_files(directory)
@@ -213,7 +213,7 @@ def _content_fault(file: Path, sha256: str) -> str:
 def _value_fault(path: Path) -> str:
     record = read_state(path, ValueRecord.model_validate_json)
     if not isinstance(record, ValueRecord):
-        return record.why if record else ""
+        return record.reason if record else ""
     if not record.key.startswith(path.stem):
         return "it belongs to another key"
     return "" if record.sha256 == digest(record.value) else "it was altered"

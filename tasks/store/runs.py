@@ -149,7 +149,7 @@ class RunReader:
             record = read_state(file, _parse)
             if isinstance(record, Damaged):
                 if not live:
-                    set_aside_damaged(file, record.why)
+                    set_aside_damaged(file, record.reason)
                 return None
             run = record
             self._parsed[file] = (state, run)

@@ -26,7 +26,7 @@ import numpy as np
 
 from mergegate.merge_core.errors import CannotDecide, MergegateError, Refused
 from mergegate.merge_core.files import (
-    JournalPlace,
+    JournalLocation,
     RecordJournal,
     disk_errors_refused,
     locked,
@@ -123,7 +123,7 @@ def open_ledger(
         state_directory(directory)
     with (
         locked(directory / "lock", required=False, on_wait=on_wait),
-        open_journal(JournalPlace(directory / "trials.journal", scoring), _is_valid_record) as journal,
+        open_journal(JournalLocation(directory / "trials.journal", scoring), _is_valid_record) as journal,
     ):
         ledger = Ledger(journal, study)
         try:

@@ -1,11 +1,31 @@
 """Send the numbers and the log of a run to other systems: Prometheus, OpenTelemetry, Weights & Biases, MLflow, JSON.
 
 Every export is off unless an environment variable enables it. An export that fails logs a warning and never fails the
-run.
+run. The client of MLflow's REST API serves its model registry, too.
 """
 
 from mergegate.tasks.telemetry.json_log import json_log
 from mergegate.tasks.telemetry.metrics import export_metrics
+from mergegate.tasks.telemetry.mlflow import (
+    MlflowClient,
+    MlflowError,
+    member,
+    metric_entries,
+    mlflow_key,
+    param_entries,
+    tag_entries,
+)
 from mergegate.tasks.telemetry.trackers import export_to_trackers
 
-__all__ = ["export_metrics", "export_to_trackers", "json_log"]
+__all__ = [
+    "MlflowClient",
+    "MlflowError",
+    "export_metrics",
+    "export_to_trackers",
+    "json_log",
+    "member",
+    "metric_entries",
+    "mlflow_key",
+    "param_entries",
+    "tag_entries",
+]

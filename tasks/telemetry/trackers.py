@@ -20,19 +20,20 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
-from mergegate.tasks.http import JsonClient, Unreachable
 from mergegate.tasks.report import RunRecord
+from mergegate.tasks.telemetry.mlflow import (
+    MlflowClient,
+    MlflowError,
+    member,
+    metric_entries,
+    param_entries,
+    tag_entries,
+)
 
 MLFLOW, WANDB = "MERGEGATE_MLFLOW", "MERGEGATE_WANDB"
 _MLFLOW_TIMEOUT_S = 20.0  # longest wait at the end of a run
-_MAX_PARAM, _MAX_TAG, _MAX_KEY = 6000, 5000, 250  # MLflow's limits, in characters
 _log = logging.getLogger(__name__)
-
-
-class _MLflowRefusal(Exception):
-    """The server rejected a request. The message gives the reason."""
 
 
 def tracked_numbers(record: RunRecord) -> dict[str, float]:
@@ -73,9 +74,9 @@ def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, 
             return
         try:
             token = environment.get("MLFLOW_TRACKING_TOKEN", "")
-            with JsonClient(address, _MLFLOW_TIMEOUT_S, token, connections=1) as client:
+            with MlflowClient(address, _MLFLOW_TIMEOUT_S, token) as client:
                 _log_to_mlflow(client, experiment, record)
-        except (_MLflowRefusal, Unreachable) as failure:
+        except MlflowError as failure:
             _log.warning("could not send this run to MLflow: %s", failure)
         except Exception as failure:
             _log.warning("could not send this run to MLflow: %s: %s", type(failure).__name__, failure)
@@ -99,61 +100,33 @@ def _log_to_wandb(record: RunRecord, home: Path, destination: str) -> None:
     run.finish(exit_code=0 if record.status in ("released", "passed", "nothing new", "promoted", "waiting") else 1)
 
 
-def _log_to_mlflow(client: JsonClient, experiment: str, record: RunRecord) -> None:
-    find_experiment = f"experiments/get-by-name?{urlencode({'experiment_name': experiment})}"
-    experiment_facts = _object(_request(client, find_experiment).get("experiment"))
-    if not experiment_facts:
-        # If another process creates it first, this request fails and the next one finds it.
-        _request(client, "experiments/create", {"name": experiment})
-        experiment_facts = _object(_request(client, find_experiment).get("experiment"))
-    if not experiment_facts:
-        raise _MLflowRefusal(f"the experiment {experiment!r} does not exist, and the server did not create it")
+def _log_to_mlflow(client: MlflowClient, experiment: str, record: RunRecord) -> None:
+    experiment_id = client.experiment_id(experiment)
+    if not experiment_id:
+        # If another process creates it first, this request changes nothing and the next one finds it.
+        client.post("experiments/create", {"name": experiment})
+        experiment_id = client.experiment_id(experiment)
+    if not experiment_id:
+        raise MlflowError(f"the experiment {experiment!r} does not exist, and the server did not create it")
 
     now = round(time.time() * 1000)
     tags = {"status": record.status, "message": record.message, "release": record.version or "", "run": record.run}
     tags |= {"flow": record.flow, "at": record.location}
     body = {
-        "experiment_id": str(experiment_facts.get("experiment_id", "")),
+        "experiment_id": experiment_id,
         "run_name": f"{record.profile} {record.version or record.status}",
         "start_time": now - round(1000 * record.seconds),
-        "tags": [{"key": f"mergegate.{key}", "value": value[:_MAX_TAG]} for key, value in tags.items() if value],
+        "tags": tag_entries({f"mergegate.{key}": value for key, value in tags.items()}),
     }
-    run = str(_object(_object(_request(client, "runs/create", body).get("run")).get("info")).get("run_id", ""))
+    run = str(member(client.post("runs/create", body), "run", "info", "run_id"))
     if not run:
-        raise _MLflowRefusal("the server returned no ID for the new run")
+        raise MlflowError("the server returned no ID for the new run")
 
     params = {"profile": record.profile, "method": record.method, "recipe": record.recipe}
     params |= {f"parent.{item.name}": f"{item.ref}@{item.revision or item.digest}" for item in record.parents}
     params |= {f"set.{key}": value for key, _, value in (item.partition("=") for item in record.overrides)}
-    batch = {
-        "run_id": run,
-        "metrics": [
-            {"key": _mlflow_key(key), "value": value, "timestamp": now, "step": 0}
-            for key, value in tracked_numbers(record).items()
-        ],
-        "params": [{"key": _mlflow_key(key), "value": value[:_MAX_PARAM]} for key, value in params.items() if value],
-    }
-    _request(client, "runs/log-batch", batch)
+    metrics = metric_entries(tracked_numbers(record), now)
+    client.post("runs/log-batch", {"run_id": run, "metrics": metrics, "params": param_entries(params)})
     good = record.status in ("released", "passed", "nothing new")
     status = "FINISHED" if good else "KILLED" if record.status == "interrupted" else "FAILED"
-    _request(client, "runs/update", {"run_id": run, "status": status, "end_time": now})
-
-
-def _request(client: JsonClient, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return the server's response. It is empty if the object does not exist, or if it already exists."""
-    answer = client.request(f"/api/2.0/mlflow/{path}", body)
-    if answer.ok:
-        return _object(answer.body)
-    if _object(answer.body).get("error_code") in ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"):
-        return {}
-    raise _MLflowRefusal(answer.complaint)
-
-
-def _mlflow_key(name: str) -> str:
-    """Return ``name`` with only the characters that MLflow accepts: letters, digits and a few signs."""
-    accepted = (character if character.isalnum() or character in "_-. /" else "_" for character in name)
-    return "".join(accepted)[:_MAX_KEY]
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    client.post("runs/update", {"run_id": run, "status": status, "end_time": now})

@@ -16,7 +16,7 @@ from traps import parent_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.merge_core.files.records import JOURNAL, JournalPlace, open_journal
+from mergegate.merge_core.files.records import JOURNAL, JournalLocation, open_journal
 from mergegate.merge_core.system import Capacity
 from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model, files_fingerprint
@@ -177,7 +177,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
     monkeypatch.setattr(ensemble, "read_batch", watched)
 
     def measured(name: str) -> measurement.TextMeasurement:
-        place = JournalPlace(tmp_path / name / JOURNAL, "key")
+        place = JournalLocation(tmp_path / name / JOURNAL, "key")
         (tmp_path / name).mkdir(exist_ok=True)
         given = (documents, windows, "cpu", place, lambda done, total: None)
         return (
@@ -207,7 +207,7 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
     value = perplexity.work(tmp_path / "out", model, documents, windows, CPU)
     rows = read_documents(tmp_path / "out")
     key = perplexity.key(model, documents, windows, CPU) + files_fingerprint([model])
-    place = JournalPlace(tmp_path / "out" / JOURNAL, key)
+    place = JournalLocation(tmp_path / "out" / JOURNAL, key)
     with open_journal(place) as journal:
         assert len(journal.records) == len(TEXTS) // 4
     before = place.path.read_bytes()
@@ -220,7 +220,7 @@ def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores of a model are one artifact for all servers, so a resumed run must not combine answers of two servers."""
-    places: list[JournalPlace] = []
+    places: list[JournalLocation] = []
 
     def noted(job: ScoringJob, on_progress: object) -> None:
         assert job.journal is not None

@@ -128,13 +128,13 @@ def test_a_hub_that_knows_no_accounts_is_believed(online: LookAlike, monkeypatch
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInput, match="file is no directory"):
+    with pytest.raises(InvalidInput, match="file is not a directory"):
         check_target(DirectoryTarget(path=Path("file/releases")), tmp_path)
 
 
 def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # Root may write anywhere.
-    with pytest.raises(Refused, match="may not be written"):
+    with pytest.raises(Refused, match="is not writable"):
         check_target(DirectoryTarget(path=Path("releases")), tmp_path)
 
 

@@ -20,7 +20,7 @@ from tiny_models import LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.merge_core.files.records import JournalPlace, open_journal
+from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.answer_journal import journalled
@@ -135,7 +135,7 @@ def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
 def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
     model = model_that_writes(tmp_path / "model", A, B, C)
     task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 6}')
-    place = JournalPlace(tmp_path / "journal", "key")
+    place = JournalLocation(tmp_path / "journal", "key")
     asked = ("cpu", lambda done, total: None, place)
     first = score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), asked[1])
     unload_models()

@@ -13,7 +13,7 @@ from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.merge_core.files.records import JournalPlace, open_journal
+from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import harness
 from mergegate.tasks.evaluation.answer_journal import journalled
@@ -75,7 +75,7 @@ class Watched(list[Any]):
     limit = -1
 
 
-def ask(lm: Any, kind: str, requests: list[Requested], place: JournalPlace | None, seed: int = 7) -> list[Any]:
+def ask(lm: Any, kind: str, requests: list[Requested], place: JournalLocation | None, seed: int = 7) -> list[Any]:
     torch.manual_seed(seed)
     watched = {name: vars(lm)[name] for name in HF if name in vars(lm)}
     try:
@@ -118,7 +118,7 @@ def test_a_kill_in_any_batch_costs_that_batch_and_changes_no_bit(
     undisturbed = list(batches)
     assert len(undisturbed) >= 5
     for killed in range(len(undisturbed)):
-        place = JournalPlace(tmp_path / f"{killed}.journal", "key")
+        place = JournalLocation(tmp_path / f"{killed}.journal", "key")
         del batches[:]
         batches.limit = killed
         with pytest.raises(Killed):
@@ -137,7 +137,7 @@ def test_one_that_is_killed_in_every_batch_ends_all_the_same(
     wanted = ask(lm, kind, requests, None)
     undisturbed = list(batches)
     del batches[:]
-    place = JournalPlace(tmp_path / "journal", "key")
+    place = JournalLocation(tmp_path / "journal", "key")
     for after in range(1, len(undisturbed)):
         batches.limit = after
         with pytest.raises(Killed):
@@ -149,13 +149,13 @@ def test_one_that_is_killed_in_every_batch_ends_all_the_same(
 
 def test_sampled_answers_to_one_question_stay_different_answers(tmp_path: Path, lm: Any) -> None:
     kind, requests = ALL["sampled"]
-    answers = ask(lm, kind, requests, JournalPlace(tmp_path / "journal", "key"))
+    answers = ask(lm, kind, requests, JournalLocation(tmp_path / "journal", "key"))
     assert len(set(answers[-5:])) > 1
-    assert ask(lm, kind, requests, JournalPlace(tmp_path / "journal", "key"), seed=8) == answers
+    assert ask(lm, kind, requests, JournalLocation(tmp_path / "journal", "key"), seed=8) == answers
 
 
 def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batches: Watched) -> None:
-    place = JournalPlace(tmp_path / "journal", "key")
+    place = JournalLocation(tmp_path / "journal", "key")
     for kind, requests in (ALL["choices"], ALL["greedy"]):  # both kinds in one part, in sequence
         ask(lm, kind, requests, place)
     asked = len(batches)
@@ -181,7 +181,7 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
     monkeypatch.setattr(kind, "answer_row", watched)
     told: list[tuple[int, int]] = []
 
-    def score(place: JournalPlace | None) -> tuple[DocumentScore, ...]:
+    def score(place: JournalLocation | None) -> tuple[DocumentScore, ...]:
         part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=2)
         return harness.score_documents(
             harness.ScoringJob(model, task, settings, part, "cpu", place), lambda *far: told.append(far)
@@ -191,7 +191,7 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
         wanted = score(None)
         undisturbed = list(seen)
         del seen[:]
-        place, limit = JournalPlace(tmp_path / "journal", "key"), 3
+        place, limit = JournalLocation(tmp_path / "journal", "key"), 3
         with pytest.raises(Killed):
             score(place)
         del told[:]
@@ -225,7 +225,7 @@ class Named:
 @pytest.mark.parametrize("computes_in", [("compute",), ()], ids=["batch by batch", "answer by answer"])
 def test_an_answer_that_goes_by_other_settings_is_kept_too(tmp_path: Path, computes_in: tuple[str, ...]) -> None:
     requests = [Requested(prompt, {"until": ["."]}) for prompt in "abcd"]
-    place = JournalPlace(tmp_path / "journal", "key")
+    place = JournalLocation(tmp_path / "journal", "key")
     lm = Named()
     with pytest.raises(Killed), open_journal(place) as journal, journalled(lm, journal, computes_in) as model:
         model.generate_until(requests)

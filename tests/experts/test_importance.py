@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import layer_windows
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
 from mergegate.tasks.merge.layer_windows import CalibrationJob
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 REVERSER = DEMO / "models/reverser"
@@ -35,7 +35,7 @@ SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk"
 def text_of(place: Path, documents: Sequence[str | list[dict[str, str]]]) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text", conversations=True)
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"), conversations=True)
 
 
 def read(
@@ -47,7 +47,7 @@ def read(
 ) -> ImportanceStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
-    journal = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
+    journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
     job = CalibrationJob(model, text, CalibrationReading(**how), "float32", "cpu", out, journal)
     return read_gradients(job, told)
 
@@ -215,7 +215,7 @@ def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_pat
     for name, document in (("turns", say("ab", "ba", "kjh", "hjk")), ("plain", "rev: ab>ba.rev: kjh>hjk.")):
         out = tmp_path / name
         out.mkdir()
-        place = JournalPlace(tmp_path / f"{name}.journal", name)
+        place = JournalLocation(tmp_path / f"{name}.journal", name)
         text = text_of(tmp_path, [document])
         job = CalibrationJob(model, text, CalibrationReading(), "float32", "cpu", out, place)
         read_inputs(job, lambda done, total: None)

@@ -20,7 +20,7 @@ import transformers
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
@@ -29,7 +29,7 @@ from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
 from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
@@ -38,7 +38,7 @@ SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk"
 def pinned(place: Path, *documents: str) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text")
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"))
 
 
 def read(
@@ -50,7 +50,7 @@ def read(
 ) -> InputStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
-    journal = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
+    journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
     job = CalibrationJob(model, text, CalibrationReading(**how), "float32", "cpu", out, journal)
     return read_inputs(job, told)
 

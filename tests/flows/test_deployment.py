@@ -224,8 +224,8 @@ def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served,
         "Refused": (StateType.FAILED, "✗ demo refused: reverse: 22.2 points below reverser"),
         "Invalid": (StateType.FAILED, "✗ demo invalid: profile.yaml: unknown key"),
         "Failed": (StateType.FAILED, "✗ demo failed: something 'broke' \"loudly\""),
-        "Crashed": (StateType.CRASHED, "✗ demo crashed: nothing was heard"),
-        "Late": (StateType.SCHEDULED, "! demo is late: no worker has taken it"),
+        "Crashed": (StateType.CRASHED, "✗ demo crashed: the run has been silent"),
+        "Late": (StateType.SCHEDULED, "! demo is late: no worker has started it"),
         "Suspended": (StateType.PAUSED, "? demo waits for approval: mergegate approve demo"),
         "Cancelled": (StateType.CANCELLED, ""),
     }
@@ -234,7 +234,7 @@ def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served,
         "Refused": "demo is not released\nreverse: 22.2 points below reverser\nand more",
         "Invalid": "profile.yaml: unknown key",
         "Failed": "something 'broke' \"loudly\"",
-        "Crashed": "nothing was heard",
+        "Crashed": "the run has been silent",
     }
     for run, (name, (kind, _)) in zip(runs, endings.items(), strict=True):
         state: State[object] = State(type=kind, name=name, message=messages.get(name))
@@ -251,7 +251,7 @@ def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served,
     monkey_free = nights(DEMO)
     gone = served.deploy(monkey_free)
     assert [name for name, change in gone.items() if change == "removed"] == sorted(
-        f"mergegate: tell webhook of {occasion}" for occasion in ("released", "refused", "failed", "late", "approval")
+        f"mergegate: notify webhook of {occasion}" for occasion in ("released", "refused", "failed", "late", "approval")
     )
     assert not [one for one in served.client.read_block_documents(limit=200) if "webhook-hook" in (one.name or "")]
 

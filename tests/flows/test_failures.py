@@ -35,6 +35,7 @@ from test_kill import environment
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.targets import PublishRequest
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.report import read_history
 from mergegate.tasks.store import Store, StoreMiss
@@ -120,15 +121,8 @@ class TestPowerLoss:
         )
 
         def publish(root: Path) -> None:
-            DirectoryTarget(path=root / "releases").publish(
-                files,
-                "demo",
-                "v1",
-                Path(),
-                expected_head=None,
-                hashes=HashMemo(tmp_path / "memo.sqlite"),
-                on_progress=lambda done, total: None,
-            )
+            request = PublishRequest(files, "demo", "v1", Path(), HashMemo(tmp_path / "memo.sqlite"))
+            DirectoryTarget(path=root / "releases").publish(request)
 
         (tmp_path / "undisturbed").mkdir()
         publish(tmp_path / "undisturbed")
@@ -334,7 +328,7 @@ class TestNights:
         site.start_worker()
         ended = site.wait(run)
         assert ended.state == "Crashed"
-        assert re.search("it did not begin within|nothing was heard from it", ended.message)
+        assert re.search("it did not start within|the run has been silent", ended.message)
         assert site.wait(site.trigger()).state in ("Released", "NothingNew")
 
 

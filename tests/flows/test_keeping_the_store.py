@@ -148,7 +148,7 @@ class TestRunsOfStages:
     def test_a_quota_is_kept_at_the_end_of_a_run_and_said_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in (50_001, 50_002, 50_003):
             night(size)
-        monkeypatch.setenv("MERGEGATE_QUOTA", "260 kB")
+        monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "260 kB")
         outcome, said = night(50_004)
         assert outcome.status == "passed"
         (line,) = [line for line in said.lines if line.startswith("store: ")]
@@ -160,13 +160,13 @@ class TestRunsOfStages:
         assert night(50_004)[1].lines == [], "nothing to do, nothing said"
 
     def test_a_quota_that_cannot_be_kept_is_no_error_of_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("MERGEGATE_QUOTA", "1kB")
+        monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "1kB")
         outcome, said = night(50_000)
         assert outcome.status == "passed"
         assert "quota is too small" in said.lines[-1]
 
     def test_a_collection_that_fails_is_no_error_of_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("MERGEGATE_QUOTA", "1kB")
+        monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "1kB")
 
         def fails(*_: object) -> None:
             raise OSError(5, "Input/output error")
@@ -175,10 +175,10 @@ class TestRunsOfStages:
         assert night(10)[0].status == "passed"
 
     def test_a_quota_that_is_none_is_said_before_anything_is_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("MERGEGATE_QUOTA", "plenty")
+        monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "plenty")
         outcome, _ = night(10)
         assert outcome.status == "invalid"
-        assert "MERGEGATE_QUOTA: 'plenty'" in outcome.message
+        assert "MERGEGATE_STORE_QUOTA: 'plenty'" in outcome.message
         assert not store().root.exists()
 
     def test_a_command_without_a_flow_keeps_what_it_uses_while_it_lives(self) -> None:
@@ -209,8 +209,8 @@ def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: t
     assert "needed" in project.mergegate("store", "du").output
     verified = told(project, "verify")
     assert (verified["status"], verified["read"], verified["damaged"]) == ("sound", len(entries), [])
-    assert "stays" in project.mergegate("store", "gc", "--older", "0", "--dry-run").output
-    assert told(project, "gc", "--older", "0", "--quota", "0")["goes"] == []
+    assert "stays" in project.mergegate("store", "gc", "--older-than", "0", "--dry-run").output
+    assert told(project, "gc", "--older-than", "0", "--quota", "0")["goes"] == []
     again = project.mergegate("run", "profiles/demo.yaml")
     assert "nothing new" in again.output
     assert "✓" not in "".join(line[:4] for line in again.output.splitlines())
@@ -235,7 +235,7 @@ def test_a_profile_that_is_not_run_any_more_is_forgotten(released: tuple[Project
     wrong = project.mergegate("store", "gc", "--forget", "dem")
     assert wrong.exit_code == 2
     assert "did you mean 'demo'?" in wrong.output
-    assert project.mergegate("store", "gc", "--forget", "demo", "--older", "0").exit_code == 0
+    assert project.mergegate("store", "gc", "--forget", "demo", "--older-than", "0").exit_code == 0
     assert told(project, "ls")["entries"] == []
 
 

@@ -226,7 +226,7 @@ def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeyp
 
 
 def test_a_setting_that_means_nothing_is_refused_as_by_the_run(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERGEGATE_QUOTA", "much")
+    monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "much")
     assert looked(own) is None
     assert own.mergegate("run", PROFILE).exit_code == 2
 

@@ -16,7 +16,7 @@ import yaml
 from demo_project import PROFILES
 
 from mergegate.flows.prefect_api import Schedules, desired_deployments, desired_rules
-from mergegate.flows.prefect_api.automations import StateChange
+from mergegate.flows.prefect_api.notifications import StateChange
 from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_schedules
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_duration
@@ -49,14 +49,14 @@ def test_the_file_that_is_shipped_means_something() -> None:
     [
         ({"profile": []}, "did you mean 'profiles'?"),
         ({"profiles": [{**DEMO, "shedule": "0 3 * * *"}]}, "did you mean 'schedule'?"),
-        ({"profiles": [{**DEMO, "schedule": "nightly"}]}, "a cron has five fields"),
+        ({"profiles": [{**DEMO, "schedule": "nightly"}]}, "a cron in five fields"),
         ({"profiles": [{**DEMO, "schedule": "every night"}]}, "20 s, 90 min, 6 h or 3 d"),
         ({"profiles": [{**DEMO, "schedule": "every 1 s"}]}, "at least 10 s"),
         ({"profiles": [{**DEMO, "timezone": "Europe/Berln"}]}, "did you mean 'Europe/Berlin'?"),
         ({"profiles": [DEMO], "notify": [{"to": "webhook", "address": "https://x/secret"}]}, "an environment variable"),
         ({"profiles": [DEMO], "notify": [{"to": "block", "address": "$X"}]}, "TYPE/NAME"),
         ({"profiles": [DEMO], "notify": [{"to": "slack", "address": "$X", "events": ["refusal"]}]}, "refused"),
-        ({"profiles": [DEMO], "server": {"database": "postgresql://me:secret@db/x"}}, "holds a password"),
+        ({"profiles": [DEMO], "server": {"database": "postgresql://me:secret@db/x"}}, "contains a password"),
         ({"profiles": [DEMO], "server": {"database": "mysql://db/x"}}, "postgresql://"),
         ({"profiles": [DEMO], "server": {"address": "http://me:secret@db"}}, "http://host:port"),
     ],
@@ -122,7 +122,7 @@ def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
     [
         ([{**DEMO, "flow": "sweep"}], "no section 'sweep'"),
         ([{**DEMO, "flow": "shadow"}], "no section 'shadow'"),
-        ([DEMO, DEMO], "release/demo a second time"),
+        ([DEMO, DEMO], "a second entry for release/demo"),
         ([{"profile": "profiles/gone.yaml"}], "gone.yaml"),
         ([{"profile": "profiles/demo/recipes/ties.yaml"}], "a recipe"),
     ],
@@ -137,7 +137,7 @@ def test_what_cannot_be_deployed_is_refused_before_anything_is(
 def test_a_profile_may_not_take_the_name_that_takes_any_profile(project: Path) -> None:
     text = (project / "profiles" / "demo.yaml").read_text().replace("name: demo", "name: release")
     (project / "profiles" / "release.yaml").write_text(text)
-    with pytest.raises(InvalidInput, match="rename it"):
+    with pytest.raises(InvalidInput, match="rename the profile"):
         desired_deployments(nights({"profile": "profiles/release.yaml"}), project)
 
 
@@ -164,18 +164,18 @@ def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(pr
     rules = desired_rules(told, desired_deployments(told, project))
     names = [rule.name for rule in rules]
     assert names[:3] == [
-        "mergegate: a run without a sign of life has crashed",
-        "mergegate: a run that was taken and not begun has crashed",
-        "mergegate: tell slack of refused",
+        "mergegate: a silent run has crashed",
+        "mergegate: a run that did not start has crashed",
+        "mergegate: notify slack of refused",
     ]
-    assert names[3:] == [f"mergegate: tell webhook of {occasion}" for occasion in OCCASIONS]
+    assert names[3:] == [f"mergegate: notify webhook of {occasion}" for occasion in OCCASIONS]
     assert len(set(names)) == len(names)
 
 
 def test_two_of_a_kind_are_told_apart(project: Path) -> None:
     told = nights(DEMO, notify=[{"to": "slack", "address": "$A", "events": ["late"]}] * 2)
     names = [rule.name for rule in desired_rules(told, desired_deployments(told, project))]
-    assert names[2:] == ["mergegate: tell slack 1 of late", "mergegate: tell slack 2 of late"]
+    assert names[2:] == ["mergegate: notify slack 1 of late", "mergegate: notify slack 2 of late"]
 
 
 def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(project: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(pr
     rule = desired_rules(file, desired_deployments(file, project))[2]
     assert rule.deployments == ("release/demo",)
     assert rule.silence_s == 43_200
-    assert "nobody approved it within 12 h" in str(rule.then)
+    assert "the run was not approved within 12 h" in str(rule.then)
 
 
 def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project: Path) -> None:

@@ -179,7 +179,7 @@ def test_recipes_and_profiles_are_told_apart() -> None:
 def test_a_key_written_twice_is_an_error_with_its_line(tmp_path: Path, text: str, place: str) -> None:
     (tmp_path / "profile.yaml").write_text(text)
     for read in (load_profile, is_recipe):
-        with pytest.raises(InvalidInput, match="is written twice") as caught:
+        with pytest.raises(InvalidInput, match="appears twice") as caught:
             read(tmp_path / "profile.yaml")
         assert caught.value.where.endswith(place)
 

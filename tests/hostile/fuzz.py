@@ -45,7 +45,7 @@ from mergegate.merge_core.checkpoint import fetch_header  # noqa: E402
 from mergegate.merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
 from mergegate.merge_core.errors import MergegateError  # noqa: E402
-from mergegate.merge_core.files import JournalPlace, open_journal  # noqa: E402  # noqa: E402
+from mergegate.merge_core.files import JournalLocation, open_journal  # noqa: E402  # noqa: E402
 from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
@@ -213,12 +213,12 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         return Target(parse, (file.read_bytes(),))
 
     lines = place / "journal"
-    with open_journal(JournalPlace(lines, "k")) as whole:
+    with open_journal(JournalLocation(lines, "k")) as whole:
         for number in range(5):
             whole.append({"document": number, "scores": [0.5, number]})
 
     def journal() -> object:
-        with open_journal(JournalPlace(lines, "k"), fits=lambda record: isinstance(record, dict)) as found:
+        with open_journal(JournalLocation(lines, "k"), fits=lambda record: isinstance(record, dict)) as found:
             return found.records
 
     def texts(cases: Mapping[str, str | bytes]) -> tuple[bytes, ...]:

@@ -96,14 +96,14 @@ def test_a_date_is_the_text_that_it_is() -> None:
 
 def test_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "x") == [{"a": [1, 2], "b": [[1, 2], [1, 2]]}]
-    with pytest.raises(InvalidInput, match="added by its aliases"):
+    with pytest.raises(InvalidInput, match="its aliases expand to"):
         parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
 
 
 def test_many_plain_values_are_read_and_a_text_over_the_limit_is_refused_by_its_size() -> None:
     values = "a: &a [" + "1," * 200_000 + "1]"
     assert len(parse_yaml(values, "x")[0]["a"]) == 200_001
-    with pytest.raises(InvalidInput, match="added by its aliases"):
+    with pytest.raises(InvalidInput, match="its aliases expand to"):
         parse_yaml(values + "\nb: *a", "x")
     with pytest.raises(InvalidInput, match="600005 characters"):
         parse_yaml("a: [" + "1," * 300_000 + "]", "x")
@@ -176,7 +176,7 @@ def test_what_became_a_pipe_after_it_was_looked_at_is_not_waited_for(
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr("mergegate.merge_core.parsing.files.plain_file", lambda path, within=None: path)
-    with pytest.raises(InvalidInput, match="no plain file any more"):
+    with pytest.raises(InvalidInput, match="no longer a plain file"):
         open_plain(tmp_path / "pipe")
 
 

@@ -14,13 +14,13 @@ from tiny_families import FAMILIES
 
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import open_checkpoint, open_importance, open_moments
-from mergegate.merge_core.files import HashMemo, JournalPlace
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.gradient_statistics import read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
 from mergegate.tasks.merge.layer_windows import CalibrationJob
-from mergegate.tasks.perplexity import pin_text
+from mergegate.tasks.perplexity import TextSetting, pin_text
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"
 MIXTURES = {
@@ -45,13 +45,13 @@ def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": one}) + "\n" for one in ("rev: abcd>dcba", "a hen."))
     )
-    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), where="the text")
+    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), TextSetting("the text"))
     model = Model(name=name, digest=name, directory=place)
     unseen = []
     for read in (read_inputs, read_gradients):
         out = tmp_path / read.__name__
         out.mkdir()
-        journal = JournalPlace(tmp_path / f"{read.__name__}.journal", name)
+        journal = JournalLocation(tmp_path / f"{read.__name__}.journal", name)
         job = CalibrationJob(model, text, CalibrationReading(), "float32", "cpu", out, journal)
         told = read(job, lambda done, total: None)
         unseen += told.unseen

@@ -70,7 +70,7 @@ def test_comments_and_spelling_of_numbers_do_not_change_the_canonical_form() -> 
         (("dtype: float16", "dtype: bfloat61"), "did you mean 'bfloat16'"),
         (("base_model: org/base@v1\n", ""), "base_model"),
         (("- model: org/code", "- model: local/math+adapters/one@main"), "twice"),
-        (("dtype: float16", "dtype: float16\ndtype: float32"), "written twice"),
+        (("dtype: float16", "dtype: float16\ndtype: float32"), "appears twice"),
         (("weight: [{filter: mlp, value: 0.5}, {value: 0}]", ""), "weight: not set for org/code"),
         (("models:", "slices: [{}]\nmodels:"), "exactly one"),
         (("  - model: org/code", "  - modle: org/code"), "did you mean 'model'"),

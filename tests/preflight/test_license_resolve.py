@@ -93,7 +93,7 @@ def test_a_licence_file_is_found_under_its_usual_names(tmp_path: Path, name: str
         ("---\nlicense: [mit\n---\n", (), "not valid YAML"),
         ("---\nlicense: !!python/object/apply:os.getcwd []\n---\n", (), "not valid YAML"),
         ("---\ndate: 2024-13-45\nlicense: mit\n---\n", ("mit",), None),
-        ("---\nlicense: mit\nlicense: gpl\n---\n", (), "written twice"),
+        ("---\nlicense: mit\nlicense: gpl\n---\n", (), "appears twice"),
         ("---\nlicense: !!int ''\n---\n", (), "not valid YAML"),
         ("---\na: " + "[" * 1500 + "\n---\n", (), "not valid YAML"),
         ("---\nlicense: mit\n", (), "cannot be read as front matter"),

@@ -22,18 +22,21 @@ def require_aliases(target: PublishTarget, held: Callable[[], object], writes: C
         writes: Function whose result changes with each request that writes.
     """
     root, before = Path(), held()
-    assert target.aliased(root, ALIAS) is None
+    assert target.resolve_alias(root, ALIAS) is None
     for version in ("v1", "v2", "spring", "v1"):
         target.set_alias(root, version, ALIAS)
-        assert target.aliased(root, ALIAS) == version
+        assert target.resolve_alias(root, ALIAS) == version
         written = writes()
         target.set_alias(root, version, ALIAS)
         assert writes() == written, "it was there already"
     with pytest.raises(InvalidInput, match="no version 'v3'"):
         target.set_alias(root, "v3", ALIAS)
-    for name in ("spring", "v2", "main.1", "", "../v1", "latest" if target.to_name != "hub" else "main"):
-        if (target.to_name, name) != ("mlflow", "spring"):  # in MLflow a version is a number, and `spring` is an alias
+    for name in ("spring", "v2", "main.1", "", "../v1", "latest" if target.target_name != "hub" else "main"):
+        if (target.target_name, name) != (
+            "mlflow",
+            "spring",
+        ):  # in MLflow a version is a number, and `spring` is an alias
             with pytest.raises(InvalidInput, match=r"shadow\.alias"):
                 target.set_alias(root, "v1", name)
-    assert target.aliased(root, ALIAS) == "v1"
+    assert target.resolve_alias(root, ALIAS) == "v1"
     assert held() == before

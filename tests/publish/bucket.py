@@ -76,7 +76,7 @@ class S3OnLoopback:
         import s3fs
         from forked_publishers import AWS
 
-        from mergegate.tasks.publish.targets.s3 import access
+        from mergegate.tasks.publish.targets import s3_access as access
 
         for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": self.url}.items():
             patch.setenv(name, value)

@@ -30,14 +30,14 @@ time.sleep = lambda seconds: None
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.targets import publish_targets
+from mergegate.tasks.publish.targets import PublishRequest, publish_targets
 if "s3" in sys.argv:
-    from mergegate.tasks.publish.targets.s3 import access
+    from mergegate.tasks.publish.targets import s3_access as access
     access.READ_S = 0.4
     access._client(None, access.CONNECT_S, access.READ_S)
 if "oci" in sys.argv:
     import httpx
-    from mergegate.tasks.publish.targets.oci import registry
+    from mergegate.tasks.publish.targets import oci_registry as registry
     registry.TIMEOUT_S = 0.4
     httpx.Client(verify=False, trust_env=False)
 
@@ -48,10 +48,10 @@ def work(job):
     target = publish_targets()[job["target"]["to"]].model_validate(job["target"])
     hashes = HashMemo(Path(job["memo"]))
     try:
-        done = target.publish(
-            files, "demo", job["version"], Path(), expected_head=job["expected_head"], hashes=hashes,
-            on_progress=lambda done, total: None,
+        request = PublishRequest(
+            tuple(files), "demo", job["version"], Path(), hashes, expected_head=job["expected_head"]
         )
+        done = target.publish(request)
         return {"version": done.version, "new": done.new}
     except MergegateError as error:
         return {"refused": str(error), "exit": error.exit_code}

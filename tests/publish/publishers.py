@@ -23,7 +23,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOpera
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.targets.hub.publication import publish_hub
+from mergegate.tasks.publish.targets import PublishRequest
+from mergegate.tasks.publish.targets.hub_publication import publish_hub
 from mergegate.tasks.checkpoints.hub import HubAccess
 
 time.sleep = lambda seconds: None
@@ -34,10 +35,13 @@ def work(job):
     ]
     told, waits = [], []
     try:
-        done = publish_hub(
-            files, job["repo"], job["version"], HubAccess(job["endpoint"], job["token"]), HashMemo(Path(job["memo"])),
-            wait=waits.append, on_progress=lambda done, total: told.append([done, total]), **job["options"],
+        options = job["options"]
+        request = PublishRequest(
+            tuple(files), "demo", job["version"], Path(), HashMemo(Path(job["memo"])),
+            options.pop("expected_head", None), lambda done, total: told.append([done, total]),
         )
+        access = HubAccess(job["endpoint"], job["token"])
+        done = publish_hub(request, job["repo"], access, wait=waits.append, **options)
         return {"commit": done.commit, "new": done.new, **({"told": told} if job["watched"] else {})}
     except MergegateError as error:
         return {"refused": str(error), "exit": error.exit_code, "waited": sum(waits)}

@@ -21,7 +21,7 @@ from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.publish.content import ReleaseFile, written_file
-from mergegate.tasks.publish.step import ReleaseParts, publish
+from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
 from mergegate.tasks.report.stage import Report

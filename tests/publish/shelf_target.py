@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.publish import ReleaseFile
-from mergegate.tasks.publish.targets import CurrentRelease, OnProgress, PublishTarget, Release
+from mergegate.tasks.publish.targets import CurrentRelease, PublishRequest, PublishTarget, Release
 
 
 class ShelfTarget(PublishTarget):
     """A shelf in a directory. Readers address it as ``shelf:PLACE@VERSION``."""
 
-    known_as: ClassVar[str] = "shelf:PLACE@VERSION"
+    reference_form: ClassVar[str] = "shelf:PLACE@VERSION"
 
     to: Literal["shelf"]
     place: Path
@@ -42,7 +40,7 @@ class ShelfTarget(PublishTarget):
         if (root / self.place).is_file():
             raise Refused(f"publish.place: {self.place}", found="a file", expected="a shelf", remedy="name another")
 
-    def current(self, root: Path) -> CurrentRelease | None:
+    def current_release(self, root: Path) -> CurrentRelease | None:
         index = read_index(root / self.place)
         if (version := index["current"]) is None:
             return None
@@ -53,32 +51,23 @@ class ShelfTarget(PublishTarget):
             shutil.copyfile(root / self.place / "files" / sha256, directory / name)
         return CurrentRelease(directory, head=version)
 
-    def publish(
-        self,
-        files: Sequence[ReleaseFile],
-        name: str,
-        version: str,
-        root: Path,
-        *,
-        expected_head: str | None,
-        hashes: HashMemo,
-        on_progress: OnProgress,
-    ) -> Release:
-        place, listing = root / self.place, {file.name: [file.size, file.sha256] for file in files}
-        index = read_index(place)
-        if (there := index["versions"].get(version)) is not None:
-            if there != listing:
+    def publish(self, request: PublishRequest) -> Release:
+        shelf, version = request.root / self.place, request.version
+        listing = {file.name: [file.size, file.sha256] for file in request.files}
+        index = read_index(shelf)
+        if (published := index["versions"].get(version)) is not None:
+            if published != listing:
                 raise Refused(f"{self.address}@{version}", found="other content", expected="what never changes")
-            return Release(name, version, place, self.address, new=False)
-        if expected_head is not None and index["current"] != expected_head:
-            raise Refused(self.address, found=f"{index['current']} is current", expected=expected_head)
-        (place / "files").mkdir(parents=True, exist_ok=True)
-        for done, file in enumerate(files, 1):
-            (place / "files" / file.sha256).write_bytes(file.read())
-            on_progress(done, len(files))
+            return Release(request.name, version, shelf, self.address, new=False)
+        if request.expected_head is not None and index["current"] != request.expected_head:
+            raise Refused(self.address, found=f"{index['current']} is current", expected=request.expected_head)
+        (shelf / "files").mkdir(parents=True, exist_ok=True)
+        for count, file in enumerate(request.files, 1):
+            (shelf / "files" / file.sha256).write_bytes(file.read())
+            request.on_progress(count, len(request.files))
         versions = {**index["versions"], version: listing}
-        (place / "index.json").write_text(json.dumps({"current": version, "versions": versions}))
-        return Release(name, version, place, self.address, new=True)
+        (shelf / "index.json").write_text(json.dumps({"current": version, "versions": versions}))
+        return Release(request.name, version, shelf, self.address, new=True)
 
     @classmethod
     def open(cls, named: str) -> ShelfRelease | None:
@@ -88,7 +77,7 @@ class ShelfTarget(PublishTarget):
         index = read_index(Path(place))
         version = version or index["current"] or ""
         if version not in index["versions"]:
-            raise InvalidInput(named, found="no such version on this shelf", expected=cls.known_as)
+            raise InvalidInput(named, found="no such version on this shelf", expected=cls.reference_form)
         return ShelfRelease(Path(place), version)
 
 
@@ -100,7 +89,7 @@ class ShelfRelease:
     version: str
 
     @property
-    def where(self) -> str:
+    def reference(self) -> str:
         return f"shelf:{self.place}@{self.version}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:

@@ -196,13 +196,13 @@ def test_the_commands_are_those_for_where_it_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"base_model": ["/home/me/models/base"]}, "is no id on the Hub"),
-        ({"base_model": ["a/b/c"]}, "is no id on the Hub"),
+        ({"base_model": ["/home/me/models/base"]}, "is not an id on the Hub"),
+        ({"base_model": ["a/b/c"]}, "is not an id on the Hub"),
         ({"license": "other"}, "without a license_name"),
-        ({"license": "other", "license_name": "x", "license_link": "LICENCE.txt"}, "is no file of the release"),
-        ({"license": None}, "no licence"),
+        ({"license": "other", "license_name": "x", "license_link": "LICENCE.txt"}, "is not a file of the release"),
+        ({"license": None}, "the license is missing"),
         ({"tags": ["merge", "merge"]}, "tags"),
-        ({"model-index": [{"name": "x", "results": [{"task": {}}]}]}, "metadata that cannot be read"),
+        ({"model-index": [{"name": "x", "results": [{"task": {}}]}]}, "the metadata cannot be read"),
     ],
 )
 def test_a_card_that_says_something_else_than_meant_is_refused(
@@ -220,5 +220,5 @@ def test_a_card_that_says_something_else_than_meant_is_refused(
 def test_metadata_edited_after_it_was_made_is_refused(tmp_path: Path) -> None:
     card = card_of(tmp_path)
     metadata = card_metadata(content(SCORES), parents(tmp_path), license_verdict("apache-2.0", "mit").combination)
-    with pytest.raises(Refused, match=r"license: 'apache-2\.0' is read as 'mit'"):
+    with pytest.raises(Refused, match=r"reads license as 'mit' instead of 'apache-2.0'"):
         check_card(card.replace("license: apache-2.0", "license: mit"), metadata, ())

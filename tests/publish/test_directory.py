@@ -17,7 +17,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import MARK, MARK_CONTENT
 from mergegate.merge_core.files.hashing import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile, content_version, written_file
-from mergegate.tasks.publish.targets.contract import OnProgress, Release
+from mergegate.tasks.publish.targets.contract import OnProgress, PublishRequest, Release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 
@@ -34,9 +34,8 @@ def publish_directory(
     on_progress: OnProgress = lambda done, total: None,
 ) -> Release:
     """Publish to a directory as the publish step does."""
-    target = DirectoryTarget(path=directory)
-    options = {"expected_head": None, "hashes": hashes, "on_progress": on_progress}
-    return target.publish(files, "demo", version, Path(), **options)
+    request = PublishRequest(files, "demo", version, Path(), hashes, on_progress=on_progress)
+    return DirectoryTarget(path=directory).publish(request)
 
 
 def stored(path: Path, name: str, data: bytes) -> ReleaseFile:
@@ -64,7 +63,7 @@ def test_what_was_published_need_not_be_read_to_be_known(
     tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
 ) -> None:
     place = publish_directory(files, tmp_path / "releases", "v1", hashes).location
-    assert {file.name: hashes.known(Path(place) / file.name) for file in files} == {
+    assert {file.name: hashes.cached_sha256(Path(place) / file.name) for file in files} == {
         file.name: file.sha256 for file in files
     }
 
@@ -134,7 +133,8 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
         from pathlib import Path
         from mergegate.merge_core.files import HashMemo
         from mergegate.tasks.publish.content import ReleaseFile, written_file
-        from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+        from mergegate.tasks.publish.targets import PublishRequest
+        from mergegate.tasks.publish.targets.directory import DirectoryTarget
         original, calls = {call}, 0
         def dies(*arguments, **options):
             global calls
@@ -147,12 +147,8 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
             ReleaseFile("model.safetensors", 7, {files[0].sha256!r}, Path({str(files[0].source)!r})),
             written_file("licenses/base.txt", "terms"),
         )
-        options = dict(
-            expected_head=None,
-            hashes=HashMemo(Path({str(tmp_path / "m2")!r})),
-            on_progress=lambda done, total: None,
-        )
-        DirectoryTarget(path=Path({str(target)!r})).publish(files, "demo", "v1", Path(), **options)
+        request = PublishRequest(files, "demo", "v1", Path(), HashMemo(Path({str(tmp_path / "m2")!r})))
+        DirectoryTarget(path=Path({str(target)!r})).publish(request)
     """)
     code = subprocess.run([sys.executable, "-c", script], check=False).returncode
     assert code in (-signal.SIGKILL, 0)
@@ -181,7 +177,7 @@ def test_an_alias_is_a_relative_link_that_moves_in_one_step(
         publish_directory(files, place, ALIAS, hashes)
     (place / ALIAS).unlink()
     (place / ALIAS).symlink_to(tmp_path)
-    assert DirectoryTarget(path=place).aliased(Path(), ALIAS) is None, "it leads elsewhere"
+    assert DirectoryTarget(path=place).resolve_alias(Path(), ALIAS) is None, "it leads elsewhere"
 
 
 @pytest.mark.parametrize("name", [".v1.partial/notes.txt", ".latest.partial/notes.txt", ".latest.partial", "latest/x"])

@@ -21,8 +21,7 @@ from publishers import Publishers, publishers
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints.hub.access import hub_access
-from mergegate.tasks.publish.targets.hub import HubTarget
-from mergegate.tasks.publish.targets.hub.aliases import version_on
+from mergegate.tasks.publish.targets.hub import HubTarget, version_on
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"
@@ -113,7 +112,7 @@ def test_the_current_release_is_main_and_its_commit(
     script = """
 from pathlib import Path
 from mergegate.tasks.publish.targets.hub import HubTarget
-found = HubTarget(to="hub", repo="acme/demo").current(Path())
+found = HubTarget(to="hub", repo="acme/demo").current_release(Path())
 print(found and found.head, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
 """
 
@@ -210,7 +209,7 @@ def test_a_hub_that_stores_something_else_than_was_sent_is_not_believed(
 
     stand_in.after.append(damage)
     answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "what the Hub lists afterwards is not what was sent" in answer["refused"]
+    assert "the Hub's listing differs from the files that were sent" in answer["refused"]
     assert [commit.title for commit in stand_in.repository.history()] == ["initial commit"]
     assert sum("/commit/" in entry.path for entry in stand_in.log) < 20
 
@@ -224,7 +223,7 @@ def test_somebody_who_undoes_every_step_does_not_keep_us_forever(
 
     stand_in.after.append(undo)
     answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "undone as soon as it is taken" in answer["refused"]
+    assert "another writer undoes every step" in answer["refused"]
 
 
 def test_a_card_that_the_hub_refuses_is_noticed_before_anything_is_uploaded(
@@ -257,7 +256,7 @@ def test_a_hub_that_stays_down_ends_in_a_refusal_that_says_run_again(
 ) -> None:
     stand_in.set_faults([Fault("fail", path=path, times=1 << 30, status=status)])
     answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "run again later: it resumes where it left off" in answer["refused"]
+    assert "run again later; mergegate resumes the publication" in answer["refused"]
     assert answer["exit"] == 3
     assert 60 <= answer["waited"] <= 600, "minutes, not seconds and not hours"
     stand_in.set_faults([])
@@ -363,9 +362,9 @@ def test_an_alias_arrives_whatever_answer_is_lost(released: LookAlike, kind: str
         for version in ("v2", "v1"):
             released.set_faults([Fault(kind, method=method, path=path)])
             to.set_alias(Path(), version, ALIAS)
-            assert to.aliased(Path(), ALIAS) == version
+            assert to.resolve_alias(Path(), ALIAS) == version
     released.set_faults([Fault("fail", path="/tag/", status=403, times=9)])
-    with pytest.raises(Refused, match="may write there"):
+    with pytest.raises(Refused, match="write access to the repository"):
         to.set_alias(Path(), "v2", ALIAS)
 
 

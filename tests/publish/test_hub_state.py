@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mergegate.tasks.checkpoints.hub.file import RemoteFile
-from mergegate.tasks.publish.targets.hub.state import (
+from mergegate.tasks.publish.targets.contract import PublicationBlocked
+from mergegate.tasks.publish.targets.hub_state import (
     ChangeSettings,
     CreateBranch,
     CreateRepository,
@@ -18,7 +19,6 @@ from mergegate.tasks.publish.targets.hub.state import (
     Head,
     ObservedState,
     Promote,
-    PublicationBlocked,
     StageFiles,
     Step,
     Tag,
@@ -175,12 +175,12 @@ def test_a_main_that_is_the_release_already_was_not_changed_by_somebody_else() -
     ],
 )
 def test_a_large_file_is_known_by_its_sha256(remote: RemoteFile | None, held: bool) -> None:
-    assert WEIGHTS.is_held_by(remote) is held
+    assert WEIGHTS.matches(remote) is held
 
 
 @pytest.mark.parametrize(("blob", "held"), [("b" * 40, True), ("c" * 40, False)])
 def test_a_small_file_is_known_by_its_git_id(blob: str, held: bool) -> None:
-    assert CARD.is_held_by(RemoteFile(4, blob)) is held
+    assert CARD.matches(RemoteFile(4, blob)) is held
 
 
 def test_acting_out_the_steps_leads_from_nothing_to_done() -> None:

@@ -27,8 +27,8 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.targets import PublishTarget, find_release
-from mergegate.tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
+from mergegate.tasks.publish.targets import PublishRequest, PublishTarget, find_release
+from mergegate.tasks.publish.targets.mlflow_registration import ObservedRegistry, describe_release, next_registry_write
 from mergegate.tasks.report import RunRecord, RunScore
 from mergegate.tasks.telemetry import export_to_trackers
 
@@ -108,15 +108,7 @@ def target(tracking: str, blobs: SmallRegistry, model: str, **settings: Any) -> 
 
 
 def publish(to: PublishTarget, release: tuple[ReleaseFile, ...], version: str) -> Any:
-    return to.publish(
-        release,
-        "demo",
-        version,
-        Path(),
-        expected_head=None,
-        hashes=HashMemo(Path("/nonexistent")),
-        on_progress=lambda done, total: None,
-    )
+    return to.publish(PublishRequest(release, "demo", version, Path(), HashMemo(Path("/nonexistent"))))
 
 
 def ask(server: FaultyProxy, path: str, body: Any = None) -> Any:
@@ -182,7 +174,7 @@ def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_p
 
 
 def test_what_mlflow_is_told_stands_in_the_provenance() -> None:
-    said = registration_of(files("w"), "demo", "v1", "champion", "oci://here")
+    said = describe_release(files("w"), "demo", "v1", "champion", "oci://here")
     assert said.metrics == {
         "score/mmlu": 0.61,
         "drop/mmlu/general": 0.4,
@@ -191,7 +183,7 @@ def test_what_mlflow_is_told_stands_in_the_provenance() -> None:
     }
     assert said.facts["mergegate.parent.0"] == "acme/general pkg:huggingface/acme/general@0123"
     assert len(said.facts["mergegate.recipe"]) == 64
-    assert registration_of(files("x"), "demo", "v1", "champion", "").digest != said.digest
+    assert describe_release(files("x"), "demo", "v1", "champion", "").digest != said.digest
 
 
 @pytest.mark.parametrize(
@@ -248,7 +240,7 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
     assert publish(to, files("w"), "v1").location == "models:/support assistant/1", "made champion again"
     to.set_alias(tmp_path, "v1", ALIAS)
     to.set_alias(tmp_path, "v2", ALIAS)
-    assert (to.aliased(tmp_path, ALIAS), to.aliased(tmp_path, "champion")) == ("v2", "v1")
+    assert (to.resolve_alias(tmp_path, ALIAS), to.resolve_alias(tmp_path, "champion")) == ("v2", "v1")
     with pytest.raises(InvalidInput, match="no version 'v3'"):
         to.set_alias(tmp_path, "v3", ALIAS)
     full = publishable(tmp_path / "full").publish(target(server.url, blobs, "full"), tmp_path)
@@ -299,16 +291,16 @@ def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(
 def test_what_is_current_is_complete_when_the_alias_means_it(blobs: SmallRegistry, tmp_path: Path) -> None:
     with small_mlflow() as mlflow:
         to = target(mlflow.url, blobs, "demo")
-        assert to.current(tmp_path) is None
+        assert to.current_release(tmp_path) is None
         publish(to, files("old"), "v1")
         publish(to.storage, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
-        behind = to.current(tmp_path)
+        behind = to.current_release(tmp_path)
         assert behind is not None
         assert not behind.complete
         assert publish(to, files("new"), "v2").new
-        assert to.current(tmp_path) == dataclasses.replace(behind, complete=True)
+        assert to.current_release(tmp_path) == dataclasses.replace(behind, complete=True)
         mlflow.aliases["demo", "champion"] = "1"  # as if a user had moved the alias
-        assert to.current(tmp_path) == behind
+        assert to.current_release(tmp_path) == behind
 
 
 def refusal_of(to: PublishTarget, release: tuple[ReleaseFile, ...]) -> str:

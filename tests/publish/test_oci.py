@@ -35,7 +35,7 @@ from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
 from mergegate.tasks.publish.releases import check_release, find_champion
-from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
+from mergegate.tasks.publish.targets import PublishRequest, PublishTarget, Release, check_target, find_release
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 ONE = (written_file("model.safetensors", "weights"), written_file("licenses/ä b.txt", "terms"))
@@ -116,13 +116,9 @@ def target(url: str, **settings: Any) -> PublishTarget:
 
 def publish(url: str, files: tuple[ReleaseFile, ...], version: str = "", head: str | None = None) -> Release:
     return target(url).publish(
-        files,
-        "demo",
-        version or content_version(files),
-        Path(),
-        expected_head=head,
-        hashes=HashMemo(Path("/nonexistent")),
-        on_progress=lambda done, total: None,
+        PublishRequest(
+            files, "demo", version or content_version(files), Path(), HashMemo(Path("/nonexistent")), expected_head=head
+        )
     )
 
 
@@ -132,7 +128,7 @@ def test_a_release_is_its_digest_and_publishing_again_writes_nothing(url: str, t
     assert str(released.location).partition("@sha256:")[2]
     again = publish(url, ONE, "v1")
     assert (again.location, again.new) == (released.location, False)
-    current = target(url).current(tmp_path)
+    current = target(url).current_release(tmp_path)
     assert current is not None
     assert current.head == str(released.location).partition("@")[2]
     assert (current.version, current.location) == (content_version(ONE), released.location)
@@ -146,19 +142,19 @@ def test_a_version_never_changes_and_whoever_was_overtaken_publishes_nothing(url
     publish(url, ONE, "v1")
     with pytest.raises(Refused, match="already published with other content"):
         publish(url, TWO, "v1")
-    compared_with = target(url).current(tmp_path)
+    compared_with = target(url).current_release(tmp_path)
     assert compared_with is not None
     publish(url, TWO, "v2", head=compared_with.head)
     with pytest.raises(Refused, match="is current there now"):
         publish(url, (written_file("model.safetensors", "late"),), "v3", head=compared_with.head)
     assert publish(url, ONE, "v1").new, "it is current again"
-    earlier = target(url).earlier(tmp_path, "v2")
+    earlier = target(url).earlier_release(tmp_path, "v2")
     assert earlier is not None
     assert (earlier.directory / "model.safetensors").read_text() == "others"
     with pytest.raises(InvalidInput, match="no tag 'v9'"):
-        target(url).earlier(tmp_path, "v9")
-    with pytest.raises(Refused, match="no order of its tags"):
-        target(url).earlier(tmp_path, "first")
+        target(url).earlier_release(tmp_path, "v9")
+    with pytest.raises(Refused, match="does not store the order of its tags"):
+        target(url).earlier_release(tmp_path, "first")
 
 
 def test_the_right_to_write_is_asked_for_without_a_trace(url: str, tmp_path: Path) -> None:
@@ -173,7 +169,7 @@ def test_bytes_that_are_not_those_that_were_gated_are_not_published(url: str, tm
     gated = written_file("model.safetensors", "w" * size)
     with pytest.raises(Refused, match="the bytes that were evaluated and gated"):
         publish(url, (ReleaseFile(gated.name, gated.size, gated.sha256, tmp_path / "w"),), "v1")
-    assert target(url).current(tmp_path) is None
+    assert target(url).current_release(tmp_path) is None
 
 
 def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefect_api: None) -> None:
@@ -193,9 +189,9 @@ def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefec
 def test_what_a_registry_hands_out_is_compared_with_its_digest(small: SmallRegistry, tmp_path: Path) -> None:
     publish(small.url, ONE)
     small.blobs[f"sha256:{ONE[0].sha256}"] = b"WEIGHTS"
-    with pytest.raises(Refused, match="what was downloaded is not what it lists"):
-        target(small.url).current(tmp_path)
-    with pytest.raises(Refused, match="other bytes"):
+    with pytest.raises(Refused, match="the downloaded files differ from their list"):
+        target(small.url).current_release(tmp_path)
+    with pytest.raises(Refused, match="bytes that do not match the digest"):
         find_release(target(small.url).address).read("model.safetensors")
 
 
@@ -203,8 +199,8 @@ def test_what_is_no_release_of_ours_is_refused(small: SmallRegistry, tmp_path: P
     image = json.dumps({"schemaVersion": 2, "config": {}, "layers": []}).encode()
     small.manifests["sha256:" + hashlib.sha256(image).hexdigest()] = image
     small.tags["latest"] = "sha256:" + hashlib.sha256(image).hexdigest()
-    with pytest.raises(Refused, match="no release of mergegate"):
-        target(small.url).current(tmp_path)
+    with pytest.raises(Refused, match="not a release of mergegate"):
+        target(small.url).current_release(tmp_path)
 
 
 def test_a_login_of_docker_is_used_and_never_shown(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +217,7 @@ def test_a_login_of_docker_is_used_and_never_shown(tmp_path: Path, home: Path, m
         registry.tags.clear()
         registry.blobs.clear()
         assert publish(registry.url, ONE).new
-        assert target(registry.url).current(tmp_path) is not None
+        assert target(registry.url).current_release(tmp_path) is not None
     assert PASSWORD not in str(said.value)
 
 

@@ -37,7 +37,7 @@ def test_what_was_approved_is_published_and_then_stands(
 ) -> None:
     what = publishable(tmp_path)
     asked = pending(what, target, tmp_path)
-    released = publish(target, tmp_path, what.parts, approved=asked.digest)
+    released = publish(target, tmp_path, what.parts, approved_digest=asked.digest)
     assert released.version == asked.version
     assert pending(what, target, tmp_path) == PendingRelease(asked.version, asked.digest, is_current=True)
 
@@ -47,8 +47,8 @@ def test_on_the_word_about_one_release_no_other_is_published(
 ) -> None:
     asked = pending(publishable(tmp_path), target, tmp_path)
     other = publishable(tmp_path, weights=b"one bit more")
-    with pytest.raises(Refused, match="which was approved"):
-        publish(target, tmp_path, other.parts, approved=asked.digest)
+    with pytest.raises(Refused, match="the release that was approved"):
+        publish(target, tmp_path, other.parts, approved_digest=asked.digest)
     assert not (target.path / "latest").exists()
 
 
@@ -75,7 +75,7 @@ def test_a_damaged_list_of_sums_does_not_stand(
     ("said", "seconds"), [(True, 259_200), ({}, 259_200), ({"timeout": "90 min"}, 5400), (False, None)]
 )
 def test_how_a_profile_says_it(said: object, seconds: float | None) -> None:
-    asks = DirectoryTarget.model_validate({"path": "x", "approval": said}).asks
+    asks = DirectoryTarget.model_validate({"path": "x", "approval": said}).approval_settings
     assert (asks.timeout_s if asks else None) == seconds
 
 

@@ -16,7 +16,7 @@ from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_ve
 
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card_metadata import card_metadata
-from mergegate.tasks.publish.provenance import LISTING, provenance
+from mergegate.tasks.publish.provenance import LISTING, MergeOrigin, provenance
 
 # The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
 CYCLONEDX = Path(__file__).resolve().parents[2] / ".venv-cyclonedx" / "bin" / "python"
@@ -99,19 +99,8 @@ _SCHEMA = {
 def text_of(root: Path, **more: Any) -> str:
     said, both = content((share("arc_easy", 300, 400),)), parents(root)
     verdict = license_verdict("other", "mit", accepted={"acme/other": "alice: we have a contract"})
-    return provenance(
-        files(),
-        recipe=list(yaml.safe_load_all(RECIPE)),
-        profile="demo",
-        numerics=NUMERICS,
-        evaluation_seed=11,
-        parents=both,
-        versions={library.name: library.version for library in said.versions},
-        verdict=said.verdict,
-        license=verdict,
-        card=card_metadata(said, both, verdict.combination),
-        **more,
-    )
+    origin = MergeOrigin(NUMERICS, both, **more)
+    return provenance(files(), said, origin, verdict, card_metadata(said, both, verdict.combination))
 
 
 @pytest.fixture

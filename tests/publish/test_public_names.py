@@ -26,7 +26,7 @@ PATHS = st.lists(PARTS, min_size=1, max_size=3).map(lambda parts: "/".join([SECR
 def names_of(*models: str, root: str = f"{SECRET}/here") -> PublicNames:
     entries = [{"model": {"model": {"path": model}}, "parameters": {"weight": 1.0}} for model in models]
     recipe = load_recipe({"merge_method": "linear", "models": entries})
-    return PublicNames.of(recipe, [], Path(root))
+    return PublicNames.from_recipe(recipe, [], Path(root))
 
 
 @given(paths=st.lists(PATHS, min_size=1, max_size=4, unique=True), style=st.sampled_from(['"', "'", None]))
@@ -34,7 +34,7 @@ def test_a_renamed_recipe_names_no_directory_and_keeps_its_models_apart(paths: l
     recipe = {"models": [{"model": path, "lora": f"{path}+{path}/x"} for path in paths]}
     text = yaml.safe_dump(recipe, default_style=style, allow_unicode=style is None, width=40)
     names = names_of(*paths)
-    renamed = names.yaml(f"# see {paths[0]}\n{text}")
+    renamed = names.rename_yaml(f"# see {paths[0]}\n{text}")
     assert "alice" not in renamed
     models = [entry["model"] for entry in yaml.safe_load(renamed)["models"]]
     assert len(set(models)) == len(paths)
@@ -45,12 +45,12 @@ def test_a_renamed_recipe_names_no_directory_and_keeps_its_models_apart(paths: l
 def test_paths_below_the_recipe_are_relative_and_others_are_named_by_their_end() -> None:
     names = names_of(f"{SECRET}/here/models/a", "/x/one/model", "/x/two/model", "/y/b/", "~/c", "org/hub", "../rel")
     text = f"{SECRET}/here/models/a /x/one/model /x/two/model/config.json file:///y/b '/y/b/' ~/c org/hub ../rel"
-    assert names.text(text) == "models/a one/model two/model/config.json b 'b' c org/hub ../rel"
-    assert names.text("/x/one/models /y/bc") == "/x/one/models /y/bc"
+    assert names.rename_text(text) == "models/a one/model two/model/config.json b 'b' c org/hub ../rel"
+    assert names.rename_text("/x/one/models /y/bc") == "/x/one/models /y/bc"
 
 
 def test_a_name_is_never_that_of_another_model() -> None:
-    assert names_of("/x/b", "b").text("/x/b") == "x/b"
+    assert names_of("/x/b", "b").rename_text("/x/b") == "x/b"
 
 
 @pytest.mark.parametrize(

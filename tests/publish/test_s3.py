@@ -26,8 +26,17 @@ from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
 from mergegate.tasks.publish.releases import check_release, find_champion
-from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release, publish_targets
-from mergegate.tasks.publish.targets.s3 import access, aliases, publication
+from mergegate.tasks.publish.targets import (
+    PublishRequest,
+    PublishTarget,
+    Release,
+    check_target,
+    find_release,
+    publish_targets,
+)
+from mergegate.tasks.publish.targets import s3_access as access
+from mergegate.tasks.publish.targets import s3_publication as publication
+from mergegate.tasks.publish.targets import s3_release as aliases
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 URL = f"s3://{BUCKET}/acme/demo"
@@ -63,13 +72,9 @@ def target(**settings: Any) -> PublishTarget:
 
 def publish(files: tuple[ReleaseFile, ...], version: str = "", head: str | None = None, **settings: Any) -> Release:
     return target(**settings).publish(
-        files,
-        "demo",
-        version or content_version(files),
-        Path(),
-        expected_head=head,
-        hashes=HashMemo(Path("/nonexistent")),
-        on_progress=lambda done, total: None,
+        PublishRequest(
+            files, "demo", version or content_version(files), Path(), HashMemo(Path("/nonexistent")), expected_head=head
+        )
     )
 
 
@@ -82,7 +87,7 @@ def test_a_release_lies_under_its_version_and_the_pointer_names_it(bucket: S3OnL
     assert there[f"acme/demo/{version}/licenses/ä b.txt"] == b"terms"
     assert json.loads(there["acme/demo/latest.json"])["current"] == version
     assert len(there) == 4
-    current = target().current(tmp_path)
+    current = target().current_release(tmp_path)
     assert current is not None
     assert (current.directory / "licenses" / "ä b.txt").read_text() == "terms"
     assert (current.version, current.location, current.complete) == (version, released.location, True)
@@ -106,7 +111,7 @@ def test_a_version_with_a_name_says_its_content_too_and_never_changes(bucket: S3
 
 def test_whoever_was_overtaken_publishes_nothing(bucket: S3OnLoopback, tmp_path: Path) -> None:
     publish(ONE)
-    compared_with = target().current(tmp_path)
+    compared_with = target().current_release(tmp_path)
     assert compared_with is not None
     publish(TWO, head=compared_with.head)
     late = (written_file("model.safetensors", "late"),)
@@ -121,14 +126,14 @@ def test_of_two_that_move_the_pointer_at_once_one_is_overtaken(
 ) -> None:
     """The other run releases between the last check and the write, so only the store's own guard detects it."""
     publish(ONE)
-    move = publication._Publication.move
+    move = publication._Publication.move_pointer
 
     def overtaken(self: Any, pointer: Any, head: str) -> None:
-        monkeypatch.setattr(publication._Publication, "move", move)
+        monkeypatch.setattr(publication._Publication, "move_pointer", move)
         publish(TWO)
         move(self, pointer, head)
 
-    monkeypatch.setattr(publication._Publication, "move", overtaken)
+    monkeypatch.setattr(publication._Publication, "move_pointer", overtaken)
     with pytest.raises(Refused, match="is current there now"):
         publish((written_file("model.safetensors", "late"),))
     assert json.loads(bucket.read("acme/demo/latest.json"))["current"] == content_version(TWO)
@@ -146,15 +151,15 @@ def test_an_older_version_is_made_current_again_without_sending_it(bucket: S3OnL
 
 
 def test_earlier_versions_are_found_by_name_and_the_first_by_that_word(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    assert target().earlier(tmp_path, "first") is None
+    assert target().earlier_release(tmp_path, "first") is None
     publish(ONE, "v1")
     publish(TWO, "v2")
     for named in ("first", "v1"):
-        earlier = target().earlier(tmp_path, named)
+        earlier = target().earlier_release(tmp_path, named)
         assert earlier is not None
         assert (earlier.directory / "model.safetensors").read_text() == "weights"
     with pytest.raises(InvalidInput, match="did you mean 'v2'"):
-        target().earlier(tmp_path, "v22")
+        target().earlier_release(tmp_path, "v22")
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -226,22 +231,22 @@ def test_a_store_that_does_not_guard_its_writes_is_refused(bucket: S3OnLoopback)
 
 def test_what_is_no_file_of_the_release_is_refused(bucket: S3OnLoopback) -> None:
     bucket.write(f"acme/demo/{content_version(ONE)}/evil.py", b"import os")
-    with pytest.raises(Refused, match=r"evil\.py lies among the files"):
+    with pytest.raises(Refused, match=r"evil\.py is among the files"):
         publish(ONE)
 
 
 def test_a_downloaded_release_is_compared_with_what_was_published(bucket: S3OnLoopback, tmp_path: Path) -> None:
     publish(ONE)
     bucket.write(f"acme/demo/{content_version(ONE)}/model.safetensors", b"WEIGHTS")
-    with pytest.raises(Refused, match=r"what was downloaded is not what it lists: model\.safetensors"):
-        target().current(tmp_path)
+    with pytest.raises(Refused, match=r"the downloaded files differ from their list: model\.safetensors"):
+        target().current_release(tmp_path)
 
 
 def test_a_champion_is_downloaded_once(bucket: S3OnLoopback, tmp_path: Path) -> None:
     publish(ONE)
-    first = target().current(tmp_path)
+    first = target().current_release(tmp_path)
     bucket.proxy.begin(None)
-    assert target().current(tmp_path) == first
+    assert target().current_release(tmp_path) == first
     assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
@@ -309,10 +314,10 @@ def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: 
         publishable(tmp_path / "three", weights=b"late").publish(place, tmp_path, expected_head=champion.head)
     for named in (URL, f"{URL}@{released.version}"):
         verified = check_release(find_release(named))
-        assert verified.where.startswith(URL)
+        assert verified.reference.startswith(URL)
     with pytest.raises(InvalidInput, match="no version nothing"):
         find_release(f"{URL}@nothing")
-    with pytest.raises(InvalidInput, match=re.escape("no latest.json there")):
+    with pytest.raises(InvalidInput, match=re.escape("no latest.json at this location")):
         find_release(f"s3://{BUCKET}/elsewhere")
 
 
@@ -364,7 +369,7 @@ def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhi
         bucket.proxy.begin(ProxyFault(kind, nth % 4))
         target().set_alias(Path(), version := ("v1", "v2")[nth % 2], ALIAS)
         bucket.proxy.begin(None)
-        assert target().aliased(Path(), ALIAS) == version
+        assert target().resolve_alias(Path(), ALIAS) == version
     seen: list[str] = []
     read = aliases.read_alias
 
@@ -373,7 +378,8 @@ def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhi
         found = read(place, name)
         assert found is not None
         if not seen:
-            aliases._write(place, name, found[0].model_copy(update={"version": "theirs"}), found[1])
+            theirs = found[0].model_copy(update={"version": "theirs"}).model_dump_json().encode()
+            assert place.write(f"{name}.json", theirs, IfMatch=found[1])
         seen.append(found[0].version)
         return found
 
@@ -381,5 +387,5 @@ def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhi
     target().set_alias(Path(), "v2", ALIAS)
     assert seen == ["v1", "theirs", "v2"]
     bucket.write(f"acme/demo/{ALIAS}.json", b"{}")
-    with pytest.raises(Refused, match="no alias of a version"):
+    with pytest.raises(Refused, match="not an alias of a version"):
         target().set_alias(Path(), "v2", ALIAS)

@@ -160,10 +160,10 @@ class Point:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([3], "no PublishTarget"),
-        (Path, "no PublishTarget"),
-        (PublishTarget, "no PublishTarget"),
-        ([*publish_targets().values()], "the name 'directory' is taken"),
+        ([3], "3\\n  expected: a PublishTarget"),
+        (Path, "<class .*Path.*\\n  expected: a PublishTarget"),
+        (PublishTarget, "<class .*PublishTarget.*\\n  expected: a PublishTarget"),
+        ([*publish_targets().values()], "the name 'directory' is already in use"),
     ],
 )
 def test_what_another_package_registers_is_checked(monkeypatch: pytest.MonkeyPatch, value: object, words: str) -> None:

@@ -30,7 +30,7 @@ SHARED = f"s3://{BUCKET}/store"
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3OnLoopback]:
     """Yield an empty bucket and set up the environment so that releases and the shared store use it."""
     with s3_on_loopback() as s3, s3.found_by_clients(monkeypatch):
-        monkeypatch.setenv("MERGEGATE_STORE", SHARED)
+        monkeypatch.setenv("MERGEGATE_SHARED_STORE", SHARED)
         yield s3
 
 

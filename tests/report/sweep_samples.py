@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mergegate.tasks.report.sweep import (
+from mergegate.tasks.report.sweep.content import (
     HeldOut,
     ReportedBudget,
     ReportedConfirmation,

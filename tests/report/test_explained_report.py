@@ -15,7 +15,7 @@ from mergegate.tasks.gate.sequential import InterimLook
 from mergegate.tasks.merge import RouterDistance
 from mergegate.tasks.report import explanation_text
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.heat_map import interference_plot, what_is_shown
+from mergegate.tasks.report.heat_map import heat_map_caption, interference_plot
 from mergegate.tasks.report.table import as_markdown
 
 
@@ -137,7 +137,7 @@ def test_a_recipe_without_base_says_where_differences_begin() -> None:
     found = " ".join(explanation_text.why(plain))
     assert "The recipe names no base: differences are measured from its first model, reverser." in found
     assert "opposite" not in found
-    assert what_is_shown(plain).startswith("Distance of the parents")
+    assert heat_map_caption(plain).startswith("Distance of the parents")
 
 
 def test_weights_that_could_not_be_compared_are_said_to_be() -> None:

@@ -17,10 +17,8 @@ import report_samples as samples
 from pages import Page, page_of
 
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
-from mergegate.tasks.report.answers import marked_answers
-from mergegate.tasks.report.bars import score_bars
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.page import render
+from mergegate.tasks.report.page import marked_answers, render, score_bars
 from mergegate.tasks.report.stage import write_report
 from mergegate.tasks.report.table import as_markdown, evaluated_models, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES

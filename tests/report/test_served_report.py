@@ -16,8 +16,8 @@ from rich.console import Console
 from mergegate.flows.cli.run_summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing
-from mergegate.tasks.report.serving_costs import costs
 from mergegate.tasks.report.stage import write_report
+from mergegate.tasks.report.table import costs
 from mergegate.tasks.report.wording import NONE
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.store.keys import stage_key

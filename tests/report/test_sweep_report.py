@@ -179,16 +179,16 @@ def test_a_trial_without_a_score_can_neither_win_nor_be_a_step() -> None:
     infeasible = Trial(2, 0, "sampler", "", {}, (0.99,), violation=0.5)
     dropped = Trial(3, 0, "sampler", "", {}, (0.98,), dropped=True, documents=0.25)
     good = Trial(4, 0, "sampler", "", {}, (0.5,))
-    course = study_facts.course_of((failed, infeasible, dropped, good), 0)
+    course = study_facts.search_history((failed, infeasible, dropped, good), 0)
     assert [math.isnan(best) for best in course.best] == [True, True, True, False]
     assert course.best[-1] == 0.5
-    assert study_facts.best_asked((failed, infeasible, dropped, good), 0) is good
+    assert study_facts.best_scored_trial((failed, infeasible, dropped, good), 0) is good
 
 
 @given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=30))
 def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
     trials = tuple(Trial(at, 0, "sampler", "", {}, (score,)) for at, score in enumerate(scores))
-    course = study_facts.course_of(trials, 0)
+    course = study_facts.search_history(trials, 0)
     for at, best in enumerate(course.best, start=1):
         seen = [score for score in scores[:at] if not math.isnan(score)]
         assert best == max(seen) if seen else math.isnan(best)
@@ -222,7 +222,7 @@ def test_a_front_is_drawn_and_listed_the_best_in_the_first_objective_first() -> 
     content = samples.several()
     page = Page(page_of_sweep("front"))
     assert "front-wide" in " ".join(page.attributes("class"))
-    listed = [trial.number for trial in study_facts.trials_of_front(content)]
+    listed = [trial.number for trial in study_facts.front_trials(content)]
     assert sorted(listed) == sorted(content.front)
     first = [content.trials[number].scores[0] for number in listed]
     assert first == sorted(first, reverse=True)

@@ -52,7 +52,7 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(DirectoryTarget, "set_alias", set_alias, raising=False)
         monkeypatch.setattr(
             DirectoryTarget,
-            "aliased",
+            "resolve_alias",
             lambda self, root, name: str((root / self.path / name).readlink()),
             raising=False,
         )
@@ -101,7 +101,7 @@ def test_what_is_better_is_promoted_once_and_users_are_told_where(
         ("shadow", "promoted"),
     ]
 
-    back = watch.by_hand("rollback", "--why", "users complain")
+    back = watch.by_hand("rollback", "--reason", "users complain")
     assert back.exit_code == 0, back.output
     assert watch.routing.serving == "rolled back"
     assert "users complain" in watch.routing.why

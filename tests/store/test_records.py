@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from mergegate.merge_core.files.records import JOURNAL, JournalPlace, open_journal
+from mergegate.merge_core.files.records import JOURNAL, JournalLocation, open_journal
 from mergegate.tasks.store.store import Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 RECORDS = st.lists(st.lists(st.floats() | st.text(max_size=5), max_size=4), max_size=6)
 
 
-def written(place: JournalPlace, records: Sequence[object]) -> bytes:
+def written(place: JournalLocation, records: Sequence[object]) -> bytes:
     with open_journal(place) as journal:
         for record in records:
             journal.append(record)
     return place.path.read_bytes() if place.path.exists() else b""
 
 
-def found(place: JournalPlace) -> tuple[Any, ...]:
+def found(place: JournalLocation) -> tuple[Any, ...]:
     with open_journal(place) as journal:
         return journal.records
 
@@ -40,7 +40,7 @@ def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
 @given(RECORDS, RECORDS)
 def test_records_come_back_exactly_and_more_can_follow(first: list[Any], second: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        place = JournalPlace(Path(directory) / JOURNAL, KEY)
+        place = JournalLocation(Path(directory) / JOURNAL, KEY)
         written(place, first)
         assert same(found(place), first)
         written(place, second)
@@ -50,7 +50,7 @@ def test_records_come_back_exactly_and_more_can_follow(first: list[Any], second:
 @given(RECORDS, st.data())
 def test_a_crash_at_any_byte_costs_only_what_came_after(records: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        place = JournalPlace(Path(directory) / JOURNAL, KEY)
+        place = JournalLocation(Path(directory) / JOURNAL, KEY)
         content = written(place, records)
         end = data.draw(st.integers(0, len(content)))
         garbage = data.draw(st.sampled_from([b"", b"\0" * 600, os.urandom(90), b"\n\n", content[:70]]))
@@ -66,7 +66,7 @@ def test_a_crash_at_any_byte_costs_only_what_came_after(records: list[Any], data
 @given(RECORDS.filter(len), st.data())
 def test_one_altered_byte_ends_the_belief_where_it_stands(records: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        place = JournalPlace(Path(directory) / JOURNAL, KEY)
+        place = JournalLocation(Path(directory) / JOURNAL, KEY)
         content = bytearray(written(place, records))
         at = data.draw(st.integers(0, len(content) - 1))
         before = bytes(content[:at]).count(b"\n")
@@ -77,14 +77,14 @@ def test_one_altered_byte_ends_the_belief_where_it_stands(records: list[Any], da
 
 def test_the_journal_of_another_key_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / JOURNAL
-    written(JournalPlace(path, KEY), [1, 2])
-    assert found(JournalPlace(path, KEY[::-1])) == ()
+    written(JournalLocation(path, KEY), [1, 2])
+    assert found(JournalLocation(path, KEY[::-1])) == ()
     assert path.read_bytes() == b""
 
 
 def test_a_record_of_elsewhere_is_not_believed_in_another_place(tmp_path: Path) -> None:
     """Each line authenticates those before it, so a moved or repeated line does not fit."""
-    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    place = JournalLocation(tmp_path / JOURNAL, KEY)
     first, second, third = written(place, ["a", "b", "c"]).splitlines(keepends=True)
     place.path.write_bytes(first + third + second)
     assert found(place) == ("a",)
@@ -99,7 +99,7 @@ def test_without_a_place_nothing_is_kept() -> None:
 
 
 def test_a_full_disk_ends_the_journal_and_not_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    place = JournalLocation(tmp_path / JOURNAL, KEY)
     write = os.write
     with open_journal(place) as journal:
         journal.append("a")
@@ -115,7 +115,7 @@ class Value(BaseModel):
 
 
 def makes(out: Path) -> Value:
-    written(JournalPlace(out / JOURNAL, KEY), ["work"])
+    written(JournalLocation(out / JOURNAL, KEY), ["work"])
     (out / "table").write_text("whole")
     return Value(n=1)
 
@@ -151,7 +151,7 @@ def test_a_kill_while_it_is_sealed_loses_nothing(tmp_path: Path, moment: str, mo
     seen: list[tuple[Any, ...]] = []
 
     def goes_on(out: Path) -> Value:
-        seen.append(found(JournalPlace(out / JOURNAL, KEY)))
+        seen.append(found(JournalLocation(out / JOURNAL, KEY)))
         (out / "table").write_text("whole")
         return Value(n=1)
 

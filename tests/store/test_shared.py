@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.stage import shared_store
+from mergegate.tasks.stage.project import RENAMED_VARIABLES, environment_setting
 from mergegate.tasks.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
 from mergegate.tasks.store.shared import _Lease
 
@@ -344,21 +345,31 @@ def lease_of(machine: Machine) -> Any:
     return _Lease(machine.shared, machine.shared._path("evaluate", "x.lease"))
 
 
-def test_what_the_environment_says_is_read_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MERGEGATE_STORE", raising=False)
+@pytest.mark.parametrize(("former", "current"), RENAMED_VARIABLES.items())
+def test_a_renamed_variable_is_an_error_that_names_the_new_one(
+    former: str, current: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(former, "1GB")
+    with pytest.raises(InvalidInput, match=former) as caught:
+        environment_setting(current)
+    assert caught.value.remedy == f"set {current}"
+
+
+def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MERGEGATE_SHARED_STORE", raising=False)
     assert shared_store.shared_store(tmp_path) is None
-    monkeypatch.setenv("MERGEGATE_STORE", "memory://somewhere")
+    monkeypatch.setenv("MERGEGATE_SHARED_STORE", "memory://somewhere")
     found = shared_store.shared_store(tmp_path)
     assert found is not None
     assert found is shared_store.shared_store(tmp_path)
     assert (found.address, found.most_bytes) == ("memory://somewhere", 10**9)
     for address in ("somewhere", "s4://bucket"):
-        monkeypatch.setenv("MERGEGATE_STORE", address)
-        with pytest.raises(InvalidInput, match="MERGEGATE_STORE"):
+        monkeypatch.setenv("MERGEGATE_SHARED_STORE", address)
+        with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE"):
             shared_store.shared_store(tmp_path)
-    monkeypatch.setenv("MERGEGATE_STORE", "memory://elsewhere")
-    monkeypatch.setenv("MERGEGATE_SHARE_UP_TO", "much")
-    with pytest.raises(InvalidInput, match="MERGEGATE_SHARE_UP_TO"):
+    monkeypatch.setenv("MERGEGATE_SHARED_STORE", "memory://elsewhere")
+    monkeypatch.setenv("MERGEGATE_SHARED_STORE_MAX_SIZE", "much")
+    with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE_MAX_SIZE"):
         shared_store.shared_store(tmp_path)
 
 

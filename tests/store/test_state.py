@@ -31,7 +31,7 @@ from mergegate.merge_core.files import (
     state_directory,
     write_state,
 )
-from mergegate.merge_core.files.records import JOURNAL, JournalPlace
+from mergegate.merge_core.files.records import JOURNAL, JournalLocation
 from mergegate.tasks.store import MANIFEST, VALUE, Store, examine_store, mend_state
 
 KEY = "0123456789abcdef" * 4
@@ -108,7 +108,7 @@ def test_of_what_is_set_aside_the_newest_few_are_kept(tmp_path: Path) -> None:
 
 
 def test_of_a_large_artifact_only_what_is_small_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(state, "MAX_COPY_BYTES", 1000)
     (tmp_path / "artifact" / "deep").mkdir(parents=True)
     (tmp_path / "artifact" / "deep" / "weights").write_bytes(bytes(5000))
     (tmp_path / "artifact" / "value.json").write_bytes(bytes(500))
@@ -308,7 +308,7 @@ def test_a_table_that_somebody_holds_is_left_alone(
 
 @damages
 def test_a_journal_goes_on_whatever_has_become_of_it(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    place = JournalLocation(tmp_path / JOURNAL, KEY)
     with open_journal(place) as journal:
         for number in range(6):
             journal.append([number] * 30)
@@ -322,7 +322,7 @@ def test_a_journal_goes_on_whatever_has_become_of_it(tmp_path: Path, damage: Cal
 
 
 def test_records_of_another_kind_end_the_belief(tmp_path: Path) -> None:
-    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    place = JournalLocation(tmp_path / JOURNAL, KEY)
     with open_journal(place) as journal:
         for record in (1, 2, "of an older program", 3):
             journal.append(record)

@@ -214,9 +214,9 @@ def test_held_out_text_is_read_like_in_the_perplexity_stage(work: Path, tmp_path
 
 
 def _nowhere(work: Path) -> Any:
-    from mergegate.merge_core.files import JournalPlace
+    from mergegate.merge_core.files import JournalLocation
 
-    return JournalPlace(work / "journal", "key")
+    return JournalLocation(work / "journal", "key")
 
 
 def test_an_unmerged_parent_scores_like_in_the_evaluation_stage(work: Path) -> None:

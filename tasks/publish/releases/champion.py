@@ -8,12 +8,9 @@ from typing import Annotated
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model, deciding_files
 from mergegate.tasks.gate import ANCHOR, CHAMPION
-from mergegate.tasks.publish import ABOUT
+from mergegate.tasks.publish import DESCRIPTION_FILES
 from mergegate.tasks.publish.targets import CurrentRelease, PublishTarget
 from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
-
-# Files next to a checkpoint in the store or in a release that are not part of it.
-_BOOKKEEPING = ABOUT | {MANIFEST, VALUE}
 
 
 class ReleasedModel(Model):
@@ -44,10 +41,8 @@ def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes
     Raises:
         Refused: The target is unavailable.
     """
-    current = target.current(root) if target else None
-    if current is None:
-        return None
-    return _released(current, CHAMPION, merge, hashes)
+    release = target.current_release(root) if target else None
+    return _as_model(release, CHAMPION, merge, hashes) if release else None
 
 
 def find_anchor(
@@ -62,34 +57,35 @@ def find_anchor(
         InvalidInput: There is no such version.
         Refused: The target is unavailable.
     """
-    if target is None or version is None or (release := target.earlier(root, version)) is None:
-        return None
-    return _released(release, ANCHOR, merge, hashes)
+    release = target.earlier_release(root, version) if target and version else None
+    return _as_model(release, ANCHOR, merge, hashes) if release else None
 
 
-def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo) -> ReleasedModel:
-    released, merged = _checkpoint(current.directory, hashes), _checkpoint(merge.directory, hashes)
-    digest = merge.digest if released == merged else merkle(released)
+def _as_model(release: CurrentRelease, name: str, merge: Model, hashes: HashMemo) -> ReleasedModel:
+    # Size and sha256 of every file that determines the behavior of each model, without files that only describe it.
+    released_files, merged_files = (
+        {
+            name: ((directory / name).stat().st_size, hashes.sha256(directory / name))
+            for name in deciding_files(directory)
+            if name not in DESCRIPTION_FILES | {MANIFEST, VALUE}
+        }
+        for directory in (release.directory, merge.directory)
+    )
     # List every file that a library might load with the checkpoint, so that an added file is detected, too.
-    files = {path: hashes.sha256(current.directory / path) for path in deciding_files(current.directory)}
+    files = {path: hashes.sha256(release.directory / path) for path in deciding_files(release.directory)}
+    has_same_code = all(
+        released_files.get(name) == merged_files.get(name)
+        for name in released_files.keys() | merged_files.keys()
+        if name.endswith(".py")
+    )
     return ReleasedModel(
         name=name,
-        digest=digest,
-        directory=current.directory,
-        head=current.head,
-        version=current.name,
-        location=current.location or current.directory,
-        complete=current.complete,
+        digest=merge.digest if released_files == merged_files else merkle(released_files),
+        directory=release.directory,
+        head=release.head,
+        version=release.name,
+        location=release.location or release.directory,
+        complete=release.complete,
         files=tuple(sorted(files.items())),
-        runs_code=merge.runs_code and _code(released) == _code(merged),
+        runs_code=merge.runs_code and has_same_code,
     )
-
-
-def _code(files: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
-    return {name: identity for name, identity in files.items() if name.endswith(".py")}
-
-
-def _checkpoint(directory: Path, hashes: HashMemo) -> dict[str, tuple[int, str]]:
-    """Return size and sha256 of every file that determines the behavior of the model, by name."""
-    names = [name for name in deciding_files(directory) if name not in _BOOKKEEPING]
-    return {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}

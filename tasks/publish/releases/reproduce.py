@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from mergegate.merge_core import (
-    Checkpoint,
     CheckpointRef,
     Recipe,
     load_recipe,
@@ -46,21 +45,19 @@ from mergegate.tasks.checkpoints import (
 from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
 from mergegate.tasks.merge import combine_parents, prepare_recipe
 from mergegate.tasks.publish import PROVENANCE, RECIPE
-from mergegate.tasks.publish.releases.verify import Files, VerifiedRelease
+from mergegate.tasks.publish.releases.verify import VerifiedRelease
 from mergegate.tasks.publish.targets import PublishedRelease
-from mergegate.tasks.stage import device_kind, versions
+from mergegate.tasks.stage import device_kind, store, versions
 
-_WEIGHTS = ".safetensors"
 _DECIDING_LIBRARIES = ("torch", "numba")  # their versions may change the last digit of a result
-_NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__"})
-_RECIPES = (".yaml", ".yml")
+_SKIPPED_FOLDERS = frozenset({"node_modules", "site-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class ReproducedRelease:
     """A release that was rebuilt byte for byte."""
 
-    where: str
+    reference: str
     files: tuple[str, ...]  # rebuilt files, all identical
     bytes: int
     seconds: float
@@ -71,11 +68,10 @@ def rebuild_release(
     release: PublishedRelease,
     verified: VerifiedRelease,
     out: Path,
-    hashes: HashMemo,
     *,
     directory: Path | None = None,
     device: str = "auto",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ReproducedRelease:
     """Merge again into ``out``, an empty directory, and compare every file with the release.
 
@@ -88,32 +84,59 @@ def rebuild_release(
         InvalidInput: A parent is missing or differs from the one in the provenance.
         Refused: The Hub cannot deliver a parent, or the rebuilt files differ from the release.
     """
-    build = _build(release, verified)
-    text = release.read(RECIPE)
-    recipe = load_recipe(text.decode(), location=f"{release.where}: {RECIPE}")
-    digests = {parent.name: parent for parent in build.resolved_dependencies}
+    try:
+        build = _Build.model_validate(verified.statement["predicate"]["buildDefinition"])
+    except (ValidationError, KeyError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (error.args[0],), "msg": "missing"}
+        raise Refused(
+            f"{release.reference}: {PROVENANCE}: {'.'.join(map(str, first['loc']))}",
+            found=str(first["msg"]),
+            expected="provenance that this version of mergegate can read",
+            remedy="reproduce the release with the version of mergegate that built it",
+        ) from None
+    hashes, text = store().hashes, release.read(RECIPE)
+    recipe = load_recipe(text.decode(), location=f"{release.reference}: {RECIPE}")
     directories = [directory] if directory else [*_directories_with_recipe(text), Path.cwd()]
-    parents = _parents(recipe.references(), digests, directories, hashes)
-    recipe = replace(recipe, directory=_find_text_directory(recipe, directories, digests, hashes))
-    recipe = prepare_recipe(recipe, lambda ref: _pinned(ref, parents[ref], hashes))
-    parameters = build.internal_parameters
-    device = _device(parameters.device) if device == "auto" else device
+    inputs = _Inputs({item.name: item for item in build.resolved_dependencies}, directories, hashes)
+    parents = {str(reference): inputs.find_parent(reference) for reference in recipe.references()}
+
+    def pin(ref: str) -> PinnedCheckpoint:
+        model, adapter = parents[ref]
+        applied = ResolvedAdapter(ref=ref, directory=adapter) if adapter else None
+        return pin_checkpoints([ResolvedCheckpoint(name=ref, ref=ref, directory=model, adapter=applied)], hashes)[0]
+
+    recipe = prepare_recipe(replace(recipe, directory=inputs.find_text_directory(recipe)), pin)
+    kind, seed = build.internal_parameters.device, build.internal_parameters.seeds.merge
+    if device == "auto":
+        device = kind if device_kind() == kind else "cpu"
     started = time.monotonic()
     if recipe.output:
         adapters = [(ref, model, adapter) for ref, (model, adapter) in parents.items() if adapter]
-        combine_parents(recipe, adapters, out, seed=parameters.seeds.merge, on_progress=on_progress or _no_progress)
+        combine_parents(recipe, adapters, out, seed=seed, on_progress=on_progress)
     else:
-        matched = match_experts(recipe, {ref: _opened(*place) for ref, place in parents.items()})
+        checkpoints = {ref: open_checkpoint(model) for ref, (model, _) in parents.items()}
+        for ref, (_, adapter) in parents.items():
+            if adapter is not None:
+                checkpoints[ref] = apply_adapter(checkpoints[ref], open_adapter(adapter))
+        matched = match_experts(recipe, checkpoints)
         plan = plan_merge(matched.recipe, matched.checkpoints)
-        merge_weights(plan, out, seed=parameters.seeds.merge, device=device, on_progress=on_progress)
+        merge_weights(plan, out, seed=seed, device=device, on_progress=on_progress)
     seconds = time.monotonic() - started
     rebuilt = {
         path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
-    _require_equal(verified, rebuilt, parameters, device)
-    return ReproducedRelease(release.where, tuple(rebuilt), sum(size for size, _ in rebuilt.values()), seconds, device)
+    names = {name for name in verified.listing if name.endswith(".safetensors")} | set(rebuilt)
+    if different := sorted(name for name in names if rebuilt.get(name) != verified.listing.get(name)):
+        raise Refused(
+            f"{verified.reference}: {different[0]}",
+            found=f"{len(different)} of {len(names)} rebuilt files differ: {', '.join(different[:5])}",
+            expected="the same bytes",
+            remedy=_explain_difference(build.internal_parameters, device),
+        )
+    total = sum(size for size, _ in rebuilt.values())
+    return ReproducedRelease(release.reference, tuple(rebuilt), total, seconds, device)
 
 
 class _ProvenancePart(BaseModel):
@@ -156,183 +179,107 @@ class _Build(_ProvenancePart):
     resolved_dependencies: tuple[_Dependency, ...]
 
 
-def _build(release: PublishedRelease, verified: VerifiedRelease) -> _Build:
-    try:
-        return _Build.model_validate(verified.statement["predicate"]["buildDefinition"])
-    except (ValidationError, KeyError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (error.args[0],), "msg": "missing"}
-        raise Refused(
-            f"{release.where}: {PROVENANCE}: {'.'.join(map(str, first['loc']))}",
-            found=str(first["msg"]),
-            expected="what this version of mergegate writes there",
-            remedy="reproduce it with the version of mergegate that made it",
-        ) from None
-
-
-def _find_text_directory(
-    recipe: Recipe, directories: Sequence[Path], dependencies: Mapping[str, _Dependency], hashes: HashMemo
-) -> Path | None:
-    """Return the directory of the texts that the models read, verified by hash. None: the recipe has no texts.
-
-    Raises:
-        InvalidInput: A text is missing or has changed.
-    """
-    texts = {text for document in (*recipe.steps, recipe) for text in document.texts.values()}
-    if not texts:
-        return None
-    for directory in directories:
-        if all((directory / text).is_file() for text in texts):
-            for text in sorted(texts):
-                if text not in dependencies or hashes.sha256(directory / text) != dependencies[text].digest.sha256:
-                    raise InvalidInput(
-                        str(directory / text),
-                        found="another text than the provenance names",
-                        expected="what the models read when the release was made",
-                        remedy="restore it, or name with --parents the directory that it lies in",
-                    )
-            return directory
-    raise InvalidInput(
-        sorted(texts)[0],
-        found="not there",
-        expected="the text that a model read for this merge, where the recipe says",
-        remedy="name with --parents the directory that the recipe's paths are relative to",
-    )
-
-
-def _pinned(ref: str, directories: tuple[Path, Path | None], hashes: HashMemo) -> PinnedCheckpoint:
-    """Return a parent, with its adapter, as a pinned checkpoint."""
-    model, adapter = directories
-    applied = ResolvedAdapter(ref=ref, directory=adapter) if adapter else None
-    return pin_checkpoints([ResolvedCheckpoint(name=ref, ref=ref, directory=model, adapter=applied)], hashes)[0]
-
-
-def _device(kind: str) -> str:
-    """Return the kind of device that built the release, or cpu if this machine has none."""
-    return kind if kind == "cpu" or device_kind() == kind else "cpu"
-
-
-def _require_equal(verified: VerifiedRelease, rebuilt: Files, parameters: _BuildParameters, device: str) -> None:
-    released = verified.listing
-    weights = {name for name in released if name.endswith(_WEIGHTS)}
-    names = weights | set(rebuilt)
-    different = sorted(name for name in names if rebuilt.get(name) != released.get(name))
-    if not different:
-        return
-    raise Refused(
-        f"{verified.where}: {different[0]}",
-        found=f"made again, {len(different)} of {len(names)} files are others: {', '.join(different[:5])}",
-        expected="the same bytes",
-        remedy=_remedy(parameters, device),
-    )
-
-
-def _remedy(parameters: _BuildParameters, device: str) -> str:
+def _explain_difference(parameters: _BuildParameters, device: str) -> str:
     """Describe the most telling difference between the original build and this one."""
-    kind, used, installed = parameters.device, parameters.versions, versions(*_DECIDING_LIBRARIES)
+    kind, original, installed = parameters.device, parameters.versions, versions(*_DECIDING_LIBRARIES)
     if kind != device.partition(":")[0]:
-        return f"it was made on {kind}, and again on {device}: use --device {kind}, on a machine that has one"
+        return f"the release was built on {kind} and rebuilt on {device}; use --device {kind} on a machine that has one"
     changes = [
-        f"{name} {used[name]} (here {installed[name]})"
+        f"{name} {original[name]} (here {installed[name]})"
         for name in _DECIDING_LIBRARIES
-        if used.get(name, installed[name]) != installed[name]
+        if original.get(name, installed[name]) != installed[name]
     ]
     if changes:
-        return f"it was made with {', '.join(changes)}: use those versions"
-    return "nothing else differs: do not use it; its weights are not what its recipe gives"
+        return f"the release was built with {', '.join(changes)}; use those versions"
+    return "device and libraries are the same; do not use the release, because its recipe does not give its weights"
 
 
-def _parents(
-    references: Sequence[CheckpointRef],
-    dependencies: Mapping[str, _Dependency],
-    directories: Sequence[Path],
-    hashes: HashMemo,
-) -> dict[str, tuple[Path, Path | None]]:
-    """Return the verified directories of every parent and its adapter, by the name in the recipe."""
-    parents: dict[str, tuple[Path, Path | None]] = {}
-    for reference in references:
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of the original merge, found on this machine or on the Hub and verified by their digests."""
+
+    dependencies: Mapping[str, _Dependency]
+    directories: Sequence[Path]  # base directories to search, the most likely first
+    hashes: HashMemo
+
+    def find_parent(self, reference: CheckpointRef) -> tuple[Path, Path | None]:
+        """Return the verified directories of a parent and of its adapter."""
         name = str(reference)
-        dependency = dependencies.get(name)
+        dependency = self.dependencies.get(name)
         if dependency is None:
-            raise InvalidInput(name, found="the provenance does not name it", expected="every parent of the recipe")
-        digest, actual = dependency.digest, None
-        for model, adapter in _candidate_directories(reference, dependency, directories, hashes):
-            actual = checkpoint_digest(model, hashes)
-            if adapter is not None:
-                actual = adapted_digest(actual, adapter_digest(adapter, hashes))
-            if actual == digest.sha256:
-                parents[name] = model, adapter
-                break
-        else:
             raise InvalidInput(
-                name,
-                found=f"a checkpoint with the digest {actual[:16]}" if actual else "no such directory",
-                expected=f"the checkpoint {digest.sha256[:16]} that was merged",
-                remedy=f"pass --parents DIR with the merged checkpoint at DIR/{name.lstrip('/')}; "
-                "a release names local models relative to DIR",
+                name, found="a parent that the provenance does not name", expected="every parent of the recipe"
             )
-    return parents
+        digest, actual = dependency.digest, None
+        adapters: list[Path | None] = [None]
+        if reference.adapter:
+            adapter_reference = parse_reference(reference.adapter, name)
+            commit = dependency.annotations.adapter.git_commit
+            adapters = [*self._candidates(adapter_reference, commit, is_adapter=True)]
+        for model in self._candidates(reference, digest.git_commit, is_adapter=False):
+            for adapter in adapters:
+                actual = checkpoint_digest(model, self.hashes)
+                if adapter is not None:
+                    actual = adapted_digest(actual, adapter_digest(adapter, self.hashes))
+                if actual == digest.sha256:
+                    return model, adapter
+        raise InvalidInput(
+            name,
+            found=f"a checkpoint with the digest {actual[:16]}" if actual else "no such directory",
+            expected=f"the checkpoint {digest.sha256[:16]} that was merged",
+            remedy=f"pass --parents DIR with the merged checkpoint at DIR/{name.lstrip('/')}; "
+            "a release names local models relative to DIR",
+        )
 
+    def _candidates(self, reference: CheckpointRef, commit: str | None, *, is_adapter: bool) -> Iterator[Path]:
+        """Yield the directories that may contain a model or an adapter. One on the Hub is downloaded at its commit."""
+        if commit:
+            snapshot = find_snapshot(reference.path, commit, adapter=is_adapter)
+            download_snapshots([snapshot], self.hashes)
+            yield snapshot.directory
+            return
+        for base in self.directories:
+            with suppress(InvalidInput):
+                if (directory := resolve_local(reference, base)) is not None:
+                    yield directory
 
-def _opened(model: Path, adapter: Path | None) -> Checkpoint:
-    opened = open_checkpoint(model)
-    return opened if adapter is None else apply_adapter(opened, open_adapter(adapter))
+    def find_text_directory(self, recipe: Recipe) -> Path | None:
+        """Return the directory of the texts that the models read, verified by hash. None: the recipe has no texts.
 
-
-def _no_progress(done: int, total: int) -> None:
-    """Ignore progress."""
-
-
-def _candidate_directories(
-    reference: CheckpointRef, dependency: _Dependency, directories: Sequence[Path], hashes: HashMemo
-) -> Iterator[tuple[Path, Path | None]]:
-    """Yield the directories that may contain a parent and its adapter."""
-    models = _downloaded_or_local(reference, dependency.digest.git_commit, directories, hashes, is_adapter=False)
-    if not reference.adapter:
-        yield from ((model, None) for model in models)
-        return
-    adapter_reference, commit = (
-        parse_reference(reference.adapter, str(reference)),
-        dependency.annotations.adapter.git_commit,
-    )
-    adapters = list(_downloaded_or_local(adapter_reference, commit, directories, hashes, is_adapter=True))
-    yield from ((model, adapter) for model in models for adapter in adapters)
-
-
-def _downloaded_or_local(
-    reference: CheckpointRef, commit: str | None, directories: Sequence[Path], hashes: HashMemo, *, is_adapter: bool
-) -> Iterator[Path]:
-    if commit:
-        yield _download(reference.path, commit, hashes, is_adapter)
-    else:
-        yield from _local(reference, directories)
-
-
-def _local(reference: CheckpointRef, directories: Sequence[Path]) -> Iterator[Path]:
-    for base in directories:
-        try:
-            directory = resolve_local(reference, base)
-        except InvalidInput:
-            continue
-        if directory is not None:
-            yield directory
+        Raises:
+            InvalidInput: A text is missing or has changed.
+        """
+        texts = sorted({text for document in (*recipe.steps, recipe) for text in document.texts.values()})
+        if not texts:
+            return None
+        for directory in self.directories:
+            if not all((directory / text).is_file() for text in texts):
+                continue
+            for text in texts:
+                expected = self.dependencies[text].digest.sha256 if text in self.dependencies else None
+                if self.hashes.sha256(directory / text) != expected:
+                    raise InvalidInput(
+                        str(directory / text),
+                        found="a text that differs from the one in the provenance",
+                        expected="the text that the models read when the release was built",
+                        remedy="restore the text, or pass its directory with --parents",
+                    )
+            return directory
+        raise InvalidInput(
+            texts[0],
+            found="the file is missing",
+            expected="the text that a model read for this merge, at the path in the recipe",
+            remedy="pass the directory that the recipe's paths are relative to with --parents",
+        )
 
 
 def _directories_with_recipe(recipe: bytes) -> Iterator[Path]:
     """Yield directories below the working directory that contain a recipe with this content, except releases."""
     for top, folders, names in os.walk(Path.cwd()):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _NOT_SEARCHED)
-        directory = Path(top)
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _SKIPPED_FOLDERS)
         for name in sorted(names):
-            file = directory / name
-            if name == RECIPE or not name.endswith(_RECIPES):
+            if name == RECIPE or not name.endswith((".yaml", ".yml")):
                 continue
             with suppress(InvalidInput, OSError):  # skip files that cannot be read or are larger
-                if read_plain(file, len(recipe)) == recipe:
-                    yield directory
-
-
-def _download(repo: str, commit: str, hashes: HashMemo, is_adapter: bool) -> Path:
-    """Download the files of a parent at a commit, verified against the Hub's listing."""
-    snapshot = find_snapshot(repo, commit, adapter=is_adapter)
-    download_snapshots([snapshot], hashes)
-    return snapshot.directory
+                if read_plain(Path(top) / name, len(recipe)) == recipe:
+                    yield Path(top)

@@ -28,14 +28,15 @@ from mergegate.tasks.publish import (
     RECIPE,
     SIGNATURE,
     SUMS,
+    VERSION_DIGITS,
     checksums_text,
-    content_version_from_sums,
     escaped,
     parse_checksums,
     public_key,
     read_signature,
 )
 from mergegate.tasks.publish.targets import PublishedRelease
+from mergegate.tasks.store import merkle
 
 Signed = Literal["valid", "not checked", "none"]
 Files = Mapping[str, tuple[int, str]]
@@ -46,7 +47,7 @@ Files = Mapping[str, tuple[int, str]]
 class VerifiedRelease:
     """A consistent release. ``version`` is None unless its name is a content hash."""
 
-    where: str
+    reference: str
     listing: Files
     version: str | None
     signed: Signed
@@ -73,188 +74,171 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
         Refused: Something does not agree. The message lists every finding.
         InvalidInput: ``key`` is not a public key.
     """
-    files = release.files()
-    statement = _statement(release, files)
+    check = _ReleaseCheck(release)
     if key is not None:
         public_key(key)  # report an invalid key first, even if the release is not signed
-    findings = [
-        *_against_sums(release, files),
-        *_against_version(release, files),
-        *_against_subjects(files, statement),
-        *_against_bom(release, files, statement),
-        *_against_recipe(release, files, statement),
-        *_against_card(release, files, statement),
-        *_against_signature(release, files, key),
-    ]
-    if findings:
-        first, *more = dict.fromkeys(findings)
+    check.compare_sums()
+    check.compare_provenance()
+    check.compare_bom()
+    check.compare_card()
+    check.compare_signature(key)
+    if check.findings:
+        first, *more = dict.fromkeys(check.findings)
         raise Refused(
-            release.where,
+            release.reference,
             found="\n  also: ".join((first, *more)),
-            expected="a release whose files are what was published, and agree with each other",
-            remedy="do not use it; get it again from where it was published, or publish it anew",
+            expected="a release whose files are as published and agree with each other",
+            remedy="do not use it; download it again from its target, or publish it again",
         )
-    signed: Signed = "none" if SIGNATURE not in files else "valid" if key else "not checked"
-    return VerifiedRelease(release.where, files, release.version, signed, statement)
+    signed: Signed = "none" if SIGNATURE not in check.files else "valid" if key else "not checked"
+    return VerifiedRelease(release.reference, check.files, release.version, signed, check.statement)
 
 
-def _statement(release: PublishedRelease, files: Files) -> Mapping[str, Any]:
-    statement = _parsed(release, PROVENANCE) if PROVENANCE in files else None
-    if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
-        raise Refused(
-            f"{release.where}: {PROVENANCE}",
-            found="not there" if PROVENANCE not in files else "no in-toto statement",
-            expected="the provenance that every release of mergegate has",
-            remedy="it is no release of mergegate, or not all of one: get it again from where it was published",
-        )
-    return statement
+class _ReleaseCheck:
+    """Comparisons of one release. Each adds its findings. A missing file is reported only by the lists of files."""
 
+    def __init__(self, release: PublishedRelease) -> None:
+        self.release, self.files = release, release.files()
+        self.findings: list[str] = []
+        statement = self._json(PROVENANCE) if PROVENANCE in self.files else None
+        if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
+            raise Refused(
+                f"{release.reference}: {PROVENANCE}",
+                found="not an in-toto statement" if PROVENANCE in self.files else "the file is missing",
+                expected="the provenance that every release of mergegate has",
+                remedy="this is not a complete release of mergegate; download it again from its target",
+            )
+        self.statement: Mapping[str, Any] = statement
+        dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
+        self.parents = [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
-def _against_sums(release: PublishedRelease, files: Files) -> list[str]:
-    if SUMS not in files:
-        return [f"{SUMS}: missing"]
-    text = _text(release, SUMS)
-    # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
-    findings = _differences(parse_checksums(text), _hashes(files, without={SUMS, SIGNATURE}), SUMS)
-    if not findings and text != checksums_text(parse_checksums(text)):
-        return [f"{SUMS}: not as it was written"]
-    return findings
+    def compare_sums(self) -> None:
+        """Compare the files with SHA256SUMS, and all of them with the version if it is a content hash."""
+        if SUMS in self.files:
+            text = self._text(SUMS)
+            # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
+            is_equal = self._compare_files(parse_checksums(text), SUMS, unlisted={SUMS, SIGNATURE})
+            if is_equal and text != checksums_text(parse_checksums(text)):
+                self.findings.append(f"{SUMS}: not in the form that mergegate writes")
+        else:
+            self.findings.append(f"{SUMS}: missing")
+        content = merkle(self.files)[:VERSION_DIGITS]
+        if self.release.version not in (None, content):
+            self.findings.append(f"its version is {self.release.version}, its content is {content}")
 
+    def compare_provenance(self) -> None:
+        """Compare the files and the recipe with the provenance."""
+        listed = {
+            str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
+            for subject in _list(_at(self.statement, "subject"))
+        }
+        self._compare_files(listed, PROVENANCE, unlisted={PROVENANCE, SIGNATURE, SUMS})
+        if RECIPE not in self.files:
+            return
+        try:
+            documents: object = parse_yaml(self._text(RECIPE), RECIPE)
+        except InvalidInput:
+            documents = None
+        if documents != _at(self.statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
+            self.findings.append(f"{PROVENANCE}: its recipe is not that of {RECIPE}")
 
-def _against_version(release: PublishedRelease, files: Files) -> list[str]:
-    if release.version is None or (content := content_version_from_sums(files)) == release.version:
-        return []
-    return [f"its version is {release.version}, its content is {content}"]
+    def compare_bom(self) -> None:
+        """Compare the bill of materials with the files, and its parents with the provenance."""
+        if BOM not in self.files:
+            return
+        bom = self._json(BOM)
+        listed = {
+            str(_at(component, "name")): str(_at(digest, "content"))
+            for component in _list(_at(bom, "components"))
+            for digest in _list(_at(component, "hashes"))
+        }
+        self._compare_files(listed, BOM, unlisted={BOM, PROVENANCE, SIGNATURE, SUMS})
+        ancestors = [
+            (_at(item, "name"), _at(item, "version"))
+            for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
+        ]
+        parents = [
+            (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
+            for item in self.parents
+        ]
+        if ancestors != parents:
+            self.findings.append(f"{BOM}: its parents are not those of {PROVENANCE}")
 
+    def compare_card(self) -> None:
+        """Compare the card's metadata, recipe and parents with the provenance."""
+        if not {RECIPE, CARD} <= set(self.files):
+            return
+        card = self._text(CARD)
+        metadata = parse_card(self._bytes(CARD)).fields
+        stated = _at(self.statement, "predicate", "mergegate_card")
+        if metadata != stated:
+            both = {**metadata, **(stated if isinstance(stated, dict) else {})}
+            differences = ", ".join(name for name in both if _at(metadata, name) != _at(stated, name))
+            detail = differences or "none can be read"
+            self.findings.append(f"{CARD}: its metadata is not that of {PROVENANCE} ({detail})")
+        hub_ids = [
+            str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
+            for parent in self.parents
+            if _at(parent, "digest", "gitCommit")
+        ]
+        if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub_ids)):
+            self.findings.append(f"{CARD}: its base_model differs from the parents in {PROVENANCE}")
+        license = _at(self.statement, "predicate", "mergegate_licence", "card")
+        if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
+            self.findings.append(f"{CARD}: its license is not that of {PROVENANCE}")
+        if self._text(RECIPE).strip() not in card:
+            self.findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
+        for parent in self.parents:
+            digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
+            if f"| {escaped(str(_at(parent, 'name')))} |" not in card or digest not in card:
+                self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
 
-def _against_subjects(files: Files, statement: Mapping[str, Any]) -> list[str]:
-    listed = {
-        str(_at(subject, "name")): str(_at(subject, "digest", "sha256")) for subject in _list(_at(statement, "subject"))
-    }
-    return _differences(listed, _hashes(files, without={PROVENANCE, SIGNATURE, SUMS}), PROVENANCE)
+    def compare_signature(self, key: Path | None) -> None:
+        """Compare the files with the signature, and the signature with the key if there is one."""
+        if SIGNATURE not in self.files:
+            self.findings += [f"{SIGNATURE}: missing; the release is not signed"] if key else []
+            return
+        try:
+            signature = read_signature(self._bytes(SIGNATURE))
+        except ValueError as error:
+            self.findings.append(f"{SIGNATURE}: {error}")
+            return
+        self._compare_files(signature.files, SIGNATURE, unlisted={SIGNATURE})
+        if key and not signature.matches_key(key):
+            self.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
 
+    def _compare_files(self, listed: Mapping[str, str], source: str, unlisted: Collection[str]) -> bool:
+        """Compare the files with those that ``source`` lists (name to sha256). Return whether they are equal.
 
-def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
-    """Compare the bill of materials with the files, and its parents with the provenance."""
-    if BOM not in files:
-        return []  # already reported as missing
-    bom = _parsed(release, BOM)
-    listed = {
-        str(_at(component, "name")): str(_at(digest, "content"))
-        for component in _list(_at(bom, "components"))
-        for digest in _list(_at(component, "hashes"))
-    }
-    findings = _differences(listed, _hashes(files, without={BOM, PROVENANCE, SIGNATURE, SUMS}), BOM)
-    ancestors = [
-        (_at(item, "name"), _at(item, "version"))
-        for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
-    ]
-    parents = [
-        (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
-        for item in _parents(statement)
-    ]
-    if ancestors != parents:
-        findings.append(f"{BOM}: its parents are not those of {PROVENANCE}")
-    return findings
+        Args:
+            unlisted: Files that were written after ``source``, so that it cannot list them.
+        """
+        actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted}
+        for name in sorted({*listed, *actual}):
+            if name not in actual:
+                self.findings.append(f"{name}: missing, though {source} lists it")
+            elif name not in listed:
+                self.findings.append(f"{name}: not listed by {source}")
+            elif listed[name] != actual[name]:
+                self.findings.append(f"{name}: sha256 is {actual[name][:12]}…, {source} specifies {listed[name][:12]}…")
+        return listed == actual
 
+    def _json(self, name: str) -> object:
+        """Return the content of a JSON file of the release, or None if it cannot be parsed."""
+        try:
+            return parse_json(self._bytes(name), name)
+        except InvalidInput:
+            return None
 
-def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
-    if RECIPE not in files:
-        return []  # already reported as missing
-    try:
-        documents: object = parse_yaml(_text(release, RECIPE), RECIPE)
-    except InvalidInput:
-        documents = None
-    if documents != _at(statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
-        return [f"{PROVENANCE}: its recipe is not that of {RECIPE}"]
-    return []
+    def _bytes(self, name: str) -> bytes:
+        """Return the content of a file, or empty bytes for a special file, which the lists of files detect by hash."""
+        try:
+            return self.release.read(name)
+        except InvalidInput:
+            return b""
 
-
-def _against_card(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
-    """Compare the card's metadata, recipe and parents with the provenance."""
-    if not {RECIPE, CARD} <= set(files):
-        return []  # already reported as missing
-    card = _text(release, CARD)
-    findings = []
-    metadata, stated = parse_card(_bytes(release, CARD)).fields, _at(statement, "predicate", "mergegate_card")
-    if metadata != stated:
-        both = {**metadata, **(stated if isinstance(stated, dict) else {})}
-        differences = [name for name in both if _at(metadata, name) != _at(stated, name)]
-        findings.append(
-            f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(differences) or 'none can be read'})"
-        )
-    hub = [
-        str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
-        for parent in _parents(statement)
-        if _at(parent, "digest", "gitCommit")
-    ]
-    if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub)):
-        findings.append(f"{CARD}: its base_model is not what {PROVENANCE} was made from")
-    license = _at(statement, "predicate", "mergegate_licence", "card")
-    if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
-        findings.append(f"{CARD}: its licence is not that of {PROVENANCE}")
-    if _text(release, RECIPE).strip() not in card:
-        findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
-    for parent in _parents(statement):
-        digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
-        if f"| {escaped(str(_at(parent, 'name')))} |" not in card or digest not in card:
-            findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
-    return findings
-
-
-def _against_signature(release: PublishedRelease, files: Files, key: Path | None) -> list[str]:
-    if SIGNATURE not in files:
-        return [f"{SIGNATURE}: missing; it is not signed"] if key else []
-    try:
-        signature = read_signature(_bytes(release, SIGNATURE))
-    except ValueError as error:
-        return [f"{SIGNATURE}: {error}"]
-    findings = _differences(signature.files, _hashes(files, without={SIGNATURE}), SIGNATURE)
-    if key and not signature.is_by(key):
-        findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
-    return findings
-
-
-def _hashes(files: Files, without: Collection[str]) -> dict[str, str]:
-    return {name: sha256 for name, (_, sha256) in files.items() if name not in without}
-
-
-def _parsed(release: PublishedRelease, name: str) -> object:
-    """Return the content of a JSON file of a release, or None if it cannot be parsed."""
-    try:
-        return parse_json(_bytes(release, name), name)
-    except InvalidInput:
-        return None
-
-
-def _bytes(release: PublishedRelease, name: str) -> bytes:
-    """Return the content of a file, or empty bytes for a special file, which the lists of files detect by hash."""
-    try:
-        return release.read(name)
-    except InvalidInput:
-        return b""
-
-
-def _text(release: PublishedRelease, name: str) -> str:
-    return _bytes(release, name).decode(errors="replace")
-
-
-def _parents(statement: Mapping[str, Any]) -> list[Any]:
-    dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
-    return [item for item in dependencies if _at(item, "annotations", "role") != "text"]
-
-
-def _differences(listed: Mapping[str, str], actual: Mapping[str, str], source: str) -> list[str]:
-    """Return the differences between the files that ``source`` lists and the actual files (name to sha256)."""
-    return [
-        f"{name}: missing, though {source} lists it"
-        if name not in actual
-        else f"{name}: not listed by {source}"
-        if name not in listed
-        else f"{name}: sha256 is {actual[name][:12]}…, {source} says {listed[name][:12]}…"
-        for name in sorted({*listed, *actual})
-        if listed.get(name) != actual.get(name)
-    ]
+    def _text(self, name: str) -> str:
+        return self._bytes(name).decode(errors="replace")
 
 
 def _at(value: object, *path: str) -> Any:

@@ -1,13 +1,14 @@
-"""Publishing targets: the places a release can go to. All implement one contract: check, current, publish, open.
+"""Publishing targets: where a release can go. All implement one contract: check, current_release, publish, open.
 
 Other packages register theirs under the entry point ``mergegate.targets``.
 """
 
-from mergegate.tasks.publish.targets.alias import ALIAS_NAME
 from mergegate.tasks.publish.targets.contract import (
+    ALIAS_NAME,
     CurrentRelease,
     OnProgress,
     PublishedRelease,
+    PublishRequest,
     PublishTarget,
     Release,
     check_target,
@@ -18,6 +19,7 @@ __all__ = [
     "ALIAS_NAME",
     "CurrentRelease",
     "OnProgress",
+    "PublishRequest",
     "PublishTarget",
     "PublishedRelease",
     "Release",

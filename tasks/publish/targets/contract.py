@@ -1,4 +1,4 @@
-"""Define the contract of a publishing target: its settings in a profile, and four operations on published releases.
+"""Define the contract of a publishing target: its settings in a profile, and its operations on published releases.
 
 ::
 
@@ -9,37 +9,64 @@
         place: Path                               # its settings: strict, frozen, each with a description
 
         def check(self, root): ...                # before the merge: would publishing fail?
-        def current(self, root): ...              # the release that is published today (the champion)
-        def publish(self, files, ...): ...        # all of a release or nothing, and never twice
+        def current_release(self, root): ...      # the release that is published today (the champion)
+        def publish(self, request): ...           # all of a release or nothing, and never twice
         @classmethod
         def open(cls, reference): ...             # a published release, to verify or reproduce
 
 A run calls them in that order. Hours may pass between ``check`` and ``publish``, and another publisher may release in
-the meantime. To detect that, the ``head`` that ``current`` returned is passed to ``publish`` as ``expected_head``.
+the meantime. To detect that, the ``head`` that ``current_release`` returned is passed to ``publish`` as
+``expected_head``.
+
+An alias such as ``production`` points to one of the published versions. A version never changes; an alias moves. To
+keep the two apart, an alias consists of letters, ``-`` and ``_``, while nearly every version contains a digit. Each
+target detects the rare version whose name looks like an alias.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.files import HashMemo
-from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.publish.approval import ApprovalSettings
 from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.settings import PublishSettings
 from mergegate.tasks.publish.signature import private_key
 
 FIRST = "first"  # names the oldest release
-_VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+ALIAS_NAME = r"^[A-Za-z][A-Za-z_-]{0,63}$"
+_ALIAS_SETTING = "shadow.alias"
 
 OnProgress = Callable[[int, int], None]
 """Callback that receives the number of bytes transferred so far and in total."""
+
+
+@dataclass(frozen=True)
+class PublishRequest:
+    """A release to publish.
+
+    Attributes:
+        files: All files of the release.
+        name: Name of the release in the profile.
+        version: Version name.
+        root: Directory of the profile; relative paths start there.
+        hashes: Cached sha256 digests of files that were read before.
+        expected_head: ``head`` of the release that this one was compared with. None: any head is accepted.
+        on_progress: Callback for the bytes sent.
+    """
+
+    files: tuple[ReleaseFile, ...]
+    name: str
+    version: str
+    root: Path
+    hashes: HashMemo
+    expected_head: str | None = None
+    on_progress: OnProgress = lambda sent, total: None
 
 
 @dataclass(frozen=True)
@@ -86,44 +113,61 @@ class PublishedRelease(Protocol):
     """A published release that can be read. ``version`` is its public name if that is a content hash."""
 
     @property
-    def where(self) -> str: ...
+    def reference(self) -> str: ...  # names the release in messages
     @property
     def version(self) -> str | None: ...
     def files(self) -> Mapping[str, tuple[int, str]]: ...  # name -> size in bytes, sha256
     def read(self, name: str) -> bytes: ...
 
 
-class PublishTarget(BaseModel, ABC):
-    """Base class of all targets. Its settings are common to all: version name, signing key and approval."""
+@dataclass(frozen=True)
+class PublicationBlocked:
+    """Continuing would break a guarantee; an operator must decide."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    found: str
+    expected: str
+    remedy: str
 
-    known_as: ClassVar[str]
+    def refusal(self, location: str) -> Refused:
+        return Refused(location, found=self.found, expected=self.expected, remedy=self.remedy)
+
+
+def version_taken(version: str, difference: str) -> PublicationBlocked:
+    """Return the outcome for a ``version`` that is published with other content. Versions never change."""
+    return PublicationBlocked(
+        f"the version {version} is already published with other content ({difference})",
+        "the same content, because a version never changes",
+        "publish under a new version",
+    )
+
+
+def overtaken(current: str, expected: str) -> PublicationBlocked:
+    """Return the outcome for a target whose ``current`` release is not the one that this release was compared with."""
+    return PublicationBlocked(
+        current,
+        expected,
+        "run again; mergegate then compares the merge with the current release",
+    )
+
+
+def undone(location: str, writer_hint: str = "") -> Refused:
+    """Return the error for a target where another writer undoes every step."""
+    return Refused(
+        location,
+        found="another writer undoes every step as soon as mergegate takes it",
+        expected="one publisher at a time",
+        remedy=f"find out who else writes to this location, then run again{writer_hint}",
+    )
+
+
+class PublishTarget(PublishSettings, ABC):
+    """Base class of all targets."""
+
+    reference_form: ClassVar[str]
     """Form of a reference to a release at this target, for messages: 'the directory of a release'."""
 
-    shows_itself: ClassVar[bool] = False
-    """Whether ``current`` only reads local files. For other targets it may download a release."""
-
-    version: str | None = Field(
-        default=None,
-        pattern=_VERSION,
-        description="Name of this version; absent: the first 12 digits of its content hash.",
-    )
-    sign_key: LocalPath | None = Field(
-        default=None,
-        description="EC private key (P-256, PEM) that signs every file of the release; absent: not signed.",
-    )
-
-    approval: ApprovalSettings | bool = Field(
-        default=False, description="Whether a person has to say yes first, and within which time."
-    )
-
-    @property
-    def asks(self) -> ApprovalSettings | None:
-        """Approval settings, or None if publication needs no approval."""
-        if isinstance(self.approval, bool):
-            return ApprovalSettings() if self.approval else None
-        return self.approval
+    current_is_local: ClassVar[bool] = False
+    """Whether ``current_release`` only reads local files. For other targets it may download a release."""
 
     @property
     def is_public(self) -> bool:
@@ -148,14 +192,14 @@ class PublishTarget(BaseModel, ABC):
         """
 
     @abstractmethod
-    def current(self, root: Path) -> CurrentRelease | None:
+    def current_release(self, root: Path) -> CurrentRelease | None:
         """Return the release that is published today, or None before the first.
 
         Raises:
             Refused: The target is unavailable. A merge must not pass because its champion was out of reach.
         """
 
-    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+    def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
         """Return an earlier release, to be the anchor, or None before the first.
 
         Args:
@@ -167,9 +211,9 @@ class PublishTarget(BaseModel, ABC):
         """
         raise InvalidInput(
             "evaluate.anchor",
-            found=f"{version!r}, and a target ({self.to_name}) that keeps no earlier releases",
-            expected="a target that does, like a directory or the Hub",
-            remedy="leave 'anchor' out, or publish elsewhere",
+            found=f"{version!r}, but the target {self.target_name} does not keep earlier releases",
+            expected="a target that keeps them, such as a directory or the Hub",
+            remedy="remove 'anchor', or publish to another target",
         )
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
@@ -181,13 +225,13 @@ class PublishTarget(BaseModel, ABC):
             Refused: The target rejects the request or is unavailable.
         """
         raise InvalidInput(
-            "shadow.alias",
-            found=f"{name!r}, and a target ({self.to_name}) that keeps no aliases",
-            expected="a target that does, like a directory or the Hub",
-            remedy="say 'alias: null', or publish elsewhere",
+            _ALIAS_SETTING,
+            found=f"{name!r}, but the target {self.target_name} does not support aliases",
+            expected="a target that supports them, such as a directory or the Hub",
+            remedy="set 'alias: null', or publish to another target",
         )
 
-    def aliased(self, root: Path, name: str) -> str | None:
+    def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the alias ``name`` points to, or None.
 
         Raises:
@@ -196,31 +240,16 @@ class PublishTarget(BaseModel, ABC):
         return None
 
     @property
-    def to_name(self) -> str:
+    def target_name(self) -> str:
         """Name of this target in a profile."""
         return str(getattr(self, "to", type(self).__name__))
 
     @abstractmethod
-    def publish(
-        self,
-        files: Sequence[ReleaseFile],
-        name: str,
-        version: str,
-        root: Path,
-        *,
-        expected_head: str | None,
-        hashes: HashMemo,
-        on_progress: OnProgress,
-    ) -> Release:
-        """Publish exactly ``files`` as ``version`` and make it the current version.
+    def publish(self, request: PublishRequest) -> Release:
+        """Publish exactly the files of ``request`` under its version, and make that the current version.
 
         The publication is atomic, even if the process is killed; running again completes it. If the release is
         already published, nothing is changed. A version never changes its content.
-
-        Args:
-            name: Name of the release in the profile.
-            expected_head: ``head`` of the release that this one was compared with. None: any head is accepted.
-            hashes: Cached sha256 digests of files that were read before.
 
         Raises:
             Refused: The version exists with different content, a source file has changed since the gate, the target's
@@ -253,3 +282,58 @@ def check_target(target: PublishTarget | None, root: Path) -> None:
     if target.sign_key is not None:
         private_key(root / target.sign_key)
     target.check(root)
+
+
+def require_alias_name(name: str, reserved: Collection[str]) -> None:
+    """Raise InvalidInput if ``name`` cannot be an alias.
+
+    Args:
+        reserved: Names that the target reserves, such as ``latest``.
+
+    Raises:
+        InvalidInput: The name is reserved or contains anything but letters, ``-`` and ``_``.
+    """
+    if name in reserved:
+        raise InvalidInput(
+            _ALIAS_SETTING,
+            found=f"{name!r}, which the target itself moves with every release",
+            expected="a name that the target does not use",
+            remedy="choose another name, such as 'production'",
+        )
+    if not re.fullmatch(ALIAS_NAME, name):
+        raise InvalidInput(
+            _ALIAS_SETTING,
+            found=repr(name),
+            expected="only letters, '-' and '_', because a name with digits would look like a version",
+            remedy="choose another name, such as 'production'",
+        )
+
+
+def alias_conflict(name: str, location: str) -> InvalidInput:
+    """Return the error for an alias ``name`` that is already a version at ``location``. Versions never move."""
+    return InvalidInput(
+        _ALIAS_SETTING,
+        found=f"{name!r}, which is a version at {location}",
+        expected="a name that is not the name of a version",
+        remedy="choose another name for the alias",
+    )
+
+
+def no_such_version(version: str, location: str, versions: Collection[str] = ()) -> InvalidInput:
+    """Return the error for an alias of a ``version`` that does not exist at ``location``."""
+    return InvalidInput(
+        _ALIAS_SETTING,
+        found=f"no version {version!r} at {location}",
+        expected="a version that was published there",
+        remedy=suggest(version, versions) if versions else "check the spelling",
+    )
+
+
+def no_such_anchor(version: str, location: str, versions: Collection[str]) -> InvalidInput:
+    """Return the error for an anchor ``version`` that does not exist at ``location``."""
+    return InvalidInput(
+        "evaluate.anchor",
+        found=f"{version!r} is not a version at {location}",
+        expected=f"{FIRST!r}, or one of its versions",
+        remedy=suggest(version, [FIRST, *versions]),
+    )

@@ -15,21 +15,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mergegate.merge_core.errors import InvalidInput, Refused, suggest
-from mergegate.merge_core.files import HashMemo, finish_directory, fsync, fsync_directories, locked, new_directory
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.files import finish_directory, fsync, fsync_directories, locked, new_directory
 from mergegate.merge_core.parsing import LocalPath, is_special, open_plain, read_plain
-from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, is_content_version
-from mergegate.tasks.publish.targets.alias import is_a_version, no_such_version, require_alias_name
-from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
+from mergegate.tasks.publish.content import MAX_METADATA_BYTES, PROVENANCE, ReleaseFile, is_content_version
+from mergegate.tasks.publish.targets.contract import (
+    FIRST,
+    CurrentRelease,
+    PublishRequest,
+    PublishTarget,
+    Release,
+    alias_conflict,
+    no_such_anchor,
+    no_such_version,
+    require_alias_name,
+)
 
 LATEST = "latest"
 _CHUNK = 1 << 22
-_MAX_METADATA_BYTES = 64 << 20
 # Files that git, a download or the Hub leaves next to a release that was fetched into a directory.
 _FOREIGN_FOLDERS = (".cache", ".git")
 _FOREIGN_FILE = ".gitattributes"
@@ -38,8 +46,8 @@ _FOREIGN_FILE = ".gitattributes"
 class DirectoryTarget(PublishTarget):
     """A directory that holds every version of the release and a link to the latest one."""
 
-    known_as: ClassVar[str] = "the directory of a release"
-    shows_itself: ClassVar[bool] = True
+    reference_form: ClassVar[str] = "the directory of a release"
+    current_is_local: ClassVar[bool] = True
 
     to: Literal["directory"] = "directory"
     path: LocalPath
@@ -64,12 +72,12 @@ class DirectoryTarget(PublishTarget):
         kind = Refused if ancestor.is_dir() else InvalidInput
         raise kind(
             f"publish.path: {directory}",
-            found=f"{ancestor} {'may not be written' if ancestor.is_dir() else 'is no directory'}",
-            expected="a directory that can be made and written",
-            remedy="name another, or have its permissions changed",
+            found=f"{ancestor} {'is not writable' if ancestor.is_dir() else 'is not a directory'}",
+            expected="a directory that mergegate can create and write to",
+            remedy="choose another directory, or change its permissions",
         )
 
-    def current(self, root: Path) -> CurrentRelease | None:
+    def current_release(self, root: Path) -> CurrentRelease | None:
         """Return the release that ``latest`` points to, or None if nothing has been published yet.
 
         The release has no head, because only one publisher on one machine writes to the directory at a time.
@@ -77,75 +85,60 @@ class DirectoryTarget(PublishTarget):
         latest = root / self.path / LATEST
         return CurrentRelease(latest.resolve()) if latest.is_dir() else None
 
-    def earlier(self, root: Path, version: str) -> CurrentRelease | None:
+    def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
         """Return a version next to ``latest``. The first is the one with the oldest modification time."""
         directory = root / self.path
-        versions = [path for path in directory.iterdir() if _is_version(path)] if directory.is_dir() else []
+        versions = _versions_in(directory)
         if not versions:
             return None
         if version == FIRST:
             return CurrentRelease(min(versions, key=lambda path: (path.stat().st_mtime_ns, path.name)).resolve())
         if (path := directory / version) in versions:
             return CurrentRelease(path.resolve())
-        raise InvalidInput(
-            "evaluate.anchor",
-            found=f"{version!r}, which is no version at {directory}",
-            expected=f"{FIRST!r}, or one of its versions",
-            remedy=suggest(version, [FIRST, *(path.name for path in versions)]),
-        )
+        raise no_such_anchor(version, str(directory), [path.name for path in versions])
 
-    def publish(
-        self,
-        files: Sequence[ReleaseFile],
-        name: str,
-        version: str,
-        root: Path,
-        *,
-        expected_head: str | None,
-        hashes: HashMemo,
-        on_progress: OnProgress,
-    ) -> Release:
+    def publish(self, request: PublishRequest) -> Release:
         """Write the version next to the others, then move ``latest``. ``expected_head`` is not used."""
-        directory = (root / self.path).resolve()
-        destination = directory / version
+        directory = (request.root / self.path).resolve()
+        destination = directory / request.version
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
             if destination.is_symlink():
                 raise Refused(
-                    str(destination), found="an alias", expected="a version", remedy="name the version otherwise"
+                    str(destination),
+                    found="an alias of this name",
+                    expected="a version name that is not an alias",
+                    remedy="choose another name for the version",
                 )
-            fresh = not destination.exists()
-            if fresh:
-                _write_version(files, destination, hashes, on_progress)
+            is_new = not destination.exists()
+            if is_new:
+                _write_version(request, destination)
             else:
                 finish_directory(_partial(destination))
-                _require_same(destination, files, hashes)
-            moved = _move_link(directory / LATEST, version)
+                _require_same(request, destination)
+            has_moved = _move_link(directory / LATEST, request.version)
             fsync(directory)
-        return Release(name, version, destination, f"{directory.name}/", new=fresh or moved)
+        return Release(request.name, request.version, destination, f"{directory.name}/", new=is_new or has_moved)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Point a symlink called ``name`` to the version, in one step."""
         directory = (root / self.path).resolve()
         require_alias_name(name, {LATEST})
-        versions = [path.name for path in directory.iterdir() if _is_version(path)] if directory.is_dir() else []
+        versions = [path.name for path in _versions_in(directory)]
         if name in versions:
-            raise is_a_version(name, str(directory))
+            raise alias_conflict(name, str(directory))
         if version not in versions:
             raise no_such_version(version, str(directory), versions)
         with locked(directory):
             _move_link(directory / name, version)
             fsync(directory)
 
-    def aliased(self, root: Path, name: str) -> str | None:
+    def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the symlink ``name`` points to, or None if it points to anything else."""
         link = root / self.path / name
         target = link.readlink() if link.is_symlink() else Path()
-        return (
-            target.name
-            if target == Path(target.name) and target.name and _is_version(link.with_name(target.name))
-            else None
-        )
+        is_version = target == Path(target.name) and target.name and _is_version(link.with_name(target.name))
+        return target.name if is_version else None
 
     @classmethod
     def open(cls, reference: str) -> DirectoryRelease | None:
@@ -160,7 +153,7 @@ class DirectoryRelease:
     directory: Path
 
     @property
-    def where(self) -> str:
+    def reference(self) -> str:
         return str(self.directory)
 
     @property
@@ -194,7 +187,7 @@ class DirectoryRelease:
         return dict(sorted(identities.items()))
 
     def read(self, name: str) -> bytes:
-        return read_plain(self.directory / name, _MAX_METADATA_BYTES, within=self.directory)
+        return read_plain(self.directory / name, MAX_METADATA_BYTES, within=self.directory)
 
     def _identity(self, path: Path) -> tuple[int, str]:
         try:
@@ -202,7 +195,7 @@ class DirectoryRelease:
                 digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # raw is enough
                 return file.tell(), digest.hexdigest()
         except FileNotFoundError:
-            return 0, "a link to nowhere"
+            return 0, "a broken link"
         except InvalidInput as error:
             return 0, error.found
 
@@ -211,21 +204,25 @@ def _is_version(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
 
 
-def _write_version(files: Sequence[ReleaseFile], destination: Path, hashes: HashMemo, on_progress: OnProgress) -> None:
+def _versions_in(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if _is_version(path)] if directory.is_dir() else []
+
+
+def _write_version(request: PublishRequest, destination: Path) -> None:
     """Write all files to a temporary directory, then rename it, and cache the digests for the next run."""
-    written, total = 0, sum(file.size for file in files)
+    written, total = 0, sum(file.size for file in request.files)
 
     def report(count: int) -> None:
         nonlocal written
         written += count
-        on_progress(written, total)
+        request.on_progress(written, total)
 
     with new_directory(destination, _partial(destination)) as partial:
-        for file in files:
+        for file in request.files:
             _write(file, partial / file.name, report)
         fsync_directories(partial)
-    for file in files:
-        hashes.remember(destination / file.name, file.sha256)
+    for file in request.files:
+        request.hashes.remember(destination / file.name, file.sha256)
 
 
 def _partial(version: Path) -> Path:
@@ -247,7 +244,7 @@ def _move_link(link: Path, version: str) -> bool:
                 str(path),
                 found="a file or directory" if target is None else f"a link to {target}",
                 expected="a link to a version in this directory",
-                remedy="move it away",
+                remedy="move it to another directory",
             )
     step.unlink(missing_ok=True)
     if link.is_symlink() and link.readlink() == Path(version):
@@ -257,18 +254,16 @@ def _move_link(link: Path, version: str) -> bool:
     return True
 
 
-def _require_same(directory: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -> None:
-    expected = {file.name: file.sha256 for file in files}
+def _require_same(request: PublishRequest, directory: Path) -> None:
+    expected = {file.name: file.sha256 for file in request.files}
     present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    altered = [
-        name for name, sha256 in expected.items() if name in present and hashes.sha256(directory / name) != sha256
-    ]
+    altered = [name for name in present & set(expected) if request.hashes.sha256(directory / name) != expected[name]]
     if differences := sorted({*altered, *(present ^ set(expected))}):
         raise Refused(
             str(directory / differences[0]),
             found="the version is already published with other content",
-            expected="a version that never changes",
-            remedy="publish under a new version, or remove the altered one by hand",
+            expected="the same content, because a version never changes",
+            remedy="publish under a new version, or remove the altered version",
         )
 
 

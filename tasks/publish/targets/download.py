@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.files import HashMemo, locked, remove_any, state_directory
+from mergegate.merge_core.files import HASHES, HashMemo, locked, remove_any, state_directory
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import ContentMismatch, merkle, receive_directory
 
@@ -21,56 +21,44 @@ _RETENTION_S = 30 * 24 * 3600
 _log = logging.getLogger(__name__)
 
 
-def downloaded_release(
-    location: str,
-    files: Mapping[str, tuple[int, str]],
-    fetch: Callable[[str, Path], None],
-    hashes: HashMemo | None = None,
-) -> Path:
+def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]) -> Path:
     """Return a directory that contains exactly ``files``; download them if they are not cached.
+
+    The sha256 of every downloaded file is added to the store's cache of hashes.
 
     Args:
         location: Published location of the release, for messages.
         files: Size in bytes and sha256 of each file, by name.
         fetch: Function that downloads the file of a name to a path.
-        hashes: Cache to which the sha256 of every downloaded file is added. Default: the store's.
 
     Raises:
         Refused: The downloaded files differ from ``files``.
     """
-    memo = hashes or HashMemo(home() / "store" / "hashes.sqlite")
+    hashes = HashMemo(home() / "store" / HASHES)
     root = state_directory(home() / "releases", private=True)
     directory = root / merkle(files)[:32]
     with locked(root / f".{directory.name}.lock"):
-        if not (directory.is_dir() and _agrees(directory, files, memo)):
+        present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+        is_intact = directory.is_dir() and present == set(files)
+        if not is_intact or any(hashes.sha256(directory / name) != sha256 for name, (_, sha256) in files.items()):
             remove_any(directory)
             try:
                 digests = receive_directory(directory, files, fetch)
             except ContentMismatch as damage:
                 raise Refused(
                     location,
-                    found=f"what was downloaded is not what it lists: {damage}",
+                    found=f"the downloaded files differ from their list: {damage}",
                     expected="the release that was published",
-                    remedy="run again; if it stays, publish the release anew",
+                    remedy="run again; if the error persists, publish the release again",
                 ) from None
             for path, sha256 in digests.items():
-                memo.remember(path, sha256)
+                hashes.remember(path, sha256)
         os.utime(directory)
-    _remove_unused(root, directory)
-    return directory
-
-
-def _agrees(directory: Path, files: Mapping[str, tuple[int, str]], memo: HashMemo) -> bool:
-    """Return whether the directory still matches ``files``. Hashes are cached as long as a file does not change."""
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-    return present == set(files) and all(memo.sha256(directory / name) == sha256 for name, (_, sha256) in files.items())
-
-
-def _remove_unused(root: Path, current: Path) -> None:
     try:
         for path in root.iterdir():
-            if path != current and path.is_dir() and path.stat().st_mtime < time.time() - _RETENTION_S:
+            if path != directory and path.is_dir() and path.stat().st_mtime < time.time() - _RETENTION_S:
                 with locked(root / f".{path.name}.lock", remove=True):
                     remove_any(path)
     except OSError as error:
-        _log.warning("%s: %s", root, error)
+        _log.warning("unused releases in %s were not removed: %s", root, error)
+    return directory

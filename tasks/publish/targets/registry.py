@@ -1,7 +1,6 @@
 """Find the available targets: the built-in ones and those of the entry point ``mergegate.targets``.
 
-The value of an entry point is a subclass of :class:`~tasks.publish.targets.contract.PublishTarget` or a sequence of
-them.
+The value of an entry point is a subclass of ``PublishTarget`` or a sequence of them.
 """
 
 from __future__ import annotations
@@ -43,8 +42,13 @@ def publish_targets() -> Mapping[str, type[PublishTarget]]:
         for target in (loaded,) if isinstance(loaded, type) else tuple(loaded):
             name = _name(target)
             if not name or name in targets:
-                problem = f"the name {name!r} is taken" if name else "no PublishTarget with a field to: Literal['name']"
-                raise InvalidInput(f"entry point {GROUP}:{point.name}", found=problem, remedy="remove that package")
+                problem = f"the name {name!r} is already in use" if name else f"{target!r}"
+                raise InvalidInput(
+                    f"entry point {GROUP}:{point.name}",
+                    found=problem,
+                    expected="a PublishTarget with a field to: Literal['name'] and a name of its own",
+                    remedy="uninstall the package that registers it",
+                )
             targets[name] = target
     return MappingProxyType(targets)
 
@@ -71,15 +75,9 @@ def find_release(reference: str) -> PublishedRelease:
     raise InvalidInput(
         reference,
         found="no such directory",
-        expected=", or ".join(target.known_as for target in targets),
+        expected=", or ".join(target.reference_form for target in targets),
         remedy="check the spelling, the network, and HF_TOKEN for a private repository",
     )
-
-
-def _kind(target: object) -> str | None:
-    """Return the name of the target in the settings. Default: ``directory``."""
-    name = target.get("to", "directory") if isinstance(target, Mapping) else getattr(target, "to", None)
-    return name if isinstance(name, str) else None
 
 
 class _AnyTarget:
@@ -89,8 +87,13 @@ class _AnyTarget:
     """
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+
+        def select(target: object) -> str | None:
+            name = target.get("to", "directory") if isinstance(target, Mapping) else getattr(target, "to", None)
+            return name if isinstance(name, str) else None
+
         tagged: list[Any] = [Annotated[target, Tag(name)] for name, target in publish_targets().items()]
-        return handler.generate_schema(Annotated[functools.reduce(operator.or_, tagged), Discriminator(_kind)])
+        return handler.generate_schema(Annotated[functools.reduce(operator.or_, tagged), Discriminator(select)])
 
 
 Target = Annotated[PublishTarget, _AnyTarget()]

@@ -15,7 +15,7 @@ from mergegate.tasks.report import wording
 from mergegate.tasks.report.svg import Ink
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.report.sweep.study_facts import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
-from mergegate.tasks.report.sweep.wording import winner_word
+from mergegate.tasks.report.sweep.wording import SAMPLERS, winner_word
 from mergegate.tasks.sweep import Trial
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Axis:
     low: float
     high: float
 
-    def held(self, value: float) -> float:
+    def clip(self, value: float) -> float:
         return max(value, self.low)
 
     def is_below(self, value: float) -> bool:
@@ -83,10 +83,10 @@ def panel(figure: Figure, layout: Drawing, height: float, box: tuple[float, floa
     return axes
 
 
-def ticks(axes: Axes, which: Literal["x", "y"], count: int, *, integer: bool = False) -> None:
+def ticks(axes: Axes, side: Literal["x", "y"], count: int, *, integer: bool = False) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis = axes.xaxis if side == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(count, steps=[1, 2, 5, 10], integer=integer))
     axis.set_major_formatter(FuncFormatter(lambda value, _: wording.plain(round(float(value), 9) + 0.0)))
 
@@ -156,35 +156,6 @@ def mark_winner(axes: Axes, x: float, y: float) -> None:
     axes.plot([x], [y], "o", markersize=12, color=Ink.PASS.value, zorder=7, clip_on=False, **edge)
 
 
-def write(
-    axes: Axes,
-    point: tuple[float, float],
-    text: str,
-    *,
-    shift: tuple[float, float] = (0, 0),
-    coordinates: Any = "data",
-    align: Literal["left", "center", "right"] = "left",
-    size: float = 12,
-    bold: bool = False,
-    ink: Ink = Ink.TEXT,
-) -> None:
-    """Write ``text`` at ``point``, ``shift`` pixels to the right of and below it."""
-    axes.annotate(
-        text,
-        point,
-        xycoords=coordinates,
-        xytext=(shift[0], -shift[1]),
-        textcoords="offset points",
-        ha=align,
-        va="center_baseline",
-        fontsize=size,
-        fontweight="bold" if bold else "normal",
-        color=ink.value,
-        annotation_clip=False,
-        zorder=9,
-    )
-
-
 @dataclass(frozen=True)
 class Key:
     """One entry of a legend."""
@@ -193,32 +164,34 @@ class Key:
     style: tuple[tuple[str, Any], ...]
 
     @staticmethod
-    def of(text: str, **style: Any) -> Key:
+    def styled(text: str, **style: Any) -> Key:
         return Key(text, tuple(style.items()))
 
 
-def keys_of_trials(trials: Sequence[Trial], *, sampler: str, objective: int, axis: Axis, factor: float) -> list[Key]:
+def trial_keys(content: SweepContent, trials: Sequence[Trial], objective: int, axis: Axis) -> list[Key]:
     """Return legend entries for the kinds of marks that occur."""
     keys = []
+    sampler = SAMPLERS.get(content.sampler, content.sampler)
+    factor = content.objectives[objective].factor
     origins = {trial.origin for trial in trials}
     names = ((SAMPLER, sampler), (BASELINE, "random baseline"), (HAND_WRITTEN, "hand-written"))
     for origin, text in names:
         if origin in origins:
             face = {"markerfacecolor": INK[origin].value, "markeredgewidth": 0, "linestyle": "none"}
-            keys.append(Key.of(text, marker=SHAPE[origin], markersize=SIZE[origin], **face))
+            keys.append(Key.styled(text, marker=SHAPE[origin], markersize=SIZE[origin], **face))
     states = {state_of(trial) for trial in trials}
     hollow = {"markerfacecolor": "none", "markeredgecolor": Ink.MUTED.value, "linestyle": "none"}
     if "dropped" in states:
-        keys.append(Key.of("dropped", marker="o", markersize=6, **hollow))
+        keys.append(Key.styled("dropped", marker="o", markersize=6, **hollow))
     if "infeasible" in states:
-        keys.append(Key.of("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4}))
+        keys.append(Key.styled("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4}))
     if any(axis.is_below(factor * score_in(trial, objective)) for trial in trials if state_of(trial) != "failed"):
-        keys.append(Key.of("farther down", marker="v", markersize=6, **hollow))
+        keys.append(Key.styled("farther down", marker="v", markersize=6, **hollow))
     return keys
 
 
-def key_of_winner(content: SweepContent) -> Key:
-    return Key.of(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
+def winner_key(content: SweepContent) -> Key:
+    return Key.styled(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
 
 
 def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:

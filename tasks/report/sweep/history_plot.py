@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from mergegate.tasks.report.rows import shortened
-from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline, write
 from mergegate.tasks.report.sweep.canvas import (
     DASHED,
     INK,
@@ -21,15 +21,14 @@ from mergegate.tasks.report.sweep.canvas import (
     Key,
     Mark,
     blank,
-    key_of_winner,
-    keys_of_trials,
     legend,
     mark_trials,
     mark_winner,
     panel,
     score_axis,
     ticks,
-    write,
+    trial_keys,
+    winner_key,
 )
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.report.sweep.study_facts import (
@@ -38,8 +37,8 @@ from mergegate.tasks.report.sweep.study_facts import (
     SAMPLER,
     SearchHistory,
     by_origin,
-    course_of,
     score_in,
+    search_history,
     state_of,
     trial_numbered,
 )
@@ -51,41 +50,34 @@ if TYPE_CHECKING:
 
 _CHARACTERS = 24  # longest recipe name next to its level, in characters
 _NAME_DISTANCE = 15  # smallest distance between names, in pixels
+_STAIRS: dict[str, dict[str, Any]] = {
+    SAMPLER: {"linewidth": 2.4},
+    BASELINE: {"linewidth": 2.0, "linestyle": (0, (5, 2))},
+}
 
 
 def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     """Return the plots, wide and narrow. The result is empty with fewer than two candidates."""
-    factor = content.objectives[objective].factor
-    runs = {origin: course_of(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
+    runs = {origin: search_history(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()
-    return tuple(
-        _draw(content, objective, runs, factor, layout, f"history-{objective}-{layout.name}")
-        for layout in (WIDE, NARROW)
-    )
+    return tuple(_draw(content, objective, runs, layout) for layout in (WIDE, NARROW))
 
 
-def _draw(
-    content: SweepContent, objective: int, runs: dict[str, SearchHistory], factor: float, layout: Drawing, plot: str
-) -> str:
+def _draw(content: SweepContent, objective: int, runs: dict[str, SearchHistory], layout: Drawing) -> str:
+    plot, factor = f"history-{objective}-{layout.name}", content.objectives[objective].factor
     axis = score_axis(content, objective)
     candidates = [trial for run in runs.values() for trial in run.trials]
-    keys = keys_of_trials(
-        candidates,
-        sampler=SAMPLERS.get(content.sampler, content.sampler),
-        objective=objective,
-        axis=axis,
-        factor=factor,
-    )
+    keys = trial_keys(content, candidates, objective, axis)
     winner = next((trial for trial in candidates if trial.number == content.winner), None)
     if winner is not None:
-        keys.append(key_of_winner(content))
+        keys.append(winner_key(content))
     failed = [trial for trial in candidates if state_of(trial) == "failed"]
     if failed:
-        keys.append(Key.of("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
+        keys.append(Key.styled("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
     reference = trial_numbered(content, content.reference)
     if layout.narrow and reference is not None:
-        keys.append(Key.of(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
+        keys.append(Key.styled(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
     left, right = (58, 4) if layout.narrow else (66, 190)
     columns = 2 if layout.narrow else max(1, len(keys))
     head = 20 + 19 * math.ceil(len(keys) / columns)
@@ -99,27 +91,24 @@ def _draw(
         axes.set_ylim(axis.low, axis.high)
         ticks(axes, "x", 5 if layout.narrow else 8, integer=True)
         ticks(axes, "y", 5 if layout.narrow else 6)
-        _levels(axes, content, objective, axis, layout, panel_height)
+        _draw_levels(axes, content, objective, axis, 0 if layout.narrow else panel_height)
         for origin, run in runs.items():
-            _trials(axes, run, factor, objective, axis)
-            _stair(axes, origin, run, factor)
+            _draw_run(axes, run, factor, objective, axis)
+            # The best score so far, from the first trial with a score to the last candidate.
+            best = [(number, factor * score) for number, score in enumerate(run.best, start=1) if math.isfinite(score)]
+            if best:
+                xs, ys = zip(*best, strict=True)
+                stairs = ([*xs, len(run.best) + 0.4], [*ys, ys[-1]])
+                axes.plot(*stairs, color=INK[origin].value, drawstyle="steps-post", zorder=3, **_STAIRS[origin])
             if winner is not None and winner in run.trials:
                 position = run.trials.index(winner) + 1
-                mark_winner(axes, position, axis.held(factor * score_in(winner, objective)))
-        write(
-            axes,
-            (1, 0),
-            "candidates tried",
-            shift=(0, 34),
-            coordinates="axes fraction",
-            align="right",
-            ink=Ink.MUTED,
-        )
+                mark_winner(axes, position, axis.clip(factor * score_in(winner, objective)))
+        write(axes, (1, 0), "candidates tried", TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
         legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
         return inline(figure, plot, _alt_text(content, objective, runs))
 
 
-def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
+def _draw_run(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
     step = 0.02 * (axis.high - axis.low)
     failed, marks = [], []
     for position, trial in enumerate(run.trials, start=1):
@@ -133,57 +122,32 @@ def _trials(axes: Axes, run: SearchHistory, factor: float, objective: int, axis:
     axes.plot(failed, [0.05] * len(failed), "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
 
 
-def _stair(axes: Axes, origin: str, run: SearchHistory, factor: float) -> None:
-    """Draw the best score so far, from the first trial with a score to the last candidate."""
-    points = [(position, factor * best) for position, best in enumerate(run.best, start=1) if math.isfinite(best)]
-    if not points:
-        return
-    style: dict[str, Any] = {"linewidth": 2.4} if origin == SAMPLER else {"linewidth": 2.0, "linestyle": (0, (5, 2))}
-    xs, ys = zip(*points, strict=True)
-    ink = INK[origin].value
-    axes.plot([*xs, len(run.best) + 0.4], [*ys, ys[-1]], color=ink, drawstyle="steps-post", zorder=3, **style)
-
-
-def _levels(
-    axes: Axes, content: SweepContent, objective: int, axis: Axis, layout: Drawing, panel_height: float
-) -> None:
+def _draw_levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, name_height: float) -> None:
     """Draw a line for each hand-written recipe, with its name on the right.
 
-    On a narrow page, the legend holds the name of the reference.
+    Args:
+        name_height: Height of the panel in pixels. It is 0 on a narrow page, where the legend holds the name of the
+            reference.
     """
     factor = content.objectives[objective].factor
     recipes = [recipe for recipe in by_origin(content.trials, HAND_WRITTEN) if state_of(recipe) != "failed"]
     ink = INK[HAND_WRITTEN]
     previous = math.inf  # distance of the previous name from the top, in pixels
     for trial in sorted(recipes, key=lambda recipe: score_in(recipe, objective)):
-        score = factor * score_in(trial, objective)
+        score, is_reference = factor * score_in(trial, objective), trial.number == content.reference
         is_below = axis.is_below(score)
         if not is_below:
-            axes.axhline(score, color=ink.value, zorder=2, alpha=1 if _is_reference(content, trial) else 0.6, **DASHED)
-        if layout.narrow:
-            continue
-        distance = panel_height if is_below else panel_height * (axis.high - score) / (axis.high - axis.low)
-        position = min(distance, previous - _NAME_DISTANCE)
-        text = _level_name(content, objective, trial) + (" ↓" if is_below else "")
-        write(
-            axes,
-            (1, 1),
-            text,
-            shift=(8, position),
-            coordinates="axes fraction",
-            bold=_is_reference(content, trial),
-            ink=ink,
-        )
-        previous = position
+            axes.axhline(score, color=ink.value, zorder=2, alpha=1 if is_reference else 0.6, **DASHED)
+        if name_height:
+            distance = name_height if is_below else name_height * (axis.high - score) / (axis.high - axis.low)
+            previous = min(distance, previous - _NAME_DISTANCE)
+            text = _level_name(content, objective, trial) + (" ↓" if is_below else "")
+            write(axes, (1, 1), text, TextStyle(bold=is_reference, ink=ink), shift=(8, previous))
 
 
 def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
     name = shortened(trial.label or "hand-written", _CHARACTERS)
     return f"{name} {score_text(content, objective, score_in(trial, objective))}"
-
-
-def _is_reference(content: SweepContent, trial: Trial) -> bool:
-    return trial.number == content.reference
 
 
 def _alt_text(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.page import page_environment
+from mergegate.tasks.report.page import page_style, page_template
 from mergegate.tasks.report.sweep import study_facts
 from mergegate.tasks.report.sweep import wording as words
 from mergegate.tasks.report.sweep.content import SweepContent
@@ -16,11 +12,6 @@ from mergegate.tasks.report.sweep.front_plot import front_plot
 from mergegate.tasks.report.sweep.history_plot import history_plot
 from mergegate.tasks.report.sweep.parallel_plot import parallel_plot
 from mergegate.tasks.report.sweep.slices_plot import MOST_SLICES, slices_plot
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-HERE = Path(__file__).parent
 
 
 def render_sweep(content: SweepContent) -> str:
@@ -33,19 +24,18 @@ def render_sweep(content: SweepContent) -> str:
     def safe(plots: tuple[str, ...]) -> list[Markup]:
         return [Markup(plot) for plot in plots]  # matplotlib draws these plots and escapes the names in them
 
-    styles = (HERE.parent / "style.css", HERE / "sweep.css")
     objectives = range(len(content.objectives))
     ranked = sorted(
         (parameter for parameter in content.parameters if parameter.importance is not None),
         key=lambda parameter: -(parameter.importance or 0.0),
     )
-    return _sweep_template().render(
+    return page_template("sweep/sweep.html").render(
         content=content,
         wording=wording,
         words=words,
         duration=format_duration,
         outcome_of_sweep=words.sweep_outcome(content),
-        style=Markup("\n".join(file.read_text(encoding="utf-8") for file in styles)),
+        style=page_style("sweep/sweep.css"),
         history=[safe(history_plot(content, index)) for index in objectives],
         slices=[safe(slices_plot(content, index)) for index in objectives],
         parallel=[safe(parallel_plot(content, index)) for index in objectives]
@@ -54,13 +44,8 @@ def render_sweep(content: SweepContent) -> str:
         front=safe(front_plot(content)),
         rows=[study_facts.recipe_rows(content, index) for index in objectives],
         winner=study_facts.trial_numbered(content, content.winner),
-        front_trials=study_facts.trials_of_front(content),
+        front_trials=study_facts.front_trials(content),
         ranked=ranked,
         budget=words.budget_rows(content.budget, len(content.trials)),
-        problems=words.problems_of(content),
+        problems=words.problem_rows(content),
     )
-
-
-@cache
-def _sweep_template() -> Template:
-    return page_environment(HERE).get_template("sweep.html")

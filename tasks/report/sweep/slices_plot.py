@@ -7,11 +7,10 @@ that it does not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mergegate.tasks.report.rows import shortened
-from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline, write
 from mergegate.tasks.report.sweep.canvas import (
     DASHED,
     NARROW,
@@ -21,20 +20,18 @@ from mergegate.tasks.report.sweep.canvas import (
     Key,
     Mark,
     blank,
-    key_of_winner,
-    keys_of_trials,
     legend,
     mark_trials,
     mark_winner,
     panel,
     score_axis,
     ticks,
-    write,
+    trial_keys,
+    winner_key,
 )
 from mergegate.tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
 from mergegate.tasks.report.sweep.study_facts import HAND_WRITTEN, score_in, state_of, trial_numbered
-from mergegate.tasks.report.sweep.wording import SAMPLERS, value_text
-from mergegate.tasks.sweep import Trial
+from mergegate.tasks.report.sweep.wording import value_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,9 +68,13 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
 
 
 def _slices(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
-    factor, axis = content.objectives[objective].factor, score_axis(content, objective)
+    axis = score_axis(content, objective)
     scored = [trial for trial in content.trials if state_of(trial) != "failed" and trial.point]
-    keys = _keys(content, scored, objective, axis)
+    keys = trial_keys(content, scored, objective, axis)
+    if content.winner is not None:
+        keys.append(winner_key(content))
+    if any(parameter.start is not None for parameter in content.parameters):
+        keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **DASHED))
     columns = min(len(content.parameters), 2 if layout.narrow else 3)
     rows = math.ceil(len(content.parameters) / columns)
     legend_columns = 2 if layout.narrow else len(keys)
@@ -98,60 +99,36 @@ def _slices(content: SweepContent, objective: int, layout: Drawing, plot: str) -
             ticks(axes, "y", 4)
             if column:
                 axes.set_yticklabels([])
-            characters = 17 if layout.narrow else 34
-            write(
-                axes,
-                (0, 1),
-                shortened(parameter.name, characters),
-                shift=(0, -13),
-                coordinates="axes fraction",
-                bold=True,
-                size=12 if layout.narrow else 13,
-            )
-            _slice(axes, content, parameter, scored, objective, factor, axis, panel_width)
+            name = shortened(parameter.name, 17 if layout.narrow else 34)
+            write(axes, (0, 1), name, TextStyle(size=12 if layout.narrow else 13, bold=True), shift=(0, -13))
+            _label_range(axes, parameter, panel_width)
+            _mark_slice(axes, content, parameter, objective, axis)
         legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
         return inline(figure, plot, spoken_values(content))
 
 
-def _slice(
-    axes: Axes,
-    content: SweepContent,
-    parameter: ReportedParameter,
-    scored: Sequence[Trial],
-    objective: int,
-    factor: float,
-    axis: Axis,
-    width: float,
-) -> None:
+def _mark_slice(axes: Axes, content: SweepContent, parameter: ReportedParameter, objective: int, axis: Axis) -> None:
     axes.set_xlim(-0.03, 1.03)
-    _range_ticks(axes, parameter, width)
     start = share_of(parameter, parameter.start)
     if math.isfinite(start):
         axes.axvline(start, color=Ink.INCONCLUSIVE.value, zorder=2, **DASHED)
+    factor = content.objectives[objective].factor
     step, marks = 0.03 * (axis.high - axis.low), []
-    for trial in scored:
+    for trial in content.trials:
         x, y = share_of(parameter, trial.point.get(parameter.name)), factor * score_in(trial, objective)
-        if not math.isfinite(x):
+        if state_of(trial) == "failed" or not math.isfinite(x):
             continue
-        x = _spread(x, trial, parameter)
+        if parameter.type == "category" and trial.origin != HAND_WRITTEN:
+            # Spread the trials of one choice. The golden ratio fills a line evenly, the same way every time.
+            x += ((trial.number * 0.6180339887) % 1 - 0.5) * 0.5 / len(parameter.among)
         if trial.number == content.winner:
-            mark_winner(axes, x, axis.held(y))
+            mark_winner(axes, x, axis.clip(y))
         else:
             marks.append(Mark(x, max(y, axis.low + step), trial, "v" if axis.is_below(y) else ""))
     mark_trials(axes, marks)
 
 
-def _spread(x: float, trial: Trial, parameter: ReportedParameter) -> float:
-    """Spread the trials of one choice horizontally.
-
-    The positions are always the same. The golden ratio fills a line evenly.
-    """
-    if parameter.type != "category" or trial.origin == HAND_WRITTEN:
-        return x
-    return x + ((trial.number * 0.6180339887) % 1 - 0.5) * 0.5 / len(parameter.among)
-
-
-def _range_ticks(axes: Axes, parameter: ReportedParameter, width: float) -> None:
+def _label_range(axes: Axes, parameter: ReportedParameter, width: float) -> None:
     """Label the ends and the middle of a range, or the choices of a category."""
     if parameter.type == "category":
         room = int(width / len(parameter.among) / _CHARACTER)
@@ -169,17 +146,6 @@ def _range_ticks(axes: Axes, parameter: ReportedParameter, width: float) -> None
         if len(set(names)) < 3:
             positions, names = [0.0, 1.0], [value_text(low), value_text(high)]
     axes.set_xticks(positions, names)
-
-
-def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: Axis) -> list[Key]:
-    sampler = SAMPLERS.get(content.sampler, content.sampler)
-    factor = content.objectives[objective].factor
-    keys = keys_of_trials(scored, sampler=sampler, objective=objective, axis=axis, factor=factor)
-    if content.winner is not None:
-        keys.append(key_of_winner(content))
-    if any(parameter.start is not None for parameter in content.parameters):
-        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED))
-    return keys
 
 
 def spoken_values(content: SweepContent) -> str:

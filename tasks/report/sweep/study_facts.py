@@ -13,6 +13,7 @@ from typing import Literal
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.sweep import Trial
 
+RecipeRole = Literal["hand-written", "reference", "winner", "baseline"]
 TrialState = Literal["asked", "dropped", "infeasible", "failed"]
 HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"
 
@@ -27,7 +28,7 @@ class RecipeRow:
     label: str
     detail: str  # 'trial 41', 'the best of 15, trial 9'
     trial: int
-    role: Literal["hand-written", "reference", "winner", "baseline"]
+    role: RecipeRole
     search: float
     held_out: float
 
@@ -80,13 +81,13 @@ def by_origin(trials: Sequence[Trial], origin: str) -> tuple[Trial, ...]:
     return tuple(trial for trial in trials if trial.origin == origin)
 
 
-def best_asked(trials: Sequence[Trial], objective: int) -> Trial | None:
+def best_scored_trial(trials: Sequence[Trial], objective: int) -> Trial | None:
     """Return the best trial that was scored on all documents, or the first of several equal trials."""
-    eligible = [trial for trial in trials if state_of(trial) == "asked"]
-    return max(eligible, key=lambda trial: score_in(trial, objective), default=None)
+    scored = [trial for trial in trials if state_of(trial) == "asked"]
+    return max(scored, key=lambda trial: score_in(trial, objective), default=None)
 
 
-def course_of(trials: Sequence[Trial], objective: int) -> SearchHistory:
+def search_history(trials: Sequence[Trial], objective: int) -> SearchHistory:
     """Return the history of a search: its trials and the best score after each of them."""
     best, current = [], math.nan
     for trial in trials:
@@ -101,7 +102,7 @@ def trial_numbered(content: SweepContent, number: int | None) -> Trial | None:
     return next((trial for trial in content.trials if trial.number == number), None)
 
 
-def trials_of_front(content: SweepContent) -> tuple[Trial, ...]:
+def front_trials(content: SweepContent) -> tuple[Trial, ...]:
     """Return the trials of the front, sorted by the first objective, the best first."""
     trials = [trial for trial in content.trials if trial.number in content.front and state_of(trial) != "failed"]
     return tuple(sorted(trials, key=lambda trial: (-score_in(trial, 0), trial.number)))
@@ -109,38 +110,28 @@ def trials_of_front(content: SweepContent) -> tuple[Trial, ...]:
 
 def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
     """Return the hand-written recipes in order, then the best trial of the random baseline, then the winner."""
-    held_out_scores = {item.trial: item.scores[objective] for item in content.held_out if len(item.scores) > objective}
+    held_out = {item.trial: item.scores[objective] for item in content.held_out if len(item.scores) > objective}
+
+    def row(trial: Trial, label: str, detail: str, role: RecipeRole) -> RecipeRow:
+        scores = score_in(trial, objective), held_out.get(trial.number, math.nan)
+        return RecipeRow(label, detail, trial.number, role, *scores)
+
     rows = []
     for trial in by_origin(content.trials, HAND_WRITTEN):
-        is_reference = trial.number == content.reference
-        label = trial.label or "hand-written"
-        rows.append(_row(trial, label, "", "reference" if is_reference else "hand-written", held_out_scores, objective))
+        role: RecipeRole = "reference" if trial.number == content.reference else "hand-written"
+        rows.append(row(trial, trial.label or "hand-written", "", role))
     baseline = by_origin(content.trials, BASELINE)
-    best = best_asked(baseline, objective)
+    best = best_scored_trial(baseline, objective)
     if best is not None and best.number != content.winner:
-        detail = f"the best of {len(baseline)}, trial {best.number}"
-        rows.append(_row(best, "random search", detail, "baseline", held_out_scores, objective))
+        rows.append(row(best, "random search", f"the best of {len(baseline)}, trial {best.number}", "baseline"))
     winner = trial_numbered(content, content.winner)
     if winner is not None and winner.origin != HAND_WRITTEN:
         origin = ", of the random baseline" if winner.origin == BASELINE else ""
-        rows.append(_row(winner, "winner", f"trial {winner.number}{origin}", "winner", held_out_scores, objective))
+        rows.append(row(winner, "winner", f"trial {winner.number}{origin}", "winner"))
     return tuple(rows)
 
 
-def _row(
-    trial: Trial,
-    label: str,
-    detail: str,
-    role: Literal["hand-written", "reference", "winner", "baseline"],
-    held_out_scores: dict[int, float],
-    objective: int,
-) -> RecipeRow:
-    return RecipeRow(
-        label, detail, trial.number, role, score_in(trial, objective), held_out_scores.get(trial.number, math.nan)
-    )
-
-
-def optimism_of(content: SweepContent, objective: int) -> SelectionBias | None:
+def winner_selection_bias(content: SweepContent, objective: int) -> SelectionBias | None:
     """Return the selection bias of the winner.
 
     The result is None if the winner or the reference lacks a score on either set, or if they are the same trial.

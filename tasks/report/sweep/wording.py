@@ -22,10 +22,12 @@ from mergegate.tasks.report.sweep.study_facts import (
     by_origin,
     decimals_for,
     documents_used,
-    optimism_of,
+    recipe_rows,
     state_of,
     trial_numbered,
+    winner_selection_bias,
 )
+from mergegate.tasks.report.table import Row, ScoreTable
 from mergegate.tasks.report.wording import MINUS, NONE, interval, number, plain
 from mergegate.tasks.stage import Outcome
 
@@ -36,6 +38,11 @@ SAMPLERS = {
     "gp": "a Gaussian process",
     "nsga2": "NSGA-II",
 }
+_TITLES: dict[Outcome, str] = {
+    "pass": "Confirmed",
+    "fail": "No candidate confirmed",
+    "inconclusive": "Not finished",
+}
 
 
 def sweep_outcome(content: SweepContent) -> Outcome:
@@ -45,20 +52,20 @@ def sweep_outcome(content: SweepContent) -> Outcome:
 
 
 def sweep_title(content: SweepContent) -> str:
-    return {"pass": "Confirmed", "fail": "No candidate confirmed", "inconclusive": "Not finished"}[
-        sweep_outcome(content)
-    ]
+    return _TITLES[sweep_outcome(content)]
 
 
 def sweep_sentence(content: SweepContent) -> str:
     """Return the reason for the outcome, with the numbers of the confirmation test."""
     test = content.confirmation
-    count = _candidate_count(content)
+    # Hand-written recipes are not candidates.
+    candidates = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
+    count = f"{candidates} candidate{'' if candidates == 1 else 's'}" if candidates else ""
     if test is None:
         prefix = f"{count} {'was' if count == '1 candidate' else 'were'} tried. " if count else ""
         return f"{prefix}{content.ending or 'No candidate is there to be confirmed.'}"
     hand_written = trial_numbered(content, content.reference)
-    reference = _reference_name(hand_written.label if hand_written else "")
+    reference = f"the hand-written recipe {hand_written.label if hand_written else ''}".rstrip()
     if len(content.objectives) > 1:
         reference += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
@@ -198,7 +205,7 @@ def optimism_sentence(content: SweepContent, objective: int) -> str:
 
     The result is empty if that is unknown.
     """
-    bias = optimism_of(content, objective)
+    bias = winner_selection_bias(content, objective)
     if bias is None:
         return ""
     unit = content.objectives[objective].unit
@@ -221,7 +228,7 @@ def counts_sentence(content: SweepContent) -> str:
     parts = []
     for origin, words in (
         (HAND_WRITTEN, "hand-written"),
-        (SAMPLER, _sampler_text(content)),
+        (SAMPLER, f"by {SAMPLERS.get(content.sampler, content.sampler)}"),
         (BASELINE, "by the random baseline"),
     ):
         count = len(by_origin(content.trials, origin))
@@ -278,7 +285,7 @@ def search_effort(content: SweepContent) -> str:
     return " · ".join(parts)
 
 
-def problems_of(content: SweepContent) -> tuple[tuple[str, str], ...]:
+def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
     """Return each reason why trials have no score, with the trials that it affects."""
     trials_by_problem: dict[str, list[int]] = {}
     for trial in content.trials:
@@ -314,26 +321,9 @@ def money(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.01 or amount == 0 else f"{amount:.2g}"
 
 
-def _candidate_count(content: SweepContent) -> str:
-    """Return the number of candidates: '60 candidates'. The result is empty if there are none.
-
-    Hand-written recipes are not candidates.
-    """
-    count = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
-    return f"{count} candidate{'' if count == 1 else 's'}" if count else ""
-
-
 def _trial_count(content: SweepContent) -> str:
     count = len(content.trials)
     return f"{count} trial{'' if count == 1 else 's'}"
-
-
-def _reference_name(label: str) -> str:
-    return f"the hand-written recipe {label}" if label else "the hand-written recipe"
-
-
-def _sampler_text(content: SweepContent) -> str:
-    return f"by {SAMPLERS.get(content.sampler, content.sampler)}"
 
 
 def _trial_list(numbers: list[int]) -> str:
@@ -343,3 +333,29 @@ def _trial_list(numbers: list[int]) -> str:
     if len(numbers) > 4:
         return f"trials {', '.join(map(str, numbers[:3]))} and {len(numbers) - 3} more"
     return f"trials {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
+    """Return one row per recipe: its search score, its held-out score and the difference.
+
+    No trial of the search has seen the held-out documents. The winner's row has the outcome of the sweep.
+    """
+    unit = content.objectives[objective].unit
+    title = content.objectives[objective].title
+    rows = []
+    for row in recipe_rows(content, objective):
+        numbers = (
+            score_text(content, objective, row.search),
+            score_text(content, objective, row.held_out),
+            difference_text(content, objective, row.optimism),
+        )
+        name, note = row.label, {"reference": "best by hand"}.get(row.role, "")
+        if row.role == "winner":
+            name = f"{winner_word(content)}, trial {row.trial}"
+            note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": ""}[sweep_outcome(content)]
+        rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
+    return ScoreTable(
+        title=f"{title}, {unit}" if unit else title,
+        columns=("recipe", "search", "held-out", "optimism", ""),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,187 @@
+"""Define the Hub target: resolve the token, check its permissions, read and publish releases, and move aliases.
+
+``hub_access`` finds the token and ``require_write_access`` checks it. Each operation creates its own access object:
+hours may pass between the first and the last, and a commit in between must be seen.
+
+A version is a tag that never moves; an alias is a tag that does. The Hub cannot move a tag: mergegate deletes it and
+creates it again, so for a moment it does not exist. If that is interrupted, the next call finds the tag missing and
+completes the move. The Hub reports only the name and commit of a tag. A tag is taken for a version if it is the only
+one on its commit, or if the commit message says that it released that version. Every other tag is an alias.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints.hub import (
+    HubAccess,
+    describe_hub_error,
+    hub_access,
+    is_retryable,
+    require_write_access,
+)
+from mergegate.tasks.publish.targets.contract import (
+    ALIAS_NAME,
+    CurrentRelease,
+    PublishRequest,
+    PublishTarget,
+    Release,
+    alias_conflict,
+    no_such_version,
+    require_alias_name,
+)
+from mergegate.tasks.publish.targets.hub_publication import publish_hub
+from mergegate.tasks.publish.targets.hub_release import HubRelease, download_earlier, download_main, open_on_hub
+from mergegate.tasks.publish.targets.hub_state import MAIN
+
+_ATTEMPTS, _MAX_WAIT_S = 6, 16.0
+
+
+class HubTarget(PublishTarget):
+    """A model repository on the Hugging Face Hub. ``main`` is the latest release, and every version is a tag.
+
+    The endpoint comes from ``HF_ENDPOINT``, and the token from ``HF_TOKEN`` or a Prefect Secret block.
+    """
+
+    reference_form: ClassVar[str] = "org/name@version on the Hub"
+
+    to: Literal["hub"]
+    repo: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$", description="org/name of the repository."
+    )
+    visibility: Literal["private", "public"] = Field(
+        default="private",
+        description="Visibility of the repository. A new repository is private until its release is complete. "
+        "Default: private.",
+    )
+    gated: Literal["auto", "manual"] | None = Field(
+        default=None,
+        description="Whether users must request access to a public repository, and whether requests are approved "
+        "automatically or manually. Default: no request is needed.",
+    )
+    token_block: str | None = Field(
+        default=None,
+        description="Prefect Secret block that holds the token. Default: the environment variable HF_TOKEN.",
+    )
+
+    @model_validator(mode="after")
+    def _require_public_if_gated(self) -> Self:
+        if self.gated and self.visibility == "private":
+            raise ValueError("a private repository cannot be gated; set 'visibility: public' or remove 'gated'")
+        return self
+
+    @property
+    def is_public(self) -> bool:
+        return self.visibility == "public"
+
+    @property
+    def address(self) -> str:
+        return self.repo
+
+    def check(self, root: Path) -> None:
+        """Raise an error if the token may not write to the repository."""
+        require_write_access(self.repo, self._access())
+
+    def current_release(self, root: Path) -> CurrentRelease | None:
+        """Download the head of ``main``. Its ``head`` is the commit."""
+        return download_main(self.repo, self._access())
+
+    def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
+        """Download the release of a version's tag."""
+        return download_earlier(self.repo, version, self._access())
+
+    def publish(self, request: PublishRequest) -> Release:
+        """Make ``main`` and the tag of the version contain the release."""
+        access, version = self._access(), request.version
+        gated = self.gated or False
+        published = publish_hub(request, self.repo, access, visibility=self.visibility, gated=gated)
+        return Release(request.name, version, access.url(self.repo, version), self.repo, published.new)
+
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Move the tag ``name`` to the commit of the version."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        require_alias_name(name, {MAIN})
+        access = self._access()
+        for failures in range(_ATTEMPTS):
+            try:
+                self._move_tag(version, name, access)
+                return
+            except RepositoryNotFoundError:
+                raise no_such_version(version, self.repo) from None
+            except _client_errors() as error:
+                # Each attempt reads the tags again: a request whose answer was lost may have succeeded.
+                if failures == _ATTEMPTS - 1 or not is_retryable(error):
+                    raise self._no_answer(error, access) from None
+                time.sleep(min(2.0**failures, _MAX_WAIT_S))
+
+    def resolve_alias(self, root: Path, name: str) -> str | None:
+        """Return the version whose commit the tag ``name`` points to; the first by name if there are several."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        access = self._access()
+        try:
+            return version_on(self._tags(access), name)
+        except RepositoryNotFoundError:
+            return None
+        except _client_errors() as error:
+            raise self._no_answer(error, access) from None
+
+    @classmethod
+    def open(cls, reference: str) -> HubRelease | None:
+        """Open ``org/name`` (the head of ``main``) or ``org/name@revision``. A public repository needs no token."""
+        return open_on_hub(reference)
+
+    def _access(self) -> HubAccess:
+        return hub_access(self.token_block, writing=True)
+
+    def _tags(self, access: HubAccess) -> dict[str, str]:
+        return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}
+
+    def _move_tag(self, version: str, name: str, access: HubAccess) -> None:
+        tags, api = self._tags(access), access.api()
+        if version not in tags:
+            raise no_such_version(version, self.repo, list(tags))
+        is_version = name == version or (name in tags and version_on(tags, name) is None)
+        if not is_version and name in tags:
+            commits = api.list_repo_commits(self.repo, revision=name)
+            is_version = bool(commits) and commits[0].title == f"Release {name}"
+        if is_version:
+            raise alias_conflict(name, self.repo)
+        if tags.get(name) == tags[version]:
+            return
+        if name in tags:
+            api.delete_tag(self.repo, tag=name)
+        api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
+
+    def _no_answer(self, error: Exception, access: HubAccess) -> Refused:
+        retryable = is_retryable(error)
+        return Refused(
+            f"{self.repo} on the Hub",
+            found=describe_hub_error(error, access),
+            expected="an answer from the Hub" if retryable else "a token with write access to the repository",
+            remedy="run again later; mergegate completes the move" if retryable else "use another token",
+        )
+
+
+def version_on(tags: Mapping[str, str], name: str) -> str | None:
+    """Return the version that an alias means: another tag on its commit. Tags that cannot be aliases come first.
+
+    Args:
+        tags: Commit of every tag, by name.
+    """
+    candidates = sorted(tag for tag, commit in tags.items() if tag != name and commit == tags.get(name))
+    return next((tag for tag in candidates if not re.fullmatch(ALIAS_NAME, tag)), candidates[0] if candidates else None)
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
+
+    return (HTTPError, OSError, ValueError, RuntimeError)

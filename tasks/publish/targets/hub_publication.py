@@ -1,0 +1,313 @@
+"""Publish to the Hugging Face Hub: read the state, take the next step, and repeat until the release is published.
+
+``hub_state`` decides the steps and their order; this module makes the API calls. A failed call is never blindly
+repeated. The state is read again first, because a commit whose answer was lost may have succeeded. Everything sent is
+compared by the Hub's own hashes before anyone can see it, so a file that changed on disk or was damaged in transit
+never reaches ``main``.
+
+The token is passed to the client directly. No exception of the client leaves this module, because it carries the
+request and the request carries the token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob, is_retryable
+from mergegate.tasks.publish.content import CARD, ReleaseFile
+from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, undone
+from mergegate.tasks.publish.targets.hub_state import (
+    MAIN,
+    STAGING,
+    ChangeSettings,
+    CreateBranch,
+    CreateRepository,
+    DeleteBranch,
+    DesiredFile,
+    DesiredState,
+    Done,
+    Gated,
+    Head,
+    ObservedState,
+    Promote,
+    RepositoryVisibility,
+    StageFiles,
+    Step,
+    Tag,
+    next_step,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+
+    Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
+
+# The Hub stores files above 10 MB as LFS objects, for which only the sha256 can be compared, not a git blob id.
+_LARGEST_BLOB = 16 << 20
+# Files uploaded together: enough to keep the connection busy, few enough for a progress bar.
+_GROUP_BYTES = 1 << 30
+_GROUP_FILES = 100
+_FAILURES = 10  # in a row: four minutes of waiting
+_MAX_WAIT = 60.0  # seconds
+_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class PublishedCommit:
+    """The commit of a release. ``new`` is false if it had been published before and nothing changed."""
+
+    commit: str
+    new: bool
+
+
+def publish_hub(
+    request: PublishRequest,
+    repo: str,
+    access: HubAccess,
+    *,
+    visibility: RepositoryVisibility = "private",
+    gated: Gated = False,
+    wait: Callable[[float], None] = time.sleep,
+) -> PublishedCommit:
+    """Make ``main`` of ``repo`` and the tag of the version contain exactly the files of ``request``. Idempotent.
+
+    Args:
+        repo: Repository ``org/name``. Created as private if it does not exist.
+        wait: Function that waits for a number of seconds before the state is read again after a failure.
+
+    Raises:
+        Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
+            not answer, or does not store the files.
+    """
+    files = {
+        file.name: DesiredFile(file.size, file.sha256, git_blob(file.read()) if file.size <= _LARGEST_BLOB else None)
+        for file in request.files
+    }
+    desired = DesiredState(request.version, files, visibility, gated)
+    connection = _Connection(request, access, repo, desired)
+    changed, accepted, failures = False, False, 0
+    previous: object = None
+    expected_head = request.expected_head
+    for _ in range(_ROUNDS):
+        try:
+            observed = connection.observe()
+            expected_head = expected_head or (observed.main.commit if observed.main else None)
+            step = next_step(desired, observed, expected_head)
+            if isinstance(step, Done):
+                return PublishedCommit(step.commit, changed)
+            if isinstance(step, PublicationBlocked):
+                raise step.refusal(f"{repo} on the Hub")
+            kind = step if isinstance(step, DeleteBranch) else type(step)
+            if kind != previous:
+                previous, failures = kind, 0
+            elif accepted:
+                raise _NotStored(f"{type(step).__name__}: the Hub's listing differs from the files that were sent")
+            accepted = False
+            connection.execute(step)
+            accepted = True
+            changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
+        except _client_errors() as error:
+            accepted, failures = False, failures + 1
+            if failures >= _FAILURES or not is_retryable(error):
+                raise _refusal(repo, error, access) from None
+            wait(min(2.0 ** (failures - 1), _MAX_WAIT))
+    raise undone(f"{repo} on the Hub", f"; the branch {desired.branch} belongs to mergegate")
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of the client and its transports. Any other exception is a bug in mergegate."""
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
+
+    return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
+
+
+class _NotStored(RuntimeError):
+    """The Hub accepted a step without changing its listing."""
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """The API calls that one publication needs."""
+
+    request: PublishRequest
+    access: HubAccess
+    repo: str
+    desired: DesiredState
+
+    @cached_property
+    def files(self) -> dict[str, ReleaseFile]:
+        return {file.name: file for file in self.request.files}
+
+    @property
+    def api(self) -> HfApi:
+        return self.access.api()
+
+    def observe(self) -> ObservedState:
+        """Read the repository's state: three small requests, and the listing of every new commit."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            facts = self.api.model_info(self.repo)
+        except RepositoryNotFoundError:
+            return ObservedState(exists=False)
+        refs = self.api.list_repo_refs(self.repo)
+        branches = {ref.name: ref.target_commit for ref in refs.branches}
+        tags = {ref.name: ref.target_commit for ref in refs.tags}
+
+        def head(commit: str | None) -> Head | None:
+            return Head(commit, self.access.listing(self.repo, commit)) if commit else None
+
+        return ObservedState(
+            exists=True,
+            private=bool(facts.private),
+            gated=facts.gated or False,
+            main=head(branches.get(MAIN)),
+            staged=head(branches.get(self.desired.branch)),
+            tagged=head(tags.get(self.desired.version)),
+            tags=tags,
+            leftovers=tuple(
+                sorted(name for name in branches if name.startswith(STAGING) and name != self.desired.branch)
+            ),
+        )
+
+    def execute(self, step: Step) -> None:
+        """Execute one step. All calls are guarded: none of them does harm when it is late or repeated."""
+        from huggingface_hub import CommitOperationCopy, CommitOperationDelete
+
+        match step:
+            case CreateRepository():
+                self.api.create_repo(self.repo, private=True)
+            case ChangeSettings(private, gated):
+                self.api.update_repo_settings(self.repo, private=private, gated=gated)
+            case CreateBranch(start):
+                self.api.create_branch(self.repo, branch=self.desired.branch, revision=start)
+            case StageFiles(parent, missing, stale):
+                for name in missing:
+                    self.require_unaltered(self.files[name])
+                operations: list[Operation] = [*self.send(missing)]
+                operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
+                self.commit(self.desired.branch, parent, f"Stage {self.desired.version}", operations)
+            case Promote(parent, source, missing, stale):
+                # Copy a large file on the Hub. Send a small one again: copying would download and send it.
+                operations = [
+                    self.addition(name)
+                    if source.files[name].sha256 is None
+                    else CommitOperationCopy(name, name, src_revision=source.commit)
+                    for name in missing
+                ]
+                operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
+                self.commit(MAIN, parent, f"Release {self.desired.version}", operations)
+            case Tag(commit):
+                self.api.create_tag(
+                    self.repo, tag=self.desired.version, tag_message=f"Release {self.desired.version}", revision=commit
+                )
+            case DeleteBranch(branch):
+                self.api.delete_branch(self.repo, branch=branch)
+            case _:
+                raise TypeError(f"{step} cannot be executed")
+
+    def commit(self, branch: str, parent: str, message: str, operations: list[Operation]) -> None:
+        with _without_progress_bars():
+            self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
+
+    def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
+        """Upload the content of large files, a few at a time. The commit then only refers to them.
+
+        Content that the Hub already has is not sent again, so an interrupted publication resumes. The card is
+        validated first, to avoid uploading hundreds of gigabytes for a card that the Hub rejects.
+        """
+        if CARD in names:
+            self.validate_card(self.files[CARD])
+        additions = [self.addition(name) for name in names]
+        sent, total = 0, sum(self.files[name].size for name in names)
+        self.request.on_progress(sent, total)
+        group: list[CommitOperationAdd] = []
+        group_bytes = 0
+        for position, addition in enumerate(additions, 1):
+            group.append(addition)
+            group_bytes += self.files[addition.path_in_repo].size
+            if group_bytes >= _GROUP_BYTES or len(group) >= _GROUP_FILES or position == len(additions):
+                with _without_progress_bars():
+                    self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
+                sent += group_bytes
+                group, group_bytes = [], 0
+                self.request.on_progress(sent, total)
+        return additions
+
+    def validate_card(self, card: ReleaseFile) -> None:
+        """Raise Refused if the Hub rejects the metadata of this card."""
+        from huggingface_hub import get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
+
+        answer = get_session().post(
+            f"{self.access.endpoint}/api/validate-yaml",
+            json={"content": card.read().decode(errors="replace"), "repoType": "model"},
+            headers=build_hf_headers(token=self.access.token or False, library_name="mergegate"),
+        )
+        if answer.status_code == 400:
+            errors = answer.json().get("errors", [])
+            raise Refused(
+                f"{self.repo} on the Hub: {card.name}",
+                found="; ".join(str(error.get("message")) for error in errors) or "metadata that the Hub rejects",
+                expected="a card that the Hub accepts",
+                remedy="correct what the Hub reports, then run again; nothing was uploaded",
+            )
+        hf_raise_for_status(answer)
+
+    def addition(self, name: str) -> CommitOperationAdd:
+        from huggingface_hub import CommitOperationAdd
+
+        source = self.files[name].source
+        return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
+
+    def require_unaltered(self, file: ReleaseFile) -> None:
+        """Raise Refused if the source has changed since the gate. The Hub's own hash is checked later."""
+        if isinstance(file.source, bytes):
+            return
+        actual = self.request.hashes.sha256(file.source, trust=False) if file.source.is_file() else ""
+        if actual != file.sha256:
+            raise file.altered(actual)
+
+
+def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
+    if isinstance(error, _NotStored):
+        return Refused(
+            f"{repo} on the Hub",
+            found=str(error),
+            expected="the bytes that were evaluated and gated",
+            remedy="run again; mergegate rebuilds an artifact that was altered on disk. main was not changed",
+        )
+    if is_retryable(error):
+        return Refused(
+            f"{repo} on the Hub",
+            found=f"the Hub does not answer as expected: {describe_hub_error(error, access)}",
+            expected="a successful publication",
+            remedy="run again later; mergegate resumes the publication",
+        )
+    return Refused(
+        f"{repo} on the Hub",
+        found=describe_hub_error(error, access),
+        expected="a token with write access to the repository, and a card that the Hub accepts",
+        remedy="correct what the Hub reports, then run again; mergegate resumes the publication",
+    )
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Disable the client's own progress bars."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,238 @@
+"""Decide the next step from the state of a Hub repository to a complete release, as a pure function.
+
+A publication is this function in a loop: read the state, decide, take one step, read again. A lost answer, a kill or a
+second publisher just leads to another state to start from. The loop keeps no memory between steps, so running again is
+always correct. The order of the steps guarantees:
+
+* ``main`` moves in one commit, from the complete old release to the complete new one.
+* That commit is guarded by the head it was decided on, so it never overwrites a release by another publisher.
+* A tag is created once, on a commit whose content was compared with the gated files, and it never moves.
+* A new repository is not visible to outsiders before its release is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mergegate.tasks.checkpoints.hub import RemoteFile
+from mergegate.tasks.publish.targets.contract import PublicationBlocked, overtaken, version_taken
+
+Gated = Literal["auto", "manual", False]
+RepositoryVisibility = Literal["public", "private"]
+
+MAIN = "main"
+# Prefix of staging branches. Only mergegate uses it; branches of interrupted runs are deleted.
+STAGING = "mergegate-staging/"
+# The Hub writes this file itself when another file needs large file storage.
+WRITTEN_BY_HUB = frozenset({".gitattributes"})
+
+
+@dataclass(frozen=True)
+class DesiredFile:
+    """A gated file. ``blob`` is None for files too large for a plain git blob."""
+
+    size: int
+    sha256: str
+    blob: str | None
+
+    def matches(self, remote: RemoteFile | None) -> bool:
+        """Return whether the Hub's own hash confirms that ``remote`` has exactly this content."""
+        if remote is None or remote.size != self.size:
+            return False
+        return remote.sha256 == self.sha256 if remote.sha256 is not None else remote.blob == self.blob
+
+
+@dataclass(frozen=True)
+class Head:
+    """A commit and the files it lists."""
+
+    commit: str
+    files: Mapping[str, RemoteFile]
+
+
+@dataclass(frozen=True)
+class DesiredState:
+    """The release to publish."""
+
+    version: str
+    files: Mapping[str, DesiredFile]
+    visibility: RepositoryVisibility = "private"
+    gated: Gated = False
+
+    @property
+    def branch(self) -> str:
+        """Name of the staging branch."""
+        return STAGING + self.version
+
+    def missing(self, head: Head) -> tuple[str, ...]:
+        """Return the files that ``head`` lacks or has with different content."""
+        return tuple(name for name, file in sorted(self.files.items()) if not file.matches(head.files.get(name)))
+
+    def stale(self, head: Head) -> tuple[str, ...]:
+        """Return files of ``head`` that are not in the release, such as shards of an older one."""
+        return tuple(sorted(set(head.files) - set(self.files) - WRITTEN_BY_HUB))
+
+    def is_on(self, head: Head) -> bool:
+        """Return whether ``head`` lists exactly this release."""
+        return not self.missing(head) and not self.stale(head)
+
+
+@dataclass(frozen=True)
+class ObservedState:
+    """The repository's state. Without a repository or a branch ``main``, ``main`` is None."""
+
+    exists: bool
+    private: bool = True
+    gated: Gated = False
+    main: Head | None = None
+    staged: Head | None = None
+    tagged: Head | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)  # every tag -> commit
+    leftovers: tuple[str, ...] = ()  # staging branches of other versions
+
+
+@dataclass(frozen=True)
+class CreateRepository:
+    """Create the repository. It starts as private even for a public release, to hide incomplete files."""
+
+
+@dataclass(frozen=True)
+class ChangeSettings:
+    """Change the visibility of the repository."""
+
+    private: bool
+    gated: Gated
+
+
+@dataclass(frozen=True)
+class CreateBranch:
+    """Create the staging branch."""
+
+    start: str
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """Commit to the staging branch so that it lists exactly the release."""
+
+    parent: str
+    missing: tuple[str, ...]
+    stale: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Promote:
+    """Commit to ``main`` so that it lists what ``source`` lists. Fails if the head of ``main`` is not ``parent``."""
+
+    parent: str
+    source: Head
+    missing: tuple[str, ...]
+    stale: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Tag ``commit`` with the version."""
+
+    commit: str
+
+
+@dataclass(frozen=True)
+class DeleteBranch:
+    """Delete a staging branch."""
+
+    branch: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The release is published at ``commit``."""
+
+    commit: str
+
+
+Step = (
+    CreateRepository
+    | ChangeSettings
+    | CreateBranch
+    | StageFiles
+    | Promote
+    | Tag
+    | DeleteBranch
+    | Done
+    | PublicationBlocked
+)
+
+
+def next_step(desired: DesiredState, observed: ObservedState, expected_head: str | None = None) -> Step:
+    """Return the next step toward the desired state.
+
+    Args:
+        desired: Release to publish.
+        observed: Repository state, just read.
+        expected_head: Head of ``main`` that the release was compared with. If ``main`` is neither that nor already this
+            release, it has changed in the meantime. None: any head is accepted.
+    """
+    if not observed.exists:
+        return CreateRepository()
+    main = observed.main
+    if main is None:
+        return PublicationBlocked(
+            "the repository has no branch 'main'",
+            "a model repository with a first commit",
+            "create the repository again on the Hub",
+        )
+    if observed.tagged is not None:
+        return _after_tag(desired, observed, main, observed.tagged, expected_head)
+    if blocked := _blocked(desired, observed, main, expected_head):
+        return blocked
+    strictness = (False, "auto", "manual").index
+    if not observed.private and strictness(desired.gated) > strictness(observed.gated):
+        return ChangeSettings(private=False, gated=desired.gated)
+    if desired.is_on(main):
+        return Tag(main.commit)
+    if observed.staged is None:
+        return CreateBranch(main.commit)
+    if not desired.is_on(observed.staged):
+        return StageFiles(observed.staged.commit, desired.missing(observed.staged), desired.stale(observed.staged))
+    return Promote(main.commit, observed.staged, desired.missing(main), desired.stale(main))
+
+
+def _after_tag(
+    desired: DesiredState, observed: ObservedState, main: Head, tagged: Head, expected_head: str | None
+) -> Step:
+    """Return the next step if the version is already tagged: make it current again if necessary, then clean up."""
+    if not desired.is_on(tagged):
+        return version_taken(desired.version, (*desired.missing(tagged), *desired.stale(tagged))[0])
+    # Another mergegate release is current; the version that passed now replaces it. Changes that a user committed to
+    # main after the release are left alone.
+    superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
+    if superseded and not desired.is_on(main):
+        promotion = Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
+        return _blocked(desired, observed, main, expected_head) or promotion
+    if observed.staged is not None:  # only an unfinished publication changes the visibility
+        if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
+            return ChangeSettings(private=False, gated=desired.gated)
+        return DeleteBranch(desired.branch)
+    if observed.leftovers:
+        return DeleteBranch(observed.leftovers[0])
+    return Done(tagged.commit)
+
+
+def _blocked(
+    desired: DesiredState, observed: ObservedState, main: Head, expected_head: str | None
+) -> PublicationBlocked | None:
+    """Return why ``main`` must not move: a private release would become visible, or ``main`` has changed."""
+    if not observed.private and desired.visibility == "private":
+        return PublicationBlocked(
+            "the repository is public",
+            "a private repository, because the profile sets 'visibility: private'",
+            "set 'visibility: public' in the profile, or make the repository private on the Hub",
+        )
+    if expected_head is None or main.commit == expected_head or desired.is_on(main):
+        return None
+    return overtaken(
+        f"main is at {main.commit[:12]} now", f"{expected_head[:12]}, the head that this release was compared with"
+    )

@@ -1,0 +1,104 @@
+"""Define the S3 target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from mergegate.tasks.publish.targets.contract import (
+    CurrentRelease,
+    PublishRequest,
+    PublishTarget,
+    Release,
+    require_alias_name,
+)
+from mergegate.tasks.publish.targets.s3_access import S3_URL, S3Location, require_boto3, s3_location
+from mergegate.tasks.publish.targets.s3_publication import MAX_SINGLE_REQUEST, publish_s3
+from mergegate.tasks.publish.targets.s3_release import (
+    S3Release,
+    download_current,
+    download_version,
+    explained_errors,
+    move_alias,
+    open_in_bucket,
+    read_alias,
+)
+from mergegate.tasks.publish.targets.s3_state import POINTER
+
+
+class S3Target(PublishTarget):
+    """A prefix in a bucket: every version under its own path, and ``latest.json``, which names the current version.
+
+    boto3 finds credentials, region and certificates.
+    """
+
+    reference_form: ClassVar[str] = "s3://bucket/prefix@version"
+    renamed_keys: ClassVar[Mapping[str, str]] = {"parts_above": "multipart_threshold"}
+
+    to: Literal["s3"]
+    url: str = Field(
+        pattern=S3_URL,
+        description="Location s3://bucket/prefix. The bucket must exist. No other release may use the prefix.",
+    )
+    endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/\s@]+/?$",
+        description="Address http(s)://host[:port] of a store other than Amazon's. "
+        "Default: AWS_ENDPOINT_URL_S3, or Amazon.",
+    )
+    multipart_threshold: int = Field(
+        default=MAX_SINGLE_REQUEST,
+        ge=5 << 20,
+        le=MAX_SINGLE_REQUEST,
+        description="Largest file that is sent in one request, in bytes. Larger files are sent in parts, which is "
+        "safer on bad connections, but requires 'verify' to download them. Default: 5 GiB.",
+    )
+
+    @property
+    def address(self) -> str:
+        return s3_location(self.url, self.endpoint, "publish.url").url
+
+    def check(self, root: Path) -> None:
+        """Raise an error if the bucket cannot be listed or written. An upload is started and aborted."""
+        location = self._location()
+        with explained_errors(location):
+            location.ask("head_bucket")
+            key = location.key(".listings/check")
+            upload = location.ask("create_multipart_upload", Key=key)
+            location.ask("abort_multipart_upload", Key=key, UploadId=upload["UploadId"])
+
+    def current_release(self, root: Path) -> CurrentRelease | None:
+        """Download the release that the pointer names. Its head is the entity tag of the pointer."""
+        return download_current(self._location())
+
+    def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
+        """Download a version that the pointer lists."""
+        return download_version(self._location(), version)
+
+    def publish(self, request: PublishRequest) -> Release:
+        """Send the files of the version, then move the pointer."""
+        location, version = self._location(), request.version
+        has_changed = publish_s3(request, location, self.multipart_threshold)
+        return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
+
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Write ``name.json`` next to the pointer."""
+        require_alias_name(name, {POINTER.removesuffix(".json")})
+        move_alias(self._location(), version, name)
+
+    def resolve_alias(self, root: Path, name: str) -> str | None:
+        """Return the version in ``name.json``."""
+        alias = read_alias(self._location(), name)
+        return alias[0].version if alias else None
+
+    @classmethod
+    def open(cls, reference: str) -> S3Release | None:
+        """Open ``s3://bucket/prefix[@version or alias]``, at Amazon or at the store of ``AWS_ENDPOINT_URL_S3``."""
+        return open_in_bucket(reference)
+
+    def _location(self) -> S3Location:
+        require_boto3("publish.to: s3")
+        return s3_location(self.url, self.endpoint, "publish.url")

@@ -1,0 +1,301 @@
+"""Access a prefix in a bucket: one client, one retry policy, the pointer, and error messages for users.
+
+boto3 finds the credentials (environment, profile, container, instance, web identity); mergegate never holds them. boto3
+is an optional dependency (``mergegate[s3]``) and is imported on first use.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from pydantic import ValidationError
+
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
+from mergegate.tasks.publish.targets.s3_state import POINTER, Pointer
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S3_URL = r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^@\s]*[^@\s/]/?$"
+PART_SIZE = "mergegate-part-size"  # metadata key of an object that was uploaded in parts
+_ATTEMPTS = 6  # half a minute of waiting
+CONNECT_S, READ_S = 10.0, 60.0
+# Error codes with status 400 or 409 after which S3 expects a retry.
+_TRANSIENT_CODES = frozenset({"RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "ConditionalRequestConflict"})
+_MAX_MESSAGE_LENGTH = 300
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class S3Answer:
+    """Metadata of an object, as reported by the store.
+
+    Attributes:
+        sha256: 64 hex digits, if the store has the checksum of the whole object.
+        parts_sha256: For an object uploaded in parts: sha256 over the sha256 of each part in base64, and the size of a
+            part in bytes.
+    """
+
+    size: int
+    etag: str
+    sha256: str | None
+    parts_sha256: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
+class S3Location:
+    """A location ``s3://bucket/prefix``, at Amazon or at ``endpoint``."""
+
+    bucket: str
+    prefix: str
+    endpoint: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}"
+
+    def ask(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        """Call the client, and retry after transient errors. Use it only for requests that are safe to repeat.
+
+        Raises:
+            Exception: An exception of the client. ``status_code`` classifies it and ``refusal`` converts it.
+        """
+        answer: dict[str, Any] = self._retry(getattr(self._s3, operation), Bucket=self.bucket, **parameters)
+        return answer
+
+    def key(self, name: str) -> str:
+        """Return the key of ``name`` below the prefix."""
+        return f"{self.prefix}/{name}"
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """Return the content and the entity tag of a small object, or None if it does not exist."""
+
+        def get() -> tuple[bytes, str]:
+            answer = self._s3.get_object(Bucket=self.bucket, Key=self.key(name))
+            return answer["Body"].read(), answer["ETag"]
+
+        try:
+            return self._retry(get)
+        except Exception as error:
+            if status_code(error) == 404:
+                return None
+            raise
+
+    def write(self, name: str, content: bytes, **options: str) -> bool:
+        """Write a small JSON object. Return false if a guard in ``options`` (IfMatch, IfNoneMatch) does not hold."""
+        try:
+            self.ask("put_object", Key=self.key(name), Body=content, ContentType="application/json", **options)
+        except Exception as error:
+            # 404: the object that IfMatch names has been removed in the meantime.
+            if not {"IfMatch", "IfNoneMatch"} & options.keys() or status_code(error) not in (404, 409, 412):
+                raise
+            return False
+        return True
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """Yield the content of an object in chunks."""
+        yield from self.ask("get_object", Key=self.key(name))["Body"].iter_chunks(_CHUNK)
+
+    def sha256(self, name: str, answer: S3Answer) -> str:
+        """Return the sha256 of an object: the store's own checksum if it has one, or else that of the download."""
+        if answer.sha256 is not None:
+            return answer.sha256
+        digest = hashlib.sha256()
+        for chunk in self.stream(name):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def head(self, name: str) -> S3Answer | None:
+        """Return the metadata of an object, or None if it does not exist."""
+        try:
+            answer = self.ask("head_object", Key=self.key(name), ChecksumMode="ENABLED")
+        except Exception as error:
+            if status_code(error) == 404:
+                return None
+            raise
+        encoded, part = answer.get("ChecksumSHA256"), answer.get("Metadata", {}).get(PART_SIZE, "")
+        size, etag = int(answer["ContentLength"]), str(answer["ETag"])
+        if encoded is None:
+            return S3Answer(size, etag, None, None)
+        checksum = str(encoded).partition("-")[0]
+        if part.isdecimal():
+            return S3Answer(size, etag, None, (checksum, int(part)))
+        return S3Answer(size, etag, None if "-" in str(encoded) else base64.b64decode(checksum).hex(), None)
+
+    def objects(self, prefix: str = "") -> Iterator[tuple[str, int, datetime]]:
+        """Yield name, size and modification time of every object whose name starts with ``prefix``."""
+        continuation: dict[str, str] = {}
+        while True:
+            page = self.ask("list_objects_v2", Prefix=self.key(prefix), **continuation)
+            for item in page.get("Contents", ()):
+                yield item["Key"].removeprefix(f"{self.prefix}/"), int(item["Size"]), item["LastModified"]
+            if not page.get("IsTruncated"):
+                return
+            continuation = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def now(self) -> datetime:
+        """Return the time of the store's own clock."""
+        headers = self.ask("head_bucket")["ResponseMetadata"]["HTTPHeaders"]
+        try:
+            return parsedate_to_datetime(headers["date"])
+        except (KeyError, ValueError):
+            return datetime.now(UTC)
+
+    @property
+    def _s3(self) -> Any:
+        return _client(self.endpoint, CONNECT_S, READ_S)
+
+    def _retry(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        retry = retry_transient(_ATTEMPTS, transient=is_transient_error, sleep=lambda seconds: time.sleep(seconds))
+        return retry(call, *args, **kwargs)
+
+
+def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
+    """Parse ``url``.
+
+    Raises:
+        InvalidInput: The URL is not of the form ``s3://bucket/prefix``.
+    """
+    if not re.fullmatch(S3_URL, url):
+        raise InvalidInput(
+            setting, found=repr(url), expected="s3://bucket/prefix", remedy="specify both a bucket and a prefix"
+        )
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return S3Location(bucket, prefix.removesuffix("/"), endpoint)
+
+
+def parse_pointer(location: S3Location, content: bytes) -> Pointer:
+    """Parse ``latest.json``.
+
+    Raises:
+        Refused: The content is not a pointer.
+    """
+    try:
+        return Pointer.model_validate_json(content)
+    except ValidationError:
+        raise Refused(
+            f"{location.url}/{POINTER}",
+            found="not a pointer to a release",
+            expected="a pointer that mergegate wrote",
+            remedy="use another prefix, or find out who wrote the object",
+        ) from None
+
+
+def encoded_sha256(digest: bytes) -> str:
+    """Return a sha256 digest in S3's notation (base64)."""
+    return base64.b64encode(digest).decode()
+
+
+def status_code(error: BaseException) -> int | None:
+    """Return the HTTP status of an exception of the client, or None."""
+    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status if isinstance(status, int) else None
+
+
+def _code(error: BaseException) -> str:
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _response(error: BaseException) -> Mapping[str, Any]:
+    response = getattr(error, "response", None)
+    return response if isinstance(response, Mapping) else {}
+
+
+def is_transient_error(error: BaseException) -> bool:
+    """Return whether the error is transient, so that the same request may succeed later."""
+    from botocore.exceptions import HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+
+    if isinstance(error, (HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)):
+        return True
+    return status_code(error) in TRANSIENT_STATUSES or _code(error) in _TRANSIENT_CODES
+
+
+def refusal(location: S3Location, error: Exception) -> MergegateError:
+    """Convert an exception of the client to an error for the user. Only its message leaves this module."""
+    from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
+
+    url = location.url
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+        return InvalidInput(
+            url,
+            found="no credentials",
+            expected="credentials in one of the places that boto3 searches",
+            remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
+        )
+    status = status_code(error)
+    if _code(error) == "NoSuchBucket" or (status == 404 and getattr(error, "operation_name", "") == "HeadBucket"):
+        return InvalidInput(
+            url,
+            found=f"there is no bucket {location.bucket}",
+            expected="an existing bucket",
+            remedy="create it, or correct 'url' (for a store other than Amazon's, also 'endpoint' or "
+            "AWS_ENDPOINT_URL_S3)",
+        )
+    details = _response(error).get("Error", {})
+    text = f"{details.get('Code', '')} {details.get('Message', '')}".strip() or str(error) or type(error).__name__
+    message = " ".join(text.split())[:_MAX_MESSAGE_LENGTH]
+    if is_transient_error(error):
+        return Refused(
+            url,
+            found=f"the store does not answer as expected: {message}",
+            expected="a valid answer",
+            remedy="run again later; mergegate resumes the publication",
+        )
+    if isinstance(error, ClientError) and status in (401, 403):
+        return Refused(
+            url,
+            found=f"the store denies access: {message}",
+            expected="permission to list, read and write (s3:ListBucket, GetObject, PutObject, DeleteObject, "
+            "AbortMultipartUpload)",
+            remedy="use other credentials, or ask for these permissions",
+        )
+    remedy = "correct what the store reports"
+    return Refused(url, found=message, expected="a store that accepts a release", remedy=remedy)
+
+
+def require_boto3(location: str) -> None:
+    """Raise InvalidInput if boto3 is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("boto3") is None:
+        raise InvalidInput(
+            location, found="boto3 is not installed", expected="the client for S3", remedy="install mergegate[s3]"
+        )
+
+
+def is_of_client(error: BaseException) -> bool:
+    """Return whether the client or its connection raised the error. Any other exception is a bug in mergegate."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return isinstance(error, (BotoCoreError, ClientError, ConnectionError, TimeoutError))
+
+
+@cache
+def _client(endpoint: str | None, connect_s: float, read_s: float) -> BaseClient:
+    """Return the shared client of an endpoint. It keeps its connections and is thread-safe."""
+    import boto3
+    from botocore.config import Config
+
+    settings = Config(
+        connect_timeout=connect_s,
+        read_timeout=read_s,
+        retries={"total_max_attempts": 1, "mode": "standard"},  # mergegate retries
+        # mergegate sends sha256 checksums where they matter; some stores do not support other algorithms.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        # The checksum is signed and the store verifies it, so signing need not read the whole payload again.
+        s3={"payload_signing_enabled": False, "addressing_style": "path" if endpoint else "auto"},
+    )
+    return boto3.session.Session().client("s3", endpoint_url=endpoint, config=settings)

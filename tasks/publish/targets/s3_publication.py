@@ -1,0 +1,340 @@
+"""Publish to a bucket: read the state, take the next step, and repeat until the release is published.
+
+``s3_state`` decides the steps and their order; this module makes the requests. Every file is read once and hashed while
+it is sent. The store compares the received bytes with the gated sha256. Before the pointer moves, mergegate compares
+the checksums that the store reports once more.
+
+Large files are sent in parts by requests of our own. boto3's multipart upload would complete an object before the
+sha256 of the whole file is compared, and over TLS it sends the checksum of a part after the body (``aws-chunked``),
+which some compatible stores reject.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.content import ReleaseFile, file_identities
+from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, undone
+from mergegate.tasks.publish.targets.s3_access import (
+    PART_SIZE,
+    S3Location,
+    encoded_sha256,
+    is_of_client,
+    parse_pointer,
+    refusal,
+    status_code,
+)
+from mergegate.tasks.publish.targets.s3_state import (
+    LISTINGS,
+    NO_POINTER,
+    POINTER,
+    DesiredVersion,
+    MovePointer,
+    ObservedLocation,
+    Pointer,
+    SendFiles,
+    UpToDate,
+    VersionListing,
+    next_s3_step,
+)
+
+MAX_SINGLE_REQUEST = 5 << 30  # bytes; limit of S3
+_PART = 64 << 20
+_MAX_PARTS = 10_000
+_PARALLEL_FILES = 4
+_IN_MEMORY = 8 << 20
+_ROUNDS = 20
+# Objects older than this that are missing from the pointer belong to an abandoned run.
+_ABANDONED = timedelta(days=7)
+_log = logging.getLogger(__name__)
+
+
+def publish_s3(request: PublishRequest, location: S3Location, multipart_threshold: int = MAX_SINGLE_REQUEST) -> bool:
+    """Publish exactly the files of ``request`` as its version and point ``latest.json`` to it. Idempotent.
+
+    Args:
+        request: Release to publish. Its ``expected_head`` is the entity tag of the pointer.
+        multipart_threshold: Largest file that is sent in one request, in bytes. Larger files are sent in parts, for
+            which the store has no sha256 of the whole object.
+
+    Returns:
+        Whether anything changed.
+
+    Raises:
+        Refused: The version exists with different content, the pointer has moved, a source file has changed since the
+            gate, or the store rejects a request, does not answer, does not store the files, or ignores write guards.
+        InvalidInput: Credentials are missing.
+    """
+    publication = _Publication(request, location, multipart_threshold)
+    expected_head = request.expected_head
+    has_changed = has_sent = False
+    try:
+        for _ in range(_ROUNDS):
+            observed = publication.observe()
+            expected_head = observed.head if expected_head is None else expected_head
+            match next_s3_step(publication.desired, observed, expected_head):
+                case UpToDate():
+                    if has_changed:
+                        publication.remove_leftovers(observed.pointer)
+                    return has_changed
+                case PublicationBlocked() as blocked:
+                    raise blocked.refusal(location.url)
+                case SendFiles(names):
+                    if has_sent:
+                        raise Refused(
+                            location.url,
+                            found=f"the stored files differ from the sent ones ({', '.join(names) or LISTINGS})",
+                            expected="the bytes that were evaluated and gated",
+                            remedy="run again; the pointer was not moved",
+                        )
+                    publication.send(names)
+                    has_sent = True
+                case MovePointer(pointer, head):
+                    publication.move_pointer(pointer, head)
+            has_changed = True
+    except Exception as error:
+        if is_of_client(error):
+            raise refusal(location, error) from None
+        raise
+    raise undone(location.url)
+
+
+class _Publication:
+    """The requests that one publication needs."""
+
+    def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
+        self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
+        self.files = {file.name: file for file in request.files}
+        self.desired = DesiredVersion(request.version, file_identities(request.files))
+        self.directory = f"{self.desired.entry.path}/"
+        self.listing_name = f"{LISTINGS}{self.desired.entry.path}.json"
+        listing = VersionListing(files=dict(sorted(self.desired.files.items())))
+        self.listing = listing.model_dump_json(indent=1).encode()
+        # Composite checksums (sha256 over the sha256 of each part) of files that were read, by name and part size.
+        self._composites: dict[tuple[str, int], str] = {}
+
+    def observe(self) -> ObservedLocation:
+        """Read the present state of the location."""
+        pointer = self.location.read(POINTER)
+        names = {name.removeprefix(self.directory) for name, _, _ in self.location.objects(self.directory)}
+        candidates = sorted(names & set(self.files))
+        with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+            confirmations = list(pool.map(self.is_confirmed, candidates))
+        listing = self.location.read(self.listing_name)
+        return ObservedLocation(
+            pointer=parse_pointer(self.location, pointer[0]) if pointer else None,
+            head=pointer[1] if pointer else NO_POINTER,
+            has_listing=listing is not None and listing[0] == self.listing,
+            confirmed_files=frozenset(name for name, is_ok in zip(candidates, confirmations, strict=True) if is_ok),
+            foreign_files=tuple(sorted(names - set(self.files))),
+        )
+
+    def is_confirmed(self, name: str) -> bool:
+        """Return whether the store's checksum confirms that it has exactly this content."""
+        file, answer = self.files[name], self.location.head(self.directory + name)
+        if answer is None or answer.size != file.size:
+            return False
+        if answer.parts_sha256 is None:
+            return self.location.sha256(self.directory + name, answer) == file.sha256
+        checksum, part_size = answer.parts_sha256
+        if (name, part_size) not in self._composites:
+            for _ in self._hashed_parts(file, part_size):
+                pass  # an earlier process sent the file, so hash it again
+        return checksum == self._composites[name, part_size]
+
+    def _hashed_parts(self, file: ReleaseFile, part_size: int) -> Iterator[tuple[bytes, str]]:
+        """Yield each part and its sha256. Raise Refused at the end if the whole file is not the gated one."""
+        digest, composite = hashlib.sha256(), hashlib.sha256()
+        for data in _read(file, part_size):
+            digest.update(data)
+            part_digest = hashlib.sha256(data).digest()
+            composite.update(part_digest)
+            yield data, encoded_sha256(part_digest)
+        if digest.hexdigest() != file.sha256:
+            raise file.altered(digest.hexdigest())
+        self._composites[file.name, part_size] = encoded_sha256(composite.digest())
+
+    def send(self, names: Sequence[str]) -> None:
+        """Send the listing, which marks work in progress, then the files, several in parallel.
+
+        Raises:
+            Refused: The store ignores ``If-None-Match`` and would not stop a second publisher.
+        """
+        checksum = _checksum(hashlib.sha256(self.listing).digest())
+        self.location.write(self.listing_name, self.listing, **checksum)
+        if self.location.write(self.listing_name, self.listing, **checksum, IfNoneMatch="*"):
+            raise Refused(
+                self.location.url,
+                found="the store overwrites an object despite 'If-None-Match'",
+                expected="guarded writes as in S3, without which two publishers overwrite each other unnoticed",
+                remedy="use a newer version of the store, or publish to another target",
+            )
+        sent, total, lock = 0, sum(self.files[name].size for name in names), Lock()
+        self.on_progress(sent, total)
+
+        def report(count: int) -> None:
+            nonlocal sent
+            with lock:
+                sent += count
+                self.on_progress(sent, total)
+
+        with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+            uploads = [pool.submit(self.send_file, self.files[name], report) for name in names]
+            try:
+                for upload in uploads:
+                    upload.result()
+            finally:
+                for upload in uploads:
+                    upload.cancel()
+
+    def send_file(self, file: ReleaseFile, report: Callable[[int], None]) -> None:
+        """Send one object, and compare it with the gated file while it is read.
+
+        Raises:
+            Refused: The source file has changed since the gate.
+        """
+        key = self.location.key(self.directory + file.name)
+        if file.size > self.multipart_threshold:
+            self.send_in_parts(file, key, report)
+            return
+        checksum = _checksum(bytes.fromhex(file.sha256))
+        if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
+            data = b"".join(_read(file, _IN_MEMORY))
+            if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
+                raise file.altered(actual)
+            self.location.ask("put_object", Key=key, Body=data, **checksum)
+        else:
+            self._send_stream(file, file.source, {"Key": key, **checksum})
+        report(file.size)
+
+    def _send_stream(self, file: ReleaseFile, source: Path, options: Mapping[str, Any]) -> None:
+        try:
+            with _HashedFile(source) as body:
+                try:
+                    self.location.ask("put_object", Body=body, **options)
+                finally:
+                    actual = body.sha256()
+        except FileNotFoundError:
+            raise file.altered() from None
+        except Exception as error:
+            if is_of_client(error) and actual is not None and actual != file.sha256:
+                raise file.altered(actual) from None  # the store has noticed, too
+            raise
+        if actual is not None and actual != file.sha256:
+            raise file.altered(actual)
+
+    def send_in_parts(self, file: ReleaseFile, key: str, report: Callable[[int], None]) -> None:
+        """Send a large file in parts with a sha256 each. The object is created only if the whole file matches."""
+        part_size = max(_PART, -(-file.size // _MAX_PARTS))
+        started = self.location.ask(
+            "create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256", Metadata={PART_SIZE: str(part_size)}
+        )
+        upload = {"Key": key, "UploadId": started["UploadId"]}
+        try:
+            parts = []
+            for number, (data, sha256) in enumerate(self._hashed_parts(file, part_size), 1):
+                part = {"PartNumber": number, "ChecksumSHA256": sha256}
+                answer = self.location.ask("upload_part", **upload, **part, Body=data, ChecksumAlgorithm="SHA256")
+                parts.append({**part, "ETag": answer["ETag"]})
+                report(len(data))
+            try:
+                self.location.ask("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts})
+            except Exception as error:
+                if status_code(error) != 404:
+                    raise  # 404: an earlier request, whose answer was lost, may have completed the upload
+        except BaseException:
+            # Report the original error. If the upload cannot be aborted, the bucket's lifecycle rule removes it.
+            with suppress(Exception):
+                self.location.ask("abort_multipart_upload", **upload)
+            raise
+
+    def move_pointer(self, pointer: Pointer, head: str) -> None:
+        """Write the pointer unless it has changed. If another publisher was faster, the next read shows it."""
+        guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
+        self.location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
+
+    def remove_leftovers(self, pointer: Pointer | None) -> None:
+        """Remove leftovers of runs that were interrupted long ago. Failures are only logged: the release is done."""
+        try:
+            released_paths = {item.path for item in pointer.versions} if pointer else set()
+            since = self.location.now() - _ABANDONED
+            for name, _, modified in list(self.location.objects(LISTINGS)):
+                path = name.removeprefix(LISTINGS).removesuffix(".json")
+                if path in released_paths or modified > since:
+                    continue
+                objects = list(self.location.objects(f"{path}/"))
+                if any(time > since for _, _, time in objects):
+                    continue
+                _log.info("removing %s/%s, which an interrupted publication left", self.location.url, path)
+                for leftover in (*(item for item, _, _ in objects), name):
+                    self.location.ask("delete_object", Key=self.location.key(leftover))
+            for item in self.location.ask("list_multipart_uploads", Prefix=self.location.key("")).get("Uploads", ()):
+                if item["Initiated"] < since:
+                    self.location.ask("abort_multipart_upload", Key=item["Key"], UploadId=item["UploadId"])
+        except Exception as error:
+            if not is_of_client(error):
+                raise
+            reason = refusal(self.location, error).found
+            _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, reason)
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that is hashed as it is read from the start. Seeking to the start resets the hash."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._hash = path.open("rb"), hashlib.sha256()
+        self._size = path.stat().st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, count: int | None = -1) -> bytes:
+        data = self._file.read(-1 if count is None else count)
+        self._hash.update(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if (offset, whence) == (0, 0):
+            self._hash = hashlib.sha256()
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def sha256(self) -> str | None:
+        """Return the sha256 of the file, or None if it was not read to the end."""
+        return self._hash.hexdigest() if self._file.tell() == self._size else None
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _checksum(digest: bytes) -> dict[str, str]:
+    """Return the options of a request whose body the store compares with a sha256 digest."""
+    return {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": encoded_sha256(digest)}
+
+
+def _read(file: ReleaseFile, part_size: int) -> Iterator[bytes]:
+    if isinstance(file.source, bytes):
+        yield from (file.source[start : start + part_size] for start in range(0, len(file.source), part_size))
+        return
+    try:
+        with file.source.open("rb") as source:
+            while data := source.read(part_size):
+                yield data
+    except FileNotFoundError:
+        raise file.altered() from None

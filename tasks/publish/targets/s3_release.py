@@ -1,0 +1,249 @@
+"""Read releases and aliases from a bucket, download a release to compare with, and move aliases.
+
+Each alias is a small object next to the pointer and is written under a guard. Verification downloads only objects
+without a sha256 in the store, that is, objects that were uploaded in parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.tasks.publish.content import MAX_METADATA_BYTES
+from mergegate.tasks.publish.targets.contract import (
+    ALIAS_NAME,
+    FIRST,
+    CurrentRelease,
+    alias_conflict,
+    no_such_anchor,
+    no_such_version,
+)
+from mergegate.tasks.publish.targets.download import download_release
+from mergegate.tasks.publish.targets.s3_access import (
+    S3Location,
+    is_of_client,
+    parse_pointer,
+    refusal,
+    require_boto3,
+    s3_location,
+)
+from mergegate.tasks.publish.targets.s3_state import LISTINGS, POINTER, Pointer, ReleasedVersion, VersionListing
+from mergegate.tasks.store import merkle
+
+_NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
+_ROUNDS = 5
+
+
+@contextmanager
+def explained_errors(location: S3Location) -> Iterator[None]:
+    """Convert exceptions of the client in the block to errors for the user.
+
+    Raises:
+        Refused: The store rejects the request or does not answer.
+        InvalidInput: Credentials are missing.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_of_client(error):
+            raise refusal(location, error) from None
+        raise
+
+
+def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
+    """Return the pointer and its entity tag, or None before the first release."""
+    with explained_errors(location):
+        stored = location.read(POINTER)
+    return (parse_pointer(location, stored[0]), stored[1]) if stored else None
+
+
+def download_current(location: S3Location) -> CurrentRelease | None:
+    """Download the current release. Its head is the entity tag of the pointer."""
+    stored = read_pointer(location)
+    if stored is None:
+        return None
+    pointer, head = stored
+    entry = pointer.find(pointer.current)
+    if entry is None:
+        raise Refused(
+            f"{location.url}/{POINTER}",
+            found=f"the current version {pointer.current} is not in its list of versions",
+            expected="a pointer that mergegate wrote",
+            remedy="find out who edited the object",
+        )
+    return CurrentRelease(_download(location, entry), head, entry.version, f"{location.url}@{entry.version}")
+
+
+def download_version(location: S3Location, version: str) -> CurrentRelease | None:
+    """Download a version that the pointer lists, or the first one. Return None before the first release.
+
+    Raises:
+        InvalidInput: There is no such version.
+        Refused: The store is unavailable, or its content differs from the published files.
+    """
+    stored = read_pointer(location)
+    if stored is None:
+        return None
+    versions = stored[0].versions
+    entry = versions[0] if version == FIRST and versions else stored[0].find(version)
+    if entry is None:
+        raise no_such_anchor(version, location.url, [item.version for item in versions])
+    return CurrentRelease(_download(location, entry))
+
+
+def move_alias(location: S3Location, version: str, name: str) -> None:
+    """Point ``name`` to ``version``. A concurrent move is detected, and the state is read again.
+
+    Raises:
+        InvalidInput: There is no such version, or ``name`` is a version.
+        Refused: Another process keeps writing the alias, or the object is not an alias.
+    """
+    stored = read_pointer(location)
+    pointer = stored[0] if stored else Pointer(current="", versions=())
+    if pointer.find(name):
+        raise alias_conflict(name, location.url)
+    target = pointer.find(version)
+    if target is None:
+        raise no_such_version(version, location.url, [item.version for item in pointer.versions])
+    for _ in range(_ROUNDS):
+        alias = read_alias(location, name)
+        if alias is not None and alias[0] == target:
+            return
+        guard = {"IfNoneMatch": "*"} if alias is None else {"IfMatch": alias[1]}
+        with explained_errors(location):
+            location.write(f"{name}.json", target.model_dump_json(indent=1).encode(), **guard)
+    raise Refused(
+        f"{location.url}/{name}.json",
+        found="another writer moves the alias each time that mergegate moves it",
+        expected="one writer at a time",
+        remedy="find out who else writes to this location, then run again",
+    )
+
+
+def read_alias(location: S3Location, name: str) -> tuple[ReleasedVersion, str] | None:
+    """Return the version that ``name`` points to and the entity tag of its object, or None.
+
+    Raises:
+        Refused: The object is not an alias.
+    """
+    with explained_errors(location):
+        stored = location.read(f"{name}.json")
+    if stored is None:
+        return None
+    try:
+        return ReleasedVersion.model_validate_json(stored[0]), stored[1]
+    except ValidationError:
+        raise Refused(
+            f"{location.url}/{name}.json",
+            found="not an alias of a version",
+            expected="an alias that mergegate wrote",
+            remedy="choose another name for the alias, or find out who wrote the object",
+        ) from None
+
+
+@dataclass(frozen=True)
+class S3Release:
+    """A version in a bucket. ``version`` is the start of the content hash in the pointer."""
+
+    location: S3Location
+    entry: ReleasedVersion
+
+    @property
+    def reference(self) -> str:
+        return f"{self.location.url}@{self.entry.version}"
+
+    @property
+    def version(self) -> str:
+        return self.entry.digest[:12]
+
+    def files(self) -> Mapping[str, tuple[int, str]]:
+        """Return size and sha256 of every object below the version's path, whether or not it belongs there."""
+        directory, files = f"{self.entry.path}/", {}
+        with explained_errors(self.location):
+            for name, size, _ in sorted(self.location.objects(directory)):
+                answer = self.location.head(name)
+                if answer is not None:
+                    files[name.removeprefix(directory)] = size, self.location.sha256(name, answer)
+        return files
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file.
+
+        Raises:
+            Refused: The file does not exist, or is too large for a metadata file.
+        """
+        key = f"{self.entry.path}/{name}"
+        with explained_errors(self.location):
+            answer = self.location.head(key)
+            content = self.location.read(key) if answer and answer.size <= MAX_METADATA_BYTES else None
+        if content is None:
+            problem = f"{answer.size} bytes" if answer else "the file is missing"
+            raise Refused(f"{self.reference}: {name}", found=problem, expected="a small file")
+        return content[0]
+
+
+def open_in_bucket(reference: str) -> S3Release | None:
+    """Open ``s3://bucket/prefix[@version]`` in its present state. Return None if the reference has another form.
+
+    Raises:
+        InvalidInput: There is no such prefix or version, or the store is unavailable.
+    """
+    if not (match := _NAME.fullmatch(reference)):
+        return None
+    require_boto3(reference)
+    location = s3_location(match["url"], None, reference)
+    try:
+        stored = read_pointer(location)
+    except Refused as error:
+        raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
+    if stored is None:
+        raise InvalidInput(
+            reference,
+            found=f"no {POINTER} at this location",
+            expected="s3://bucket/prefix[@version] of a release",
+            remedy="check the spelling, and AWS_ENDPOINT_URL_S3 for a store other than Amazon's",
+        )
+    pointer = stored[0]
+    version = match["version"] or pointer.current
+    entry = pointer.find(version)
+    if entry is None and match["version"] and re.fullmatch(ALIAS_NAME, version):
+        alias = read_alias(location, version)
+        entry = alias[0] if alias else None
+    if entry is None:
+        raise InvalidInput(
+            reference,
+            found=f"no version {version}",
+            expected="one of its versions",
+            remedy=suggest(version, [item.version for item in pointer.versions]),
+        )
+    return S3Release(location, entry)
+
+
+def _download(location: S3Location, entry: ReleasedVersion) -> Path:
+    reference = f"{location.url}@{entry.version}"
+
+    def fetch(name: str, path: Path) -> None:
+        with path.open("wb") as file:
+            for chunk in location.stream(f"{entry.path}/{name}"):
+                file.write(chunk)
+
+    with explained_errors(location):
+        listing = location.read(f"{LISTINGS}{entry.path}.json")
+        try:
+            files = VersionListing.model_validate_json(listing[0] if listing else b"").files
+        except ValidationError:
+            files = {}
+        if merkle(files) != entry.digest:
+            raise Refused(
+                reference,
+                found=f"its listing does not match the digest in {POINTER}" if listing else "its listing is missing",
+                expected="the release that was published",
+                remedy="publish the release again, which repairs altered files",
+            )
+        return download_release(reference, files, fetch)

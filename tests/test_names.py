@@ -1,0 +1,105 @@
+"""A name is a noun with a qualifier, or a verb with an object: never a bare participle, pronoun or adverb."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+MODULES = {
+    ".".join(file.relative_to(PROJECT).with_suffix("").parts): file
+    for layer in ("flows", "tasks", "merge_core")
+    for file in sorted((PROJECT / layer).rglob("*.py"))
+}
+
+_PRONOUNS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        beside both each here it its one ones other others own rest that them there these they this those what whatever
+        where which whole who whom whose without
+        """,
+    )
+)
+_IRREGULAR = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        begun bound broken brought built caught chosen come cut done drawn driven due fallen found frozen given gone
+        grown heard held hidden kept known laid led left lent lost made meant met put read said seen sent set shown
+        split spoken spent taken thought told torn understood won worn written
+        """,
+    )
+)
+# Words that end like a participle, and nouns that are spelled like one.
+_NOUNS = frozenset(["seed", "speed", "need", "feed", "set", "split", "read"])
+
+PARAMETERS = {
+    "expected": "every error has a location, the state that was found and the state that was expected",
+    "found": "see `expected`",
+    "gated": "the Hub's own name for a repository with access on request",
+}
+FUNCTIONS: dict[str, str] = {}
+MODULE_NAMES = {"shared": "tasks.store.shared: the package is its noun"}
+
+
+def is_bare(name: str) -> bool:
+    """Return whether a name is one word that needs a noun: a participle, a pronoun or an adverb."""
+    word = name.strip("_")
+    return word in _PRONOUNS or (
+        word not in _NOUNS and (word in _IRREGULAR or re.fullmatch("[a-z]{2,}ed", word) is not None)
+    )
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{module}:{node.lineno} {node.name}", node
+
+
+def is_flag(parameter: ast.arg) -> bool:
+    """Return whether a parameter is a flag, which may be an adjective: ``required: bool``."""
+    return parameter.annotation is not None and ast.unparse(parameter.annotation) in ("bool", "bool | None")
+
+
+def test_parameters_are_not_bare_participles_or_pronouns() -> None:
+    bare = [
+        f"{place}({parameter.arg})"
+        for place, node in functions()
+        for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        if is_bare(parameter.arg) and parameter.arg not in PARAMETERS and not is_flag(parameter)
+        if not (node.name.startswith("__") and parameter.arg == "other")  # Python's own name for the second operand
+    ]
+    assert bare == []
+
+
+def test_public_functions_are_not_bare_participles_or_pronouns() -> None:
+    bare = [place for place, node in functions() if not node.name.startswith("_") and is_bare(node.name)]
+    assert [place for place in bare if place.rpartition(" ")[2] not in FUNCTIONS] == []
+
+
+def test_modules_are_not_bare_participles_or_pronouns() -> None:
+    bare = {module for module in MODULES if is_bare(module.rpartition(".")[2])}
+    assert {module for module in bare if module.rpartition(".")[2] not in MODULE_NAMES} == set()
+
+
+@pytest.mark.parametrize("exceptions", [PARAMETERS, FUNCTIONS, MODULE_NAMES])
+def test_every_exception_is_needed(exceptions: dict[str, str]) -> None:
+    names = {parameter.arg for _, node in functions() for parameter in (*node.args.args, *node.args.kwonlyargs)}
+    names |= {node.name for _, node in functions()} | {module.rpartition(".")[2] for module in MODULES}
+    assert exceptions.keys() - names == set()
+
+
+@pytest.mark.parametrize("name", ["asked", "_found", "other", "where", "kept", "written"])
+def test_a_bare_word_is_detected(name: str) -> None:
+    assert is_bare(name)
+
+
+@pytest.mark.parametrize("name", ["merged_model", "location", "seed", "read_recipe", "speed", "is_shared"])
+def test_a_noun_or_a_verb_with_an_object_is_not(name: str) -> None:
+    assert not is_bare(name)
