@@ -11,7 +11,7 @@ A release and a comparison of any two models share this module. It does not depe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
 from mergegate.tasks.evaluation import (
@@ -27,6 +27,7 @@ from mergegate.tasks.evaluation import (
 from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
+    GatePlan,
     GateVerdict,
     anchor_confidence,
     cannot_pass,
@@ -80,7 +81,7 @@ def assess_merge(
     runner = runner or local_runner()
     rule, limits = evidence.rule, evidence.limits
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
-    refusals = count_refusals(anchor.digest, but=merge.digest) if anchor else 0
+    refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.
     likelihoods: dict[str, Artifact[Likelihoods]] = {}
@@ -98,16 +99,17 @@ def assess_merge(
     evidence = evidence._replace(tasks=tasks)
     plan = {task.name: plan_interim_looks(task, evidence) for task in tasks}
     models = (*parents, *(release for release in (champion, anchor) if release), merge)
-    judging: dict[str, Any] = {
-        "merged": merge.name,
-        "schedule": plan,
-        "first_release": champion is None and needs_champion(guards),
-        "parents": _parents_for(rule.reference, parents),
-        "anchor_confidence": stricter,
-    }
+    gate_plan = GatePlan(
+        rule,
+        merged=merge.name,
+        schedule=plan,
+        first_release=champion is None and needs_champion(guards),
+        parents=_parents_for(rule.reference, parents),
+        anchor_confidence=stricter,
+    )
 
     def is_lost(task: str, scores: AllScores) -> bool:
-        return cannot_pass(task, guards, scores, rule, **judging)
+        return cannot_pass(task, guards, scores, gate_plan)
 
     scores: AllScores = {model.name: [] for model in models}
     documents = {task: planned[0] for task, planned in plan.items()}
@@ -115,7 +117,7 @@ def assess_merge(
     while True:
         look = _InterimLook(models, evidence, undecided, documents, is_lost)
         scores, waiting = _run_look(look, scores, runner)
-        verdict = gate(guards, scores, compared, limits, rule, waiting=waiting, **judging)
+        verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
         if not (undecided := undecided_tasks(verdict.value)):
             if anchor and is_refused_by_anchor(verdict.value):
                 record_refusal(anchor.digest, merge.digest)

@@ -47,7 +47,7 @@ class JudgedMerge:
 
 
 # A further judgment of a merge. It returns None if the profile does not configure it.
-FurtherJudgement = Callable[[JudgedMerge], Verdict | None]
+FurtherJudgment = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)

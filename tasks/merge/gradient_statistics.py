@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceStatistics(StageValue):
-    """Summary of the measured importance. See :mod:`merge_core.checkpoint.importance` for the files of the artifact."""
+    """Summary of the measured importance. :mod:`merge_core.checkpoint.measurements` describes the files."""
 
     model: Annotated[str, NotInKey]
     documents: int

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class InputStatistics(StageValue):
-    """Summary of the measured input moments. See :mod:`merge_core.checkpoint.moments` for the files of the artifact."""
+    """Summary of the measured input moments. :mod:`merge_core.checkpoint.measurements` describes the files."""
 
     model: Annotated[str, NotInKey]
     documents: int

@@ -25,7 +25,7 @@ from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, e
 from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 from mergegate.tasks.store import Artifact
 
@@ -101,7 +101,7 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
         path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
         location, setting = f"{recipe.location}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
-        pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
+        pinned = pin_text(path, field, hashes, TextSetting(location, setting, "recipe"), conversations=True)
         yield str(ref), pinned
 
 

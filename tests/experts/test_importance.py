@@ -24,7 +24,7 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import layer_windows
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 REVERSER = DEMO / "models/reverser"
@@ -34,7 +34,7 @@ SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk"
 def text_of(place: Path, documents: Sequence[str | list[dict[str, str]]]) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text", conversations=True)
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"), conversations=True)
 
 
 def read(

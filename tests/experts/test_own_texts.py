@@ -28,7 +28,7 @@ from mergegate.tasks.merge import layer_windows
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
@@ -37,7 +37,7 @@ SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk"
 def pinned(place: Path, *documents: str) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text")
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"))
 
 
 def read(

@@ -19,7 +19,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.gate.guards import CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
@@ -258,7 +258,7 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., 
     reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
     result, _ = judged(sometimes_wrong, guards=(COPY, reigning))
     assert result.verdict.value.publishable
-    assert result.verdict.value.notes == ("reverse: no release to hold it against yet",)
+    assert result.verdict.value.notes == ("reverse: no release to compare with yet",)
 
 
 @pytest.mark.parametrize("rule", ["each", "suite"])

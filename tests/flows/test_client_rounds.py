@@ -642,7 +642,7 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     assert "nothing new" in again.output, again.output
     assert {stage: project.artifacts(stage) for stage in before} == before
     # Garbage collection keeps the inputs of the current release and the state that the next round needs.
-    assert project.mergegate("store", "gc", "--older", "0").exit_code == 0
+    assert project.mergegate("store", "gc", "--older-than", "0").exit_code == 0
     assert project.artifacts("optimizer") == before["optimizer"]
     arguments = ("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
     made = project.mergegate(*arguments)

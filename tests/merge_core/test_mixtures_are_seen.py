@@ -19,7 +19,7 @@ from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.gradient_statistics import read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.perplexity import pin_text
+from mergegate.tasks.perplexity import TextSetting, pin_text
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"
 MIXTURES = {
@@ -44,7 +44,7 @@ def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": one}) + "\n" for one in ("rev: abcd>dcba", "a hen."))
     )
-    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), where="the text")
+    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), TextSetting("the text"))
     model = Model(name=name, digest=name, directory=place)
     unseen = []
     for read in (read_inputs, read_gradients):

@@ -225,7 +225,7 @@ def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) ->
         ("tokens: {<|n|>: {source: {kind: model_token, token: a}}}", "no 'model'"),
         ("tokens: {<|n|>: {source: {kind: one}}}", "zero or model_token"),
         ("tokens: {<|n|>: {source: {kind: zero, model: b}}}", "unknown key 'model'"),
-        ("tokens: {<|n|>: {force: true}}", "no source"),
+        ("tokens: {<|n|>: {force: true}}", "true without a source"),
         ("tokens: {<|n|>: {source: b, force: 1}}", "true or false"),
         ("tokens: [a]", "token: {source"),
         ("pad_to_multiple_of: -1", "from 1"),
@@ -309,7 +309,7 @@ def test_scores_of_two_models_are_not_put_side_by_side(tmp_path: Path, way: str)
 def test_tokens_that_are_written_in_another_way_are_refused(tmp_path: Path, way: str) -> None:
     model(tmp_path, "a", byte_level(), seed=0)
     model(tmp_path, "b", sentence_pieces(), seed=1)
-    with pytest.raises(InvalidInput, match="writes its tokens in another way"):
+    with pytest.raises(InvalidInput, match="spells its tokens differently"):
         merge_text(LINEAR + f"tokenizer: {{source: union, strangers: {way}}}", tmp_path)
 
 

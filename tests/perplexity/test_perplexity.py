@@ -194,7 +194,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, documents: HeldOutTex
 
 def test_documents_that_changed_after_they_were_pinned_are_noticed(documents: HeldOutText) -> None:
     documents.path.write_text('{"text": "another"}\n')
-    with pytest.raises(InvalidInput, match="changed while the run was going on"):
+    with pytest.raises(InvalidInput, match="changed during the run"):
         read_texts(documents, None)
 
 

@@ -158,7 +158,7 @@ class S3Location:
         return _client(self.endpoint, CONNECT_S, READ_S)
 
     def _retry(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        retry = retry_transient(_ATTEMPTS, transient=is_transient, sleep=lambda seconds: time.sleep(seconds))
+        retry = retry_transient(_ATTEMPTS, transient=is_transient_error, sleep=lambda seconds: time.sleep(seconds))
         return retry(call, *args, **kwargs)
 
 
@@ -213,7 +213,7 @@ def _response(error: BaseException) -> Mapping[str, Any]:
     return response if isinstance(response, Mapping) else {}
 
 
-def is_transient(error: BaseException) -> bool:
+def is_transient_error(error: BaseException) -> bool:
     """Return whether the error is transient, so that the same request may succeed later."""
     from botocore.exceptions import HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
@@ -246,7 +246,7 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
     details = _response(error).get("Error", {})
     text = f"{details.get('Code', '')} {details.get('Message', '')}".strip() or str(error) or type(error).__name__
     message = " ".join(text.split())[:_MAX_MESSAGE_LENGTH]
-    if is_transient(error):
+    if is_transient_error(error):
         return Refused(
             url,
             found=f"the store does not answer as expected: {message}",
