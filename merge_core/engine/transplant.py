@@ -235,9 +235,7 @@ def _read_tensor(tensor: AnyTensor) -> torch.Tensor:
     values = torch.from_numpy(content).view(getattr(torch, tensor.dtype.torch_name)).reshape(tensor.shape)
     if not bool(torch.isfinite(values).all()):
         raise InvalidInput(
-            f"{tensor.parts[0].file}: {tensor.name}",
-            found="NaN or infinite numbers",
-            expected="finite numbers",
+            f"{tensor.parts[0].file}: {tensor.name}", found="NaN or infinite numbers", expected="finite numbers"
         )
     return values
 

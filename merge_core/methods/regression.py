@@ -303,12 +303,7 @@ METHODS = (
         parameters=(
             _WEIGHT,
             Parameter(
-                "ridge",
-                "float",
-                "shared",
-                0.01,
-                "share of the mean square to add to the square of every input",
-                1e-6,
+                "ridge", "float", "shared", 0.01, "share of the mean square to add to the square of every input", 1e-6
             ),
             LAMBDA,
         ),

@@ -79,9 +79,7 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
                 remedy="get the checkpoint again",
             )
     return ModelDistances(
-        models=tuple(model.name for model in models),
-        broken=tuple(broken),
-        gram=tuple(tuple(row) for row in gram or ()),
+        models=tuple(model.name for model in models), broken=tuple(broken), gram=tuple(tuple(row) for row in gram or ())
     )
 
 

@@ -206,12 +206,7 @@ def combine_parents(
     """
     adapters = {ref: open_adapter(adapter) for ref, _, adapter in parents}
     combined = combine_adapters(
-        recipe,
-        open_checkpoint(parents[0][1]),
-        adapters,
-        out / "scratch",
-        seed=seed,
-        on_progress=on_progress,
+        recipe, open_checkpoint(parents[0][1]), adapters, out / "scratch", seed=seed, on_progress=on_progress
     )
     write_adapter(combined.adapter, out)
     companions = next((adapter.companions for adapter in adapters.values() if adapter.companions.sources), Companions())
