@@ -58,8 +58,8 @@ def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     period = next((period for size, period in _PERIODS if numel > size), 0)
     if not period:
         return values
-    rest = values[-start % period :]
-    return rest[: len(rest) // period * period].reshape(-1, period)[:, :_SAMPLE_RUN]
+    periods = values[-start % period :]
+    return periods[: len(periods) // period * period].reshape(-1, period)[:, :_SAMPLE_RUN]
 
 
 def judge_health(

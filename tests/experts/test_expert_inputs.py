@@ -27,7 +27,7 @@ from mergegate.merge_core.architecture.experts import match_experts, split_exper
 from mergegate.merge_core.checkpoint import open_importance, open_moments
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import InputMeasurements
-from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge import calibration
 from mergegate.tasks.merge.statistics_cost import statistics_needs
 
 Array = np.ndarray
@@ -257,8 +257,8 @@ def test_a_layer_of_experts_that_does_not_fit_is_measured_expert_by_expert(
 ) -> None:
     place, text = saved(built(family), tmp_path / "model"), pinned(tmp_path, *SENTENCES)
     whole = read(place, text, tmp_path / "whole")
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     split = read(place, text, tmp_path / "split")
     assert split == whole
     runs = sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))

@@ -21,10 +21,10 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge import calibration
+from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
@@ -118,8 +118,8 @@ def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], 
 def test_importance_does_not_depend_on_the_number_of_runs(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     total = found.tensors * len(SENTENCES)
@@ -136,8 +136,8 @@ class Stopped(BaseException):
 def test_a_killed_importance_measurement_resumes(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     text, out = text_of(tmp_path, SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:

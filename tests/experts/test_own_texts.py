@@ -24,9 +24,9 @@ from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge import calibration
+from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
-from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
 from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
@@ -127,8 +127,8 @@ def test_wide_inputs_are_stored_as_a_diagonal(loaded: tuple[Any, Any], tmp_path:
 def test_measuring_layer_by_layer_gives_the_same_moments(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     layers = loaded[0].config.num_hidden_layers
@@ -145,8 +145,8 @@ class Killed(BaseException):
 def test_a_killed_measurement_resumes(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     text, out = pinned(tmp_path, *SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
