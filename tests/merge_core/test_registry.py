@@ -153,7 +153,7 @@ def test_the_traits_of_a_method_of_another_package_decide_the_remedies(installed
         {"merge_method": "peace", "patience": 3, "calm": True},
         {"density": 0.5},
     ]
-    assert found[1].reason.endswith("adding adds them up and they cancel, while peace lets them talk.")
+    assert found[1].reason.endswith("adding adds opposed changes, which cancel, while peace lets them talk.")
     assert suggested("peace", conflict=0.48) == ()
 
 
