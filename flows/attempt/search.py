@@ -191,10 +191,12 @@ def recipe_labels(profile: Profile) -> list[str]:
     return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 
 
-def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = lambda trials: None) -> Study:
+def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] | None = None) -> Study:
     """Run the search as a stage with progress."""
     with report_stage("search", "") as stage:
-        study = pool.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
+        study = pool.search_all(
+            lambda progress: say_progress(partial(sweep_line, progress)), on_generation or (lambda trials: None)
+        )
         stage.status, stage.summary = "made" if study.new_count else "cached", study.summary()
     return study
 
