@@ -104,10 +104,10 @@ def test_status_needs_no_server(project: Project) -> None:
 
 def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = EventLines()
-    lines.started("evaluate", "base")
-    lines.advanced("evaluate", "base", 1, 10, "requests")
-    lines.advanced("evaluate", "base", 2, 10, "requests")
-    lines.ended("evaluate", "base", "made", 1.5, "copy 100.0")
+    lines.on_start("evaluate", "base")
+    lines.on_progress("evaluate", "base", 1, 10, "requests")
+    lines.on_progress("evaluate", "base", 2, 10, "requests")
+    lines.on_end("evaluate", "base", "made", 1.5, "copy 100.0")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["event"] for one in told] == ["started", "advanced", "ended"]
     assert told[-1] | {"time": 0} == {
