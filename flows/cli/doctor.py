@@ -104,7 +104,7 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
     reports = directory / "reports"
     if not reports.is_dir():
         return
-    if history_damage := read_history(reports).said_of_damage():
+    if history_damage := read_history(reports).damage_sentence():
         yield set_aside_count(reports / HISTORY, history_damage.rstrip("."))
     for page in sorted(reports.glob("*/*")):
         if (finding := is_leftover(page)) is not None:
