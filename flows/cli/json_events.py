@@ -67,7 +67,7 @@ class EventLines:
 
     def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
         now = time.monotonic()
-        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and done < total:
+        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and completed < total:
             return
         self._last_progress[stage, subject] = now
         print_event("advanced", stage=stage, subject=subject, done=completed, total=total, unit=unit)

@@ -61,8 +61,8 @@ def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node).startswith("print(json.dumps(")
     }
-    # app.py prints the outcome of a run. The first test validates it.
-    assert printing == {"output.py", "json_events.py", "app.py"}
+    # run_summary.py prints the outcome of a run. The first test validates it.
+    assert printing == {"output.py", "json_events.py", "run_summary.py"}
 
 
 def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:

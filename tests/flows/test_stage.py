@@ -236,7 +236,7 @@ def test_prefect_shows_a_miss_a_hit_and_a_rebuild_apart() -> None:
         runs = task_runs(two_stages(21))
         return runs["count"].state_name, runs["double"].state_name
 
-    assert seen() == ("Built", "Built")
+    assert seen() == ("Made", "Made")
     assert seen() == ("Cached", "Cached")
     artifact, _, _ = run(21)
     assert isinstance(artifact, Artifact)
