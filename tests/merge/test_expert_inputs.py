@@ -19,7 +19,6 @@ import torch
 import transformers
 from test_importance import read as read_importance
 from test_importance import text_of
-from test_matching import permuted
 from test_own_texts import DEMO, SENTENCES, pinned, read
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -464,7 +463,7 @@ def test_experts_in_another_order_take_along_what_was_measured(
     built: Callable[[str], Any], tmp_path: Path, family: str
 ) -> None:
     root, near = tmp_path / "models", mixtures.related(built(family), 1, share=0.05)
-    made = {"a": built(family), "near": near, "crossed": permuted(near, (2, 0, 3, 1))}
+    made = {"a": built(family), "near": near, "crossed": mixtures.permuted(near, (2, 0, 3, 1))}
     text, seen, matters = pinned(tmp_path, *SENTENCES), {}, {}
     for name, model in made.items():
         saved(model, root / name)
