@@ -108,7 +108,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     for name in needed:
         definition = read_tokenizer(checkpoints[name].companions)
         # Not every tokenizer with a vocab.txt uses its line numbers as ids.
-        if definition is None or definition.where.endswith("vocab.txt"):
+        if definition is None or definition.location.endswith("vocab.txt"):
             raise InvalidInput(
                 choice.location,
                 found=f"{name} has no tokenizer.json",

@@ -193,7 +193,7 @@ def _misnumbered_findings(name: str, definition: TokenizerDefinition) -> Iterato
         token = definition.misnumbered[0]
         yield Finding(
             "warn",
-            f"{name}: {PurePath(definition.where).name}: added_tokens",
+            f"{name}: {PurePath(definition.location).name}: added_tokens",
             found=f"the library assigns different ids to {len(definition.misnumbered)} tokens, such as {token!r}",
             expected=f"{definition.ids[token]} for {token!r}, because an added token gets the next free id",
             remedy="save the tokenizer again; mergegate uses the ids that the library assigns",

@@ -73,7 +73,7 @@ def test_a_misspelt_name_is_refused() -> None:
 
 
 def test_auto_without_any_template_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="none has one"):
+    with pytest.raises(InvalidInput, match="at least one parent with a chat template"):
         select_chat_templates("auto", [{}, {}], "here")
 
 

@@ -14,7 +14,7 @@ from tokenizer_samples import TEXTS, byte_level, content_of, with_added, write_t
 
 from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
-from mergegate.merge_core.checkpoint.vocabulary.pieces import read_pieces
+from mergegate.merge_core.checkpoint.vocabulary.tokens import read_pieces
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
@@ -127,7 +127,7 @@ def test_one_tokenizer_in_two_forms_is_not_said_to_cut_text_otherwise(pair: Path
     assert planned.tokenizer_pairs == ()
     (found,) = planned.findings
     assert found.severity == "warn"
-    assert "not compared, because vocab.json does not say it" in found.found
+    assert "not compared, because vocab.json does not contain them" in found.found
 
 
 def test_lines_of_a_vocabulary_are_its_ids(pair: Path) -> None:

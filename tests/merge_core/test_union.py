@@ -309,7 +309,7 @@ def test_scores_of_two_models_are_not_put_side_by_side(tmp_path: Path, way: str)
 def test_tokens_that_are_written_in_another_way_are_refused(tmp_path: Path, way: str) -> None:
     model(tmp_path, "a", byte_level(), seed=0)
     model(tmp_path, "b", sentence_pieces(), seed=1)
-    with pytest.raises(InvalidInput, match="writes its tokens in another way"):
+    with pytest.raises(InvalidInput, match="spells its tokens differently"):
         merge_text(LINEAR + f"tokenizer: {{source: union, strangers: {way}}}", tmp_path)
 
 
