@@ -129,7 +129,7 @@ def smoke_url(
     except Unreachable as error:
         raise InvalidInput(url, found=str(error), expected="a server that speaks the OpenAI API") from None
     if answer.status != 200:
-        remedy = "the address without /v1; --key-from for a server that wants a key"
+        remedy = "the address without /v1; --api-key-env for a server that wants a key"
         raise InvalidInput(f"{url}/v1/models", found=answer.complaint, expected="a list of models", remedy=remedy)
     listed = models_of(answer)
     if not listed or (model is not None and model not in listed):

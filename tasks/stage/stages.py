@@ -18,7 +18,7 @@ The key covers the stage's name, its version and its arguments (see ``tasks.stor
 meaning of a stage changes, so that earlier artifacts are rebuilt. The store is the only cache, and Prefect persists no
 results.
 
-Prefect shows each run as ``Built``, ``Cached`` or ``Rebuilt`` (the stored artifact was damaged), or as a failed
+Prefect shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (the stored artifact was damaged), or as a failed
 ``Refused`` or ``Invalid``, together with the stage's summary. It also shows the dependencies between stages, which are
 derived from the digests in their inputs.
 
@@ -220,7 +220,7 @@ class DeclaredStage(Generic[P, V, A]):
             return Failed(name=state_name(error.status), message=str(error), data=error)
         if status != "cached":
             _show(call, artifact, summary)
-        return Completed(name="Built" if status == "made" else status.title(), message=summary, data=artifact)
+        return Completed(name=status.title(), message=summary, data=artifact)
 
     def _run_and_report(self, call: StageCall) -> tuple[A, StageStatus, str]:
         """Run the stage, report it to the watcher, and return the artifact, its status and its summary.
@@ -482,7 +482,7 @@ def step(
                 value = run_and_report(call)
             except MergegateError as error:
                 return Failed(name=state_name(error.status), message=str(error), data=error)
-            return Completed(name="Built" if value.new else "Unchanged", message=value.summary(), data=value)
+            return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
 
         def run_and_report(call: StageCall) -> S:
             with report_stage(name, "") as report, disk_errors_refused(home()), within_limit(name):

@@ -287,7 +287,7 @@ def test_what_can_leave_others_out_is_asked_alone() -> None:
     copy, reverse, sort = TASKS
 
     def groups(*order: tuple[EvalTask, int]) -> list[list[str]]:
-        return [[task.name for task, _ in group] for group in assessment._side_by_side(order, evidence)]
+        return [[task.name for task, _ in group] for group in assessment._independent_groups(order, evidence)]
 
     assert groups((copy, 5), (sort, 5), (reverse, 5)) == [["copy", "sort", "reverse"]]
     assert groups((reverse, 5), (copy, 5), (sort, 5)) == [["reverse"], ["copy", "sort"]]

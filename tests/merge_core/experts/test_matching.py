@@ -5,7 +5,6 @@ The oracle is transformers: a model whose experts and router rows were permuted 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -18,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixtures import EXPERTS, build, logits, related, save
+from mixtures import build, logits, permuted, related, save
 from safetensors.torch import load_file
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -33,18 +32,6 @@ FEW = ("mixtral", "glm4_moe", "gpt_oss")
 TRIED = [pytest.param(family, marks=[] if family in FEW else pytest.mark.slow) for family in FAMILIES]
 # GLM-4-MoE has two groups of two experts here. This order permutes both the groups and the experts within them.
 ORDERS = {"glm4_moe": (3, 2, 0, 1)}
-
-
-def permuted(model: Any, order: Sequence[int]) -> Any:
-    """Return the same function with permuted experts: expert `i` is the former expert `order[i]`."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, tensor in other.state_dict().items():
-            part = name.rpartition("layers.")[2]
-            routed = any(word in part for word in ("gate.weight", "gate.e_score", "router", "expert_bias", "experts."))
-            if routed and "shared" not in part and tensor.shape[:1] == (EXPERTS,):
-                tensor.copy_(tensor[list(order)].clone())
-    return other
 
 
 @pytest.fixture(scope="session")

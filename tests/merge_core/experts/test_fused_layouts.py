@@ -70,7 +70,7 @@ def recipe_of(method: str, names: tuple[str, str, str]) -> str:
 def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: object) -> dict[str, torch.Tensor]:
     loaded = load_recipe(recipe)
     if loaded.needs_distances:
-        loaded = replace(loaded, places={})
+        loaded = replace(loaded, distances={})
     if loaded.texts:  # Without measurements, every tensor is the mean.
         loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
