@@ -51,7 +51,7 @@ class Said:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.lines.append(text)
 
     def __getattr__(self, name: str) -> object:
