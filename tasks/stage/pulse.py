@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mergegate.merge_core.wording import format_bytes
+from mergegate.merge_core.wording import format_bytes, format_duration
 
 EVERY = 30.0  # Seconds between two log lines about one stage.
 _LOG_WIDTH = 160  # Maximum characters of a log line.
