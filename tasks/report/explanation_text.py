@@ -37,7 +37,7 @@ def why(explanation: Explanation) -> tuple[str, ...]:
     interference = explanation.interference
     if interference is None:
         return ("The weights of these models could not be compared.",)
-    total = interference.whole
+    total = interference.network_tally
     sentences = [
         *_movement(explanation, total),
         *_conflict(explanation, total),
@@ -58,7 +58,7 @@ def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
     """Return one row per task vector. The result is empty if the weights could not be compared."""
     if explanation.interference is None:
         return ()
-    total = explanation.interference.whole
+    total = explanation.interference.network_tally
     return tuple(
         VectorRow(
             name=name,
@@ -79,7 +79,7 @@ def merge_length(explanation: Explanation) -> str:
     The result is empty if the distance is unknown.
     """
     interference = explanation.interference
-    return _relative(interference.whole.merge_length) if interference and interference.has_merge else ""
+    return _relative(interference.network_tally.merge_length) if interference and interference.has_merge else ""
 
 
 def ensemble_sentence(content: ReportContent) -> str:
