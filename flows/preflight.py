@@ -184,7 +184,7 @@ def preflight_profile(
         InvalidInput: A recipe is invalid.
     """
     with problems.noted():
-        profile.limits.require_known()
+        profile.limits.require_known_stages()
     with problems.noted():
         check_target(profile.publish, profile.root)
     with problems.noted():

@@ -58,7 +58,7 @@ def test_a_parent_is_the_commit_that_its_branch_meant(online: LookAlike) -> None
     }
 
 
-def test_cards_and_licences_come_and_files_of_other_libraries_do_not(online: LookAlike, models: Path) -> None:
+def test_cards_and_licenses_come_and_files_of_other_libraries_do_not(online: LookAlike, models: Path) -> None:
     (models / "base" / "LICENSE.txt").write_text("terms")
     (models / "base" / "additional_chat_templates").mkdir()
     (models / "base" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
