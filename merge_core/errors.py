@@ -260,7 +260,8 @@ class FindingLog:
 
     def warn(self, location: str, *, found: str, expected: str = "", remedy: str = "") -> None:
         """Record a warning."""
-        self.findings.append(Finding("warn", *map(to_printable, (location, found, expected, remedy))))
+        location, found = to_printable(location), to_printable(found)
+        self.findings.append(Finding("warn", location, found, to_printable(expected), to_printable(remedy)))
 
     @property
     def blocks(self) -> bool:
