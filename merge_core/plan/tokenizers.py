@@ -160,7 +160,7 @@ def _compare_aligned(
                 f"{name}: tokenizer.json",
                 found=f"{len(alignment.ids) - len(other.ids)} more tokens in the result ({alignment.choice.strangers})",
                 expected="the tokenizer that the model was trained with",
-                remedy="check how many texts are split differently; with strangers: specials, no text is",
+                remedy="check how many texts are split differently; strangers: specials changes no text",
             )
             findings.append(change)
             if other.has_pipeline:

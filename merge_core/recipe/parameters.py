@@ -204,7 +204,7 @@ def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
     if isinstance(result, (int, float)) and not isinstance(result, bool):
         low, high = parameter.minimum, parameter.maximum
         if (low is not None and result < low) or (high is not None and result > high):
-            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.name} {parameter.range}")
+            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.range} for {parameter.name}")
     return result
 
 

@@ -19,7 +19,6 @@ import torch
 import transformers
 from test_importance import read as read_importance
 from test_importance import text_of
-from test_matching import permuted
 from test_own_texts import DEMO, SENTENCES, pinned, read
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -462,7 +461,7 @@ def test_unused_experts_take_no_space(built: Callable[[str], Any], tmp_path: Pat
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_reordered_experts_keep_their_measurements(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
     root, near = tmp_path / "models", mixtures.related(built(family), 1, share=0.05)
-    made = {"a": built(family), "near": near, "crossed": permuted(near, (2, 0, 3, 1))}
+    made = {"a": built(family), "near": near, "crossed": mixtures.permuted(near, (2, 0, 3, 1))}
     text, seen, matters = pinned(tmp_path, *SENTENCES), {}, {}
     for name, model in made.items():
         saved(model, root / name)
