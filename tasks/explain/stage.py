@@ -41,7 +41,7 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
-        tally = self.interference.whole
+        tally = self.interference.network_tally
         parts = [] if tally.conflict is None else [f"sign conflict {100 * tally.conflict:.0f} %"]
         if (ratio := relative_movement(tally)) is not None:
             is_base = ratio < 0.005
@@ -244,7 +244,7 @@ def explain_merge(
                 refs=tuple(parent.ref for parent in parents),
                 origin=(origin.name, origin.ref),
                 has_base=origin.is_base,
-                tally=interference.whole,
+                tally=interference.network_tally,
                 verdict=verdict,
                 named_base=named_base((parent.directory for parent in pinned_recipe.parents), directory)
                 if directory

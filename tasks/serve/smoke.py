@@ -129,7 +129,7 @@ def smoke_url(
     except Unreachable as error:
         raise InvalidInput(url, found=str(error), expected="a server that speaks the OpenAI API") from None
     if answer.status != 200:
-        remedy = "the address without /v1; --key-from for a server that wants a key"
+        remedy = "the address without /v1; --api-key-env for a server that wants a key"
         raise InvalidInput(f"{url}/v1/models", found=answer.complaint, expected="a list of models", remedy=remedy)
     listed = models_of(answer)
     if not listed or (model is not None and model not in listed):
@@ -195,7 +195,7 @@ class ServerProbe:
             self.checks += answers
             self._on_progress(STEPS, "ending")
         except Unreachable as error:
-            if server and not error.late and server.has_died():
+            if server and not error.timed_out and server.has_died():
                 raise server.ended() from None
             raise
 

@@ -1,0 +1,121 @@
+"""Everyday commands: dry run, status, history and explanation, and one JSON schema for all machine-readable output."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+import pytest
+from demo_project import PROFILES, Printed, Project
+
+from mergegate.flows.cli.json_events import EventLines
+
+CLI = PROFILES.parent / "flows" / "cli"
+ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")
+FETCHED = "fetch-data profiles/by-name.yaml"
+FINISHED = (
+    "run profiles/demo.yaml --dry-run",
+    "open",
+    "store verify",
+    "store gc --dry-run",
+    "verify releases/demo/latest",
+)
+STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobody", "run nowhere.yaml")
+
+
+@pytest.mark.parametrize("command", [*ANSWERS, *FINISHED, FETCHED, *STOPPED])
+def test_what_commands_print_for_machines_has_one_shape(released: tuple[Project, Printed], command: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    project, _ = released
+    if command == FETCHED:
+        have_data_by_name(project)
+    done = project.mergegate(*command.split(), "--json")
+    schema = json.loads((PROFILES.parent / "docs" / "schema" / "answer.json").read_text())
+    told = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(schema).validate(told)
+    assert (done.exit_code == 2) is (command in STOPPED), done.output
+    (line,) = re.findall(r"^\| `status` \|(.*)$", (PROFILES.parent / "docs" / "json.md").read_text(), re.MULTILINE)
+    assert told["status"] in re.findall(r"`([^`]+)`", line)
+    if command == FETCHED:
+        assert told["datasets"] == [
+            {"dataset": "baber/piqa", "revision": "", "directory": str(project.root / "profiles/eval-data/baber/piqa")}
+        ]
+
+
+def have_data_by_name(project: Project) -> None:
+    """Write a profile with a task by name and its data, so that no network access is needed."""
+    data = project.root / "profiles" / "eval-data"
+    data.mkdir(exist_ok=True)
+    (data / "piqa_validation.jsonl").write_text("{}\n")
+    evaluate = {"data": "eval-data", "tasks": [{"task": "piqa", "guarded_by": "base"}]}
+    profile = {"name": "n", "recipe": "r.yaml", "evaluate": evaluate}
+    (project.root / "profiles" / "by-name.yaml").write_text(json.dumps(profile))
+
+
+def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
+    printing = {
+        file.name
+        for file in CLI.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("print(json.dumps(")
+    }
+    # run_summary.py prints the outcome of a run. The first test validates it.
+    assert printing == {"output.py", "json_events.py", "run_summary.py"}
+
+
+def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:
+    project, _ = released
+
+    def planned(*more: str) -> dict[str, Any]:
+        done = project.mergegate("run", "profiles/demo.yaml", "--dry-run", "--json", *more)
+        assert done.exit_code == 0, done.output
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    assert all(stage["cached"] for stage in planned()["stages"])
+    otherwise = planned("--set", "perplexity.max_documents=7")
+    assert {stage["stage"] for stage in otherwise["stages"] if not stage["cached"]} == {"perplexity"}
+    assert otherwise["seconds"] > 0
+    assert not otherwise["rough"]
+    assert otherwise["overrides"] == ["perplexity.max_documents=7"]
+    never_run = planned("--set", "name=another", "--set", "perplexity.max_documents=7", "--price", "box=3600")
+    assert never_run["rough"]
+    assert never_run["attempts"] == 1
+    assert planned("--remedy", "auto")["attempts"] == planned("--set", "remedies=auto")["attempts"] == 4
+    assert 0 < never_run["seconds"] == never_run["cost"]["box"]
+
+
+def test_a_past_run_is_explained_in_lines(released: tuple[Project, Printed]) -> None:
+    done = released[0].mergegate("explain", "demo")
+    assert done.exit_code == 0, done.output
+    assert "demo: released" in done.output
+    assert "reverse: +0.5 points lost against reverser" in done.output
+    assert "merged    ties of 2 over base" in done.output
+
+
+def test_status_needs_no_server(project: Project) -> None:
+    done = project.mergegate("status")
+    assert done.exit_code == 0, done.output
+    assert "running  nothing" in done.output
+    assert "no run has finished here yet" in done.output
+
+
+def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = EventLines()
+    lines.on_start("evaluate", "base")
+    lines.on_progress("evaluate", "base", 1, 10, "requests")
+    lines.on_progress("evaluate", "base", 2, 10, "requests")
+    lines.on_end("evaluate", "base", "made", 1.5, "copy 100.0")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in told] == ["started", "advanced", "ended"]
+    assert told[-1] | {"time": 0} == {
+        "event": "ended",
+        "time": 0,
+        "stage": "evaluate",
+        "subject": "base",
+        "status": "made",
+        "seconds": 1.5,
+        "summary": "copy 100.0",
+    }

@@ -1,0 +1,260 @@
+"""Every run ends with a named state, a report page and a history entry, and a refusal shows no traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from demo_project import Project, make_project
+from prefect import flow
+from prefect.client.schemas.objects import State
+from rich.console import Console
+
+from mergegate.flows.cli.history import print_history
+from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome, profile_name
+from mergegate.flows.outcome.archive import prefect_page
+from mergegate.flows.outcome.run_names import run_name
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.report import RunRecord, archive_run, read_history
+from mergegate.tasks.stage import StageValue, home, runs_directory, stage, value_stage
+from mergegate.tasks.store import read_runs
+
+PAGE = "<style></style><main><header></header></main>"
+
+
+class Checked(StageValue):
+    forbidden: bool
+
+    def summary(self) -> str:
+        return "looked at"
+
+    def refusal(self) -> Refused | None:
+        return Refused("licences", found="cc-by-nc-4.0", remedy="leave it out") if self.forbidden else None
+
+
+@value_stage("licenses", version=1)
+def look(forbidden: bool) -> Checked:
+    return Checked(forbidden=forbidden)
+
+
+@stage("merge", version=1)
+def write(out: Path, size: int) -> Checked:
+    (out / "weights").write_bytes(b"x" * size)
+    return Checked(forbidden=False)
+
+
+def run_of(story: Callable[[], RunOutcome], name: str = "demo") -> State[RunOutcome]:
+    @flow(name="release")
+    def run() -> object:
+        return conclude_flow(story, name)
+
+    state: State[RunOutcome] = run(return_state=True)
+    return state
+
+
+def refused() -> RunOutcome:
+    write(1000)
+    look(True)
+    raise AssertionError("a refusal went on")
+
+
+def invalid() -> RunOutcome:
+    raise InvalidInput("demo.yaml: recepe", found="unknown key <b>", expected="recipe", remedy="did you mean 'recipe'?")
+
+
+def crashed() -> RunOutcome:
+    write(1000)
+    raise ZeroDivisionError("by <nothing>")
+
+
+def passed() -> RunOutcome:
+    write(1000)
+    return RunOutcome(status="passed", message="demo passed the gate")
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+class TestEveryEnding:
+    @pytest.mark.parametrize(
+        ("story", "state", "code", "words"),
+        [
+            (refused, "Refused", 3, ("licences", "cc-by-nc-4.0", "leave it out", "looked at")),
+            (invalid, "Invalid", 2, ("demo.yaml: recepe", "unknown key &lt;b&gt;", "did you mean")),
+            (crashed, "Failed", 1, ("ZeroDivisionError: by &lt;nothing&gt;", "The traceback stands in")),
+            (passed, "Passed", 0, ("looked at",)),
+        ],
+    )
+    def test_has_its_state_its_page_and_its_line(
+        self, story: Callable[[], RunOutcome], state: str, code: int, words: tuple[str, ...]
+    ) -> None:
+        ended = run_of(story)
+        assert ended.name == state
+        assert ended.is_completed() == (code == 0)
+        (line,) = read_history(home() / "reports").records
+        assert line.status == state.lower()
+        page = (home() / "reports" / line.report).read_text(encoding="utf-8").replace("<wbr>", "")
+        for word in (*words, state):
+            assert word in page
+        assert (home() / "reports" / "demo.html").is_file()
+        assert line.report in (home() / "reports" / "index.html").read_text(encoding="utf-8")
+        outcome = flow_outcome(ended)
+        if code == 1:
+            assert isinstance(outcome, ZeroDivisionError)
+            assert outcome.__notes__ == [f"report: {home() / 'reports' / 'demo.html'}"]
+        else:
+            assert isinstance(outcome, RunOutcome)
+            assert (outcome.exit_code, outcome.report) == (code, home() / "reports" / "demo.html")
+            assert ended.message == outcome.text
+
+    def test_a_page_about_a_refusal_is_no_verdict(self) -> None:
+        for story, judged in ((refused, False), (invalid, False), (passed, True)):
+            run_of(story)
+            assert read_runs(runs_directory())[-1].judged is judged
+
+    def test_stages_and_what_they_added_to_the_store_are_told(self) -> None:
+        run_of(passed)
+        run_of(passed)
+        first, second = read_history(home() / "reports").records
+        assert 1000 <= first.bytes_made < 5000
+        assert second.bytes_made == 0
+        assert [(one.name, one.calls, one.cached) for one in first.stages] == [("merge", 1, 0)]
+        assert [(one.name, one.calls, one.cached) for one in second.stages] == [("merge", 1, 1)]
+
+    def test_nothing_that_goes_wrong_with_the_history_is_an_error_of_the_run(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("mergegate.flows.outcome.archive.archive_run", full)
+        with caplog.at_level(logging.WARNING):
+            assert run_of(passed).name == "Passed"
+            assert run_of(refused).name == "Refused"
+            assert run_of(crashed).name == "Failed"
+        assert "the report of this run could not be stored" in caplog.text
+
+    def test_a_refusal_is_no_exception_for_whoever_asks_for_it(self) -> None:
+        with pytest.raises(StoppedRun, match="cc-by-nc"):
+            run_of(refused).result()
+
+
+class TestNames:
+    def test_a_person_recognises_a_run(self, tmp_path: Path) -> None:
+        root = make_project(tmp_path).root
+        named = run_name("release", {"profile": root / "profiles" / "demo.yaml"}, "2026-11-21")
+        assert named == "demo · ties of 2 · 2026-11-21"
+        swept = run_name("sweep", {"profile": str(root / "profiles" / "demo-sweep.yaml")}, "2026-11-21")
+        assert swept.startswith("demo-sweep · sweep of ")
+        compared = run_name("compare", {"reference": "models/a", "candidate": "org/b@main"}, "2026-11-21")
+        assert compared == "b@main against a · 2026-11-21"
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            None,
+            b"",
+            b"\xff\xfe\x00",
+            b"name: [1",
+            b"name: broken\nrecepe: 1",
+            b"name: x/../y\nrecipe: 1",
+            b"name: n\nrecipe: nowhere.yaml\n",
+            b"- 1\n" * 10_000,
+        ],
+    )
+    def test_no_profile_fails_the_name_or_holds_it_up(self, tmp_path: Path, content: bytes | None) -> None:
+        file = tmp_path / "nightly.yaml"
+        if content is not None:
+            file.write_bytes(content)
+        began = time.monotonic()
+        named = run_name("release", {"profile": file}, "2026-11-21")
+        assert time.monotonic() - began < 5
+        own = {b"name: broken\nrecepe: 1": "broken", b"name: n\nrecipe: nowhere.yaml\n": "n"}.get(content or b"")
+        assert named == f"{own or 'nightly'} · 2026-11-21"
+
+    @pytest.mark.parametrize("parameters", [{}, {"profile": 3}, {"profile": {"name": "x"}}])
+    def test_parameters_that_mean_nothing_have_a_name_too(self, parameters: dict[str, object]) -> None:
+        assert run_name("release", parameters, "2026-11-21") == "release · 2026-11-21"
+
+    def test_a_whole_profile_names_itself(self) -> None:
+        profile = Profile.model_validate({"name": "inline", "recipe": "nowhere.yaml"})
+        assert profile_name(profile) == "inline"
+        assert run_name("release", {"profile": profile}, "2026-11-21") == "inline · 2026-11-21"
+
+
+class TestPrefectsPage:
+    def test_is_small_and_keeps_status_and_report_whatever_was_found(self) -> None:
+        outcome = RunOutcome(status="refused", message="é\n" * 10**6, report=Path("/somewhere/demo.html"))
+        page = prefect_page(outcome, "demo")
+        assert len(page.encode()) < 100_000
+        assert page.startswith("## ✗ refused: demo")
+        assert page.endswith("Report: `/somewhere/demo.html`\n")
+
+    def test_a_message_does_not_end_its_fence(self) -> None:
+        page = prefect_page(RunOutcome(status="invalid", message="a\n```\n# b"), "demo")
+        assert page.count("````") == 2
+
+
+class TestTheCommand:
+    @pytest.fixture
+    def project(self, tmp_path: Path) -> Project:
+        project = Project(tmp_path)
+        for number, profile in enumerate(("demo", "a-profile-whose-name-is-quite-long", "demo")):
+            record = RunRecord(
+                run=str(number),
+                flow="release",
+                profile=profile,
+                ended=1_790_000_000.0 + number,
+                seconds=4000,
+                status="nothing new",
+                message="m",
+                version="0123456789abcdef",
+            )
+            archive_run(project.home / "reports", record, PAGE)
+        return project
+
+    def test_fits_eighty_columns_the_newest_first(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
+        console = Console(width=80, record=True, force_terminal=False, file=io.StringIO())
+        print_history(console, False)
+        lines = console.export_text().splitlines()
+        assert all(len(line) <= 80 for line in lines[:4]), lines
+        assert ["demo" in line for line in lines[1:4]] == [True, False, True]
+        assert all("nothing new" in line and "1 h 06 m" in line for line in lines[1:4])
+
+    def test_of_one_profile_as_json(self, project: Project) -> None:
+        said = json.loads(project.mergegate("history", "demo", "--json").stdout)
+        assert [one["run"] for one in said["runs"]] == ["2", "0"]
+        assert said["damaged"] == 0
+
+    def test_an_unknown_profile_is_told_who_is_known(self, project: Project) -> None:
+        result = project.mergegate("history", "demos")
+        assert result.exit_code == 2
+        assert "did you mean 'demo'?" in result.output
+
+    def test_damage_is_said_and_nothing_is_no_error(self, project: Project, tmp_path: Path) -> None:
+        with (project.home / "reports" / "history.jsonl").open("ab") as file:
+            file.write(b"garbage\n")
+        assert "1 damaged line of the history left out." in project.mergegate("history").output
+        assert project.mergegate("doctor").exit_code == 3
+        assert "undamaged lines stay" in project.mergegate("doctor", "--repair").output
+        assert "damaged" not in project.mergegate("history").output
+        assert len(read_history(project.home / "reports").records) == 3
+        empty = Project(tmp_path / "empty")
+        empty.root.mkdir()
+        assert "no run has finished here yet" in empty.mergegate("history").output
+
+    def test_a_profile_that_cannot_be_read_leaves_its_page(self, project: Project) -> None:
+        (project.root / "broken.yaml").write_text("name: support\nrecepe: x\n")
+        result = project.mergegate("run", "broken.yaml")
+        assert result.exit_code == 2
+        last = read_history(project.home / "reports").records[-1]
+        assert (last.profile, last.status) == ("support", "invalid")
+        page = (project.home / "reports" / "support.html").read_text(encoding="utf-8").replace("<wbr>", "")
+        assert "unknown key &#39;recepe&#39;" in page
+        assert project.mergegate("run", "nowhere.yaml").exit_code == 2
+        assert len(read_history(project.home / "reports").records) == 4, "a file that is not there is no run"

@@ -1,0 +1,119 @@
+"""Overrides for one run: ``--set`` parses them, refuses invalid ones, and records them with the run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from demo_project import Printed, Project, make_project
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import with_overrides
+
+PROFILE = {"name": "demo", "evaluate": {"documents": 400, "tasks": [{"task": "a", "max_drop": 3}, {"task": "b"}]}}
+
+
+@pytest.mark.parametrize(
+    ("said", "path", "value"),
+    [
+        (["evaluate.documents=200"], ("evaluate", "documents"), 200),
+        (["evaluate.tasks[1].max_drop=1.5"], ("evaluate", "tasks", 1, "max_drop"), 1.5),
+        (["evaluate.tasks[0]={task: c}"], ("evaluate", "tasks", 0), {"task": "c"}),
+        (["limits.run=2 h"], ("limits", "run"), "2 h"),
+        (["publish=null"], ("publish",), None),
+        (["name=a=b"], ("name",), "a=b"),
+        (["name=one", "name=two"], ("name",), "two"),
+    ],
+)
+def test_a_path_has_the_value(said: list[str], path: tuple[Any, ...], value: object) -> None:
+    before = json.dumps(PROFILE)
+    found: Any = with_overrides(PROFILE, said)
+    for step in path:
+        found = found[step]
+    assert found == value
+    assert json.dumps(PROFILE) == before
+
+
+KEYS = st.lists(st.from_regex(r"[a-z_][a-z0-9_-]{0,5}", fullmatch=True), min_size=1, max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text("abc ", max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=2),
+)
+
+
+@given(KEYS, VALUES)
+def test_whatever_yaml_says_stands_where_the_path_leads(keys: list[str], value: Any) -> None:
+    found: Any = with_overrides({}, [f"{'.'.join(keys)}={yaml.safe_dump(value, default_flow_style=True)}"])
+    for key in keys:
+        (found,) = (inner for name, inner in found.items() if name == key)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("evaluate", "KEY=VALUE"),
+        ("=3", "KEY=VALUE"),
+        ("[0]=3", "KEY=VALUE"),
+        ("a..b=3", "KEY=VALUE"),
+        (".name=3", "KEY=VALUE"),
+        ("a[x]=3", "KEY=VALUE"),
+        ("name.x=3", "name is 'demo'"),
+        ("evaluate.tasks[2].max_drop=3", "a list with more than 2 items"),
+        ("evaluate.tasks.a=3", "a section"),
+        ("evaluate[0]=3", "a list with more than 0 items"),
+        ("name=[", "a value in YAML"),
+        ("name=--- 1\n--- 2", "one value"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(said: str, message: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        with_overrides(PROFILE, [said])
+    assert message in str(caught.value)
+    assert "--set" in str(caught.value)
+
+
+def test_a_key_that_is_none_is_refused_with_the_nearest(tmp_path: Any) -> None:
+    project = make_project(tmp_path)
+    refused = project.mergegate("run", "profiles/demo.yaml", "--set", "evaluate.documnts=100")
+    assert refused.exit_code == 2
+    assert "did you mean 'documents'?" in refused.output
+    assert "--set evaluate.documnts=100" in refused.output
+
+
+def test_a_file_cannot_say_what_it_is_told_otherwise(tmp_path: Any) -> None:
+    project = make_project(tmp_path)
+    path = project.root / "profiles" / "demo.yaml"
+    path.write_text(path.read_text() + "overrides: [name=x]\n")
+    with pytest.raises(InvalidInput, match="--set"):
+        load_profile(path)
+
+
+def test_a_run_is_kept_with_what_it_was_told_and_publishes_nothing_if_told_so(
+    released: tuple[Project, Printed],
+) -> None:
+    project, _ = released
+    before = sorted(path.name for path in (project.root / "releases" / "demo").iterdir())
+    told = ("--set", "evaluate.tasks[0].max_drop=2.5")
+    done = project.mergegate("run", "profiles/demo.yaml", *told, "--no-publish", "--json")
+    assert done.exit_code == 0, done.output
+    outcome = json.loads(done.output)
+    assert (outcome["status"], outcome["overrides"]) == ("passed", ["evaluate.tasks[0].max_drop=2.5"])
+    assert outcome["content"]["verdict"]["guards"][0]["max_drop"] == 2.5
+    assert sorted(path.name for path in (project.root / "releases" / "demo").iterdir()) == before
+    page = (project.home / "reports" / "demo.html").read_text(encoding="utf-8")
+    assert "evaluate.tasks[0].max_drop=2.5" in page
+    (newest, *_) = json.loads(project.mergegate("history", "--json").output)["runs"]
+    assert newest["overrides"] == ["evaluate.tasks[0].max_drop=2.5"]
+
+    published = json.loads(project.mergegate("run", "profiles/demo.yaml", *told, "--json").output)
+    assert published["status"] == "released"
+    said = json.loads((project.latest / "provenance.json").read_text())
+    parameters = said["predicate"]["buildDefinition"]["externalParameters"]
+    assert parameters["overrides"] == ["evaluate.tasks[0].max_drop=2.5"]
+    assert project.mergegate("verify", "releases/demo/latest").exit_code == 0

@@ -1,0 +1,109 @@
+"""Scores are reused by later runs, even with other interim looks, and are announced before a run.
+
+A merge that has already failed is not evaluated further.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from demo_project import Printed, Project
+from samples import sampled
+
+Released = tuple[Project, Printed]
+
+
+def scored(project: Project) -> set[str]:
+    return project.artifacts("evaluate")
+
+
+def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
+    result = project.mergegate("run", profile, "--json")
+    found: dict[str, Any] = json.loads(result.stdout)
+    return result.exit_code, found
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_other_looks_at_the_same_models_ask_nothing(released: Released) -> None:
+    project, _ = released
+    before = scored(project)
+    for documents in (50, 130, 300):
+        profile = project.edit("demo.yaml", "evaluate:\n", f"evaluate:\n  documents: {documents}\n")
+        code, found = run(project, profile)
+        assert code == 0, found
+        ends = {documents * 2**look for look in range(4)} | {400}
+        assert {guard["n"] for guard in found["content"]["verdict"]["guards"]} <= ends
+        assert scored(project) == before
+
+
+def test_before_the_night_the_parents_tell_how_answers_differ(released: Released) -> None:
+    project, _ = released
+    checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
+    lines = [line for line in checked if line.startswith("power: ")]
+    assert "published in" in lines[0]
+    assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
+    assert all(
+        re.search(r"from the (merge of the last run|merges of the last \d runs) on ", line) for line in lines[1:4]
+    )
+    planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json")
+    assert planned.exit_code == 0, planned.output
+    power = json.loads(planned.stdout)["power"]
+    assert [task["documents"] for task in power["tasks"]] == [400, 400, 400]
+    assert all("from the merge" in task["basis"] for task in power["tasks"])
+    shown = " ".join(project.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
+    assert all(line in shown for line in lines)
+
+
+def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> None:
+    planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe")
+    assert planned.exit_code == 0, planned.output
+    assert "have not been counted yet" in planned.stdout
+    assert project.artifacts("documents") == set()
+    checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
+    assert sum("10 % of answers differ (an assumption)" in line for line in checked) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "profile", sampled(["demo-lopsided.yaml", "demo-refused.yaml"], ["demo-refused.yaml"], pytest.mark.long)
+)
+def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
+    project, _ = released
+    code, found = run(project, f"profiles/{profile}")
+    verdict = found["content"]["verdict"]
+    assert code == 3
+    assert verdict["outcome"] == "fail"
+    lost = {guard["task"] for guard in verdict["guards"] if guard["outcome"] == "fail"}
+    assert lost
+    assert {one["decided_by"] for one in verdict["not_run"]} <= lost
+    assert {one["task"] for one in (*verdict["guards"], *verdict["not_run"])} == {"copy", "reverse", "shift"}
+    before = scored(project)
+    assert run(project, f"profiles/{profile}") == (code, found)  # A repeated run gives the same result, to the letter.
+    assert scored(project) == before
+
+
+@pytest.mark.slow
+def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released) -> None:
+    project, _ = released
+    models = [
+        {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
+        for name, weight in (("reverser", 0.92), ("shifter", 0.08))  # A merge without scores in the store.
+    ]
+    text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: early")
+    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # Decided before a drop of 4.
+    recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
+    (project.root / "profiles" / "early.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
+    before = scored(project)
+    result = project.mergegate("run", "profiles/early.yaml")
+    assert result.exit_code == 3, result.output
+    assert "not run: decided by shift" in result.output
+    assert len(scored(project) - before) == 2  # The merge on copy and shift; no parent.
+    assert "\ntasks run " in result.output
+    assert "\nall tasks " not in result.output
+    page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
+    assert "not run: decided by shift" in page
+    assert "800 of 1,200 documents were asked; looking at a part of them first and leaving out 1 task that" in page

@@ -1,0 +1,173 @@
+"""Outside its store, mergegate deletes only partial directories that carry its mark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.files import MARK, MARK_CONTENT, finish_directory, new_directory
+
+
+def snapshot(root: Path) -> dict[str, bytes | str | None]:
+    """Return everything below `root`: contents of files, targets of links, None for directories."""
+    return {
+        path.relative_to(root).as_posix(): str(path.readlink())
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in root.rglob("*")
+    }
+
+
+def leave_half(out: Path) -> None:
+    """Leave an unfinished directory, as an interrupted run does."""
+    with suppress(KeyboardInterrupt), new_directory(out, resume=True) as output:
+        assert (output.parent / MARK).read_bytes() == MARK_CONTENT
+        (output / "half").write_text("half")
+        raise KeyboardInterrupt
+
+
+def directory_with(*names: str) -> Callable[[Path], None]:
+    def build(path: Path) -> None:
+        path.mkdir()
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text("of the user")
+
+    return build
+
+
+def link_to_marked(path: Path) -> None:
+    target = path.with_name("of the user")
+    target.mkdir()
+    (target / MARK).write_bytes(MARK_CONTENT)
+    path.symlink_to(target)
+
+
+def linked_mark(path: Path) -> None:
+    mark = path.with_name("text of the user")
+    mark.write_bytes(MARK_CONTENT)
+    path.mkdir()
+    (path / MARK).symlink_to(mark)
+
+
+def longer_mark(path: Path) -> None:
+    path.mkdir()
+    (path / MARK).write_bytes(MARK_CONTENT + b"and notes of the user")
+
+
+FOREIGN = {
+    "files": directory_with("notes.txt", "sub/model.safetensors"),
+    "names of ours": directory_with("merge.partial", "config.json", "steps.partial/x", "a.journal.partial"),
+    "a mark of the user": directory_with(MARK),
+    "a longer mark": longer_mark,
+    "a linked mark": linked_mark,
+    "a file": lambda path: path.write_text("of the user") and None,
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a link to a marked directory": link_to_marked,
+}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_partial_path_without_the_mark_is_refused_and_unchanged(tmp_path: Path, what: str, resume: bool) -> None:
+    FOREIGN[what](tmp_path / "o.partial")
+    before = snapshot(tmp_path)
+    with pytest.raises(InvalidInput) as refusal, new_directory(tmp_path / "o", resume=resume):
+        pytest.fail("entered")
+    assert str(tmp_path / "o.partial") in str(refusal.value)
+    assert snapshot(tmp_path) == before
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(
+    names=st.sets(
+        st.text("ab.-é", min_size=1, max_size=6).filter(lambda name: name.strip(".") and name != "o"), max_size=4
+    ),
+    fails=st.booleans(),
+    resume=st.booleans(),
+)
+def test_neighboring_files_are_never_removed(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str], fails: bool, resume: bool
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    for name in names:
+        (root / name).write_text("of the user")
+    for name in (".o.lock", ".o.partial", "o.partial.rows"):
+        (root / name).write_text("of the user")
+    before = snapshot(root)
+    try:
+        with new_directory(root / "o", resume=resume) as partial:
+            (partial / "file").write_text("new")
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        left = {
+            "o.partial": None,
+            f"o.partial/{MARK}": MARK_CONTENT,
+            "o.partial/output": None,
+            "o.partial/output/file": b"new",
+        }
+        assert snapshot(root) == before | (left if resume else {})
+    else:
+        assert snapshot(root) == before | {"o": None, "o/file": b"new"}
+
+
+def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
+    leave_half(tmp_path / "o")
+    with new_directory(tmp_path / "o", resume=True) as output:
+        assert (output / "half").read_text() == "half"
+    assert snapshot(tmp_path) == {"o": None, "o/half": b"half"}
+
+
+def test_a_run_that_cannot_resume_starts_empty(tmp_path: Path) -> None:
+    leave_half(tmp_path / "o")
+    with new_directory(tmp_path / "o") as output:
+        assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize("flushed", [None, b"", MARK_CONTENT[:20], MARK_CONTENT])
+def test_a_directory_with_only_an_incomplete_mark_is_reused(tmp_path: Path, flushed: bytes | None) -> None:
+    """A power cut may leave the mark absent, empty or truncated."""
+    (tmp_path / "o.partial").mkdir()
+    if flushed is not None:
+        (tmp_path / "o.partial" / MARK).write_bytes(flushed)
+    with new_directory(tmp_path / "o") as output:
+        assert (output.parent / MARK).read_bytes() == MARK_CONTENT
+    assert snapshot(tmp_path) == {"o": None}
+
+
+@pytest.mark.parametrize("out", [".", "..", "o/..", "/", "there"])
+def test_an_existing_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    before = snapshot(tmp_path)
+    with pytest.raises(InvalidInput), new_directory(Path(out)):
+        pytest.fail("entered")
+    assert snapshot(tmp_path) == before
+
+
+def test_one_process_writes_a_directory_at_a_time(tmp_path: Path) -> None:
+    second = new_directory(tmp_path / "o", resume=True, by="merge")
+    with new_directory(tmp_path / "o", resume=True), pytest.raises(Refused, match="another merge is running"):
+        second.__enter__()
+    assert (tmp_path / "o").is_dir()
+
+
+def test_leftovers_of_a_run_killed_after_its_rename_are_removed(tmp_path: Path) -> None:
+    partial = tmp_path / "o.partial"
+    partial.mkdir()
+    (partial / MARK).write_bytes(MARK_CONTENT)
+    finish_directory(partial)
+    assert not partial.exists()
+    partial.mkdir()
+    (partial / MARK).write_text("of the user")
+    finish_directory(partial)
+    assert (partial / MARK).read_text() == "of the user"
