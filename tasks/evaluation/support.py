@@ -152,7 +152,6 @@ def pin_sound_tasks(
     """Pin the tasks of a profile by content after checking that each can guard a release; return them by name.
 
     Args:
-        names: Tasks as the profile names them.
         data: Directory with datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
         code_of: Tasks whose generated code may be run.
         location: Location in the profile for messages.

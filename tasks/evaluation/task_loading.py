@@ -325,14 +325,9 @@ def cluster_of(task: str, document: Mapping[str, Any], cluster_field: str) -> st
 
 
 def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
-    """Return the prompts and targets of selected documents of a task.
+    """Return the texts of the documents at ``positions`` (by leaf), by (leaf, position).
 
-    Args:
-        task: Task that contains the documents.
-        positions: Positions of the documents in their data, by name of the leaf task.
-
-    Returns:
-        Texts by pair of leaf task and position. Documents that no longer exist are left out.
+    Documents that no longer exist are left out.
 
     Raises:
         InvalidInput: The data of the task cannot be loaded.
