@@ -192,7 +192,7 @@ def require_supported(
         elif refusal.reason in (UnsupportedReason.PACKAGE, UnsupportedReason.NLTK_DATA):
             expected = "everything that its functions need"
         if is_member and refusal.reason is not UnsupportedReason.CODE:
-            remedy += ", or name the other tasks of the group one by one"
+            remedy += ", or name the other tasks of the group individually"
         raise InvalidInput(
             f"{location}: {task}" + (f": {name}" if is_member else ""),
             found=refusal.found,

@@ -98,7 +98,7 @@ def load_task(task: EvalTask) -> LoadedTask:
                     f"task {task.name}" + (f": {name}" if is_member else ""),
                     found="a perplexity task, which has no score per document",
                     remedy="list its documents under 'perplexity:'"
-                    + (", and name the other tasks of the group one by one" if is_member else ""),
+                    + (", and name the other tasks of the group individually" if is_member else ""),
                 )
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
         generation = {
