@@ -57,7 +57,7 @@ def test_more_of_anything_takes_longer_and_a_batch_less() -> None:
     assert evaluation_seconds(MIDDLE, written, RATES) > evaluation_seconds(DEMO, written, RATES)
 
 
-def test_what_was_guessed_is_said_to_be_and_what_nobody_knows_is_not_added_up() -> None:
+def test_rough_estimates_are_marked_and_unknown_times_are_not_added() -> None:
     measured = PlannedStage("merge", "", False, 1, 100.0)
     guessed = PlannedStage("evaluate", "merge, copy", False, 400, 7200.0, rough=True)
     assert PlannedRun((measured,)).time() == "about 1 m 40 s, as in the last run"
