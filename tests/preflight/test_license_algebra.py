@@ -99,9 +99,7 @@ def _wording(combination: Combination, kind: str) -> list[str]:
         ("llama3.1 apache-2.0", _use(visibility="private"), "llama3.1"),
     ],
 )
-def test_allowed_merges_carry_the_licence_that_follows_from_their_parents(
-    licenses: str, use: Use, license: str
-) -> None:
+def test_allowed_merges_carry_the_resulting_license(licenses: str, use: Use, license: str) -> None:
     verdict = _judge(licenses, use)
     carried = verdict.license if verdict.license_name is None else f"{verdict.license}: {verdict.license_name}"
     assert (verdict.status, carried) == ("allowed", license)
@@ -140,7 +138,7 @@ def test_allowed_merges_carry_the_licence_that_follows_from_their_parents(
         ("gpl-3.0 osl-3.0", SELL, "R6"),
     ],
 )
-def test_blocked_merges_name_the_rule_and_carry_no_licence(licenses: str, use: Use, rule: str) -> None:
+def test_blocked_merges_name_the_rule_and_have_no_license(licenses: str, use: Use, rule: str) -> None:
     verdict = _judge(licenses, use)
     assert verdict.status == "blocked"
     assert rule in _rules(verdict, "blocked")
@@ -172,7 +170,7 @@ def test_doubtful_merges_go_to_review_by_the_rule(licenses: str, use: Use, rule:
 
 
 @pytest.mark.parametrize("license", HUB)
-def test_every_hub_licence_alone_is_judged_and_keeps_its_identifier(license: str) -> None:
+def test_every_hub_license_alone_keeps_its_identifier(license: str) -> None:
     verdict = _judge(license, _use("research", "private", False, "Llama-3-mix"))
     assert (verdict.status == "blocked") == (license == "cc-by-nc-nd-3.0")
     assert (verdict.status == "review") == (
@@ -256,7 +254,7 @@ def test_private_research_is_never_judged_harder(parents: list[License | License
 
 
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
-def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
+def test_the_first_reason_has_the_status_and_every_stop_has_a_remedy(
     parents: list[License | LicensedParent], use: Use
 ) -> None:
     verdict = combine_licenses(parents, use, TABLE)
@@ -265,7 +263,7 @@ def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
     assert all(reason.remedy for reason in verdict.reasons if reason.status != "allowed")
 
 
-def test_a_merge_without_parents_is_a_mistake_of_the_caller() -> None:
+def test_a_merge_without_parents_raises_a_value_error() -> None:
     with pytest.raises(ValueError, match="at least one parent"):
         combine_licenses([], SELL, TABLE)
 
@@ -273,18 +271,18 @@ def test_a_merge_without_parents_is_a_mistake_of_the_caller() -> None:
 # ---------------------------------------------------------------- reasons, card, obligations
 
 
-def test_a_reason_names_the_licence_the_model_and_the_rule() -> None:
+def test_a_reason_names_the_license_the_model_and_the_rule() -> None:
     verdict = combine_licenses([_parent("acme/chat", "cc-by-nc-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.status == "blocked"]
     assert reason.rule == "R2: commercial use"
     assert reason.sentence == "cc-by-nc-4.0 (of acme/chat) forbids commercial use"
 
 
-def test_a_licence_the_hub_does_not_list_goes_into_the_card_as_other_with_a_name_and_a_link() -> None:
+def test_an_unlisted_license_is_other_with_a_name_and_a_link_in_the_card() -> None:
     assert _judge("qwen").card == {"license": "other", "license_name": "qwen", "license_link": "LICENSE"}
 
 
-def test_obligations_are_the_union_each_once_with_the_licences_that_ask_for_them() -> None:
+def test_each_obligation_is_listed_once_with_its_licenses() -> None:
     verdict = _judge("llama3.1 llama3.3 apache-2.0 gemma", LLAMA)
     (display,) = [obligation for obligation in verdict.obligations if obligation.kind == "display"]
     assert (display.text, display.because) == ("Built with Llama", ("llama3.1", "llama3.3"))
@@ -302,7 +300,7 @@ def test_obligations_are_the_union_each_once_with_the_licences_that_ask_for_them
     assert len(_wording(verdict, "cap")) == 2
 
 
-def test_the_notice_is_the_exact_sentence_of_the_licence() -> None:
+def test_the_notice_is_the_exact_sentence_of_the_license() -> None:
     assert _wording(_judge("llama3.1", LLAMA), "notice") == [
         "Llama 3.1 is licensed under the Llama 3.1 Community License, "
         "Copyright © Meta Platforms, Inc. All Rights Reserved."
@@ -314,17 +312,17 @@ def test_attribution_credits_the_parents_by_name() -> None:
     assert _wording(verdict, "notice") == ["Made with acme/chat, licensed under CC-BY-4.0."]
 
 
-def test_the_words_to_display_name_the_merged_model() -> None:
+def test_the_display_text_names_the_merged_model() -> None:
     (words,) = _wording(_judge("falcon-llm-license"), "display")
     assert words.startswith("mix is built using Falcon LLM technology")
 
 
-def test_a_permissive_parent_keeps_its_text_under_another_licence() -> None:
+def test_a_permissive_parent_keeps_its_text_under_another_license() -> None:
     assert _wording(_judge("mit gpl-3.0"), "text") == ["ship the text of gpl-3.0", "ship the text of mit"]
     assert _wording(_judge("cc0-1.0"), "text") == []
 
 
-def test_in_private_the_name_is_only_noted() -> None:
+def test_the_name_rule_only_notes_a_private_model() -> None:
     verdict = _judge("llama3.1", _use(visibility="private"))
     assert verdict.status == "allowed"
     assert any("once the model is shared" in reason.sentence for reason in verdict.reasons)
@@ -333,20 +331,20 @@ def test_in_private_the_name_is_only_noted() -> None:
 # ---------------------------------------------------------------- acceptance
 
 
-def test_a_review_that_is_accepted_by_licence_is_allowed_and_stays_on_record() -> None:
+def test_a_review_accepted_by_license_is_allowed_and_recorded() -> None:
     verdict = combine_licenses([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
     assert verdict.status == "allowed"
     assert verdict.accepted == ("llama3.2: alice: text-only model",)
     assert verdict.license == "llama3.2"
 
 
-def test_an_unknown_licence_is_accepted_only_by_the_name_of_the_model() -> None:
+def test_an_unknown_license_is_accepted_only_by_model_name() -> None:
     parents = [_parent("acme/chat", "unknown"), _parent("acme/code", "mit")]
     assert combine_licenses(parents, SELL, TABLE, {"unknown": "alice: fine"}).status == "review"
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
 
 
-def test_an_acceptance_covers_no_further_parent() -> None:
+def test_an_acceptance_does_not_cover_another_parent() -> None:
     parents = [_parent("acme/chat", "llama3.2"), _parent("acme/code", "llama3.2")]
     assert combine_licenses(parents, LLAMA, TABLE, {"acme/chat": "alice: text-only"}).status == "review"
     both = {"acme/chat": "alice: text-only", "acme/code": "bob: text-only"}
@@ -366,7 +364,7 @@ def test_the_remedy_of_a_review_names_what_to_accept() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "alice", "alice:", ": because"])
-def test_settings_want_to_know_who_accepted_and_why(value: str) -> None:
+def test_an_acceptance_needs_a_user_and_a_reason(value: str) -> None:
     with pytest.raises(ValidationError, match="who accepted it and why"):
         LicenseSettings(accepted={"mit": value})
 
@@ -387,7 +385,7 @@ def test_a_parent_that_declares_less_than_its_ancestor_goes_to_review() -> None:
     assert "its use restrictions" in reason.sentence
 
 
-def test_the_licence_of_an_ancestor_binds_the_merge() -> None:
+def test_the_license_of_an_ancestor_binds_the_merge() -> None:
     chat = _parent("acme/chat", "apache-2.0", _parent("meta/llama", "llama3.1"))
     verdict = combine_licenses([chat], LLAMA, TABLE, {"acme/chat": "alice: Meta agreed"})
     assert (verdict.status, verdict.license) == ("allowed", "llama3.1")
@@ -400,7 +398,7 @@ def test_a_parent_that_declares_as_much_as_its_ancestor_is_allowed() -> None:
     assert verdict.status == "allowed"
 
 
-def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
+def test_a_descendant_counts_as_a_member_of_the_family() -> None:
     base = _parent("meta/llama-2", "llama2")
     tune = _parent("acme/tune", "apache-2.0", base)
     assert "R4" not in _rules(combine_licenses([tune, base], SELL, TABLE), "blocked")
@@ -408,7 +406,7 @@ def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
     assert "R4" in _rules(combine_licenses([tune, base, stranger], SELL, TABLE), "blocked")
 
 
-def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declares_nothing() -> None:
+def test_an_unread_ancestor_needs_a_review() -> None:
     verdict = combine_licenses([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
     assert (verdict.status, _rules(verdict, "review")) == ("review", {"R11"})
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
@@ -416,7 +414,7 @@ def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declare
     assert "'meta/llama' under 'accepted'" in reason.remedy
 
 
-def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() -> None:
+def test_an_unread_ancestor_is_accepted_once_for_all_descendants() -> None:
     parents = [_parent(name, "mit", unread=("meta/llama",)) for name in ("acme/chat", "acme/code")]
     verdict = combine_licenses(parents, SELL, TABLE, {"meta/llama": "alice: has read its licence, it is MIT"})
     assert verdict.status == "allowed"
@@ -424,7 +422,7 @@ def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() ->
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
 
 
-def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licences_bind() -> None:
+def test_a_contradicting_license_file_needs_a_review_and_both_licenses_bind() -> None:
     parent = LicensedParent(
         name="acme/chat", license=TABLE.licenses["apache-2.0"], contradicted=TABLE.licenses["gemma"]
     )
@@ -439,14 +437,14 @@ def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licenc
     assert combine_licenses([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
 
 
-def test_a_parent_is_compared_with_the_licence_file_of_its_ancestor_too() -> None:
+def test_a_parent_is_also_compared_with_the_license_file_of_its_ancestor() -> None:
     base = Licensed(name="acme/base", license=TABLE.licenses["mit"], contradicted=TABLE.licenses["gemma"])
     verdict = combine_licenses([_parent("acme/chat", "mit", base)], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.rule.startswith("R11")]
     assert "was derived from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
 
 
-def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:
+def test_the_verdict_names_all_licenses_of_the_weights() -> None:
     assert _judge("llama3.1 llama3.3 mit", LLAMA).licenses == ("llama3.1", "llama3.3")
     assert _judge("mit apache-2.0").licenses == ("apache-2.0",)
     assert _judge("cc-by-nc-4.0").licenses == ()
@@ -473,7 +471,5 @@ def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:
         ("llama3", "llama3.1", ("its use restrictions",)),
     ],
 )
-def test_a_declared_licence_is_weaker_by_the_restrictions_it_drops(
-    declared: str, ancestor: str, dropped: tuple[str, ...]
-) -> None:
+def test_dropped_restrictions_are_listed(declared: str, ancestor: str, dropped: tuple[str, ...]) -> None:
     assert dropped_restrictions(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped

@@ -45,7 +45,7 @@ def test_every_hub_identifier_resolves_to_its_own_entry_with_a_source(table: Lic
 
 
 @pytest.mark.parametrize("identifier", sorted(load_table().licenses))
-def test_what_an_entry_says_hangs_together(table: LicenseTable, identifier: str) -> None:
+def test_the_fields_of_an_entry_are_consistent(table: LicenseTable, identifier: str) -> None:
     entry = table.licenses[identifier]
     assert entry.source.strip()
     assert not (entry.cap and entry.commercial != "capped")
@@ -73,7 +73,7 @@ def test_no_value_of_the_table_depends_on_how_yaml_reads_yes_and_no() -> None:
     assert words.isdisjoint({"yes", "no", "on", "off", "y", "n", "Yes", "No"})
 
 
-def test_all_that_needs_a_person_says_why(table: LicenseTable) -> None:
+def test_every_review_in_the_table_has_a_reason(table: LicenseTable) -> None:
     asked = [entry for entry in table.licenses.values() if entry.review is not None]
     assert len(asked) == 31
     assert all(len(entry.review or "") > 10 for entry in asked)
@@ -120,7 +120,7 @@ def test_a_card_is_looked_up_by_license_and_license_name(
     assert table.lookup(license, license_name).id == expected
 
 
-def test_every_alias_resolves_to_a_known_licence(table: LicenseTable) -> None:
+def test_every_alias_resolves_to_a_known_license(table: LicenseTable) -> None:
     assert len(table.aliases) == 16
     assert all(table.lookup("other", alias).id == target for alias, target in table.aliases.items())
 
@@ -131,7 +131,7 @@ def test_an_override_changes_the_named_fields_and_keeps_the_others(table: Licens
     assert changed.licenses["mit"] == table.licenses["mit"]
 
 
-def test_an_override_adds_a_licence_and_its_alias(tmp_path: Path) -> None:
+def test_an_override_adds_a_license_and_its_alias(tmp_path: Path) -> None:
     text = "licenses:\n  acme: {kind: permissive, basis: primary, source: contract 17}\naliases: {acme-terms: acme}\n"
     found = load_table(_override(tmp_path, text)).lookup("other", "Acme Terms")
     assert found == License(id="acme", kind="permissive", basis="primary", source="contract 17")
@@ -166,7 +166,7 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: {}\n---\nlicenses: {}", "licences.yaml", "documents"),
     ],
 )
-def test_a_wrong_override_is_refused_with_its_place(tmp_path: Path, text: str, where: str, word: str) -> None:
+def test_a_wrong_override_is_refused_with_its_location(tmp_path: Path, text: str, where: str, word: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         load_table(_override(tmp_path, text))
     assert where in caught.value.where

@@ -45,7 +45,7 @@ def watched_now(profile: Path, candidate: str | None = None, *, again: bool = Fa
     return found
 
 
-def test_a_newer_release_is_watched_and_what_was_decided_of_the_older_one_is_not_said_of_it(profile: Path) -> None:
+def test_a_newer_release_is_watched_without_the_decision_of_the_older_one(profile: Path) -> None:
     release(profile.parent, "aaa")
     assert watched_now(profile).candidate == "aaa"
     write_routing(routing_file("watched"), Routing(candidate="aaa", since=1.0, serving="killed", why="slow"))
@@ -57,7 +57,7 @@ def test_a_newer_release_is_watched_and_what_was_decided_of_the_older_one_is_not
     assert watched_now(profile, "aaa").candidate == "aaa"
 
 
-def test_a_target_out_of_reach_keeps_nobody_from_answering(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_target_does_not_stop_the_proxy(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release(profile.parent, "aaa")
     assert watched_now(profile).candidate == "aaa"
 
