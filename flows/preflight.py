@@ -184,7 +184,7 @@ def preflight_profile(
         InvalidInput: A recipe is invalid.
     """
     with problems.noted():
-        profile.limits.require_known()
+        profile.limits.require_known_stages()
     with problems.noted():
         check_target(profile.publish, profile.root)
     with problems.noted():
@@ -453,7 +453,7 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
     search = search_parents(recipes)
     for problem in search.problems:
         problems.note(problem)
-    return search.found
+    return search.parents
 
 
 def _is_whole(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> bool:

@@ -82,8 +82,8 @@ def test_nobody_there_and_somebody_who_says_nothing_are_told_apart() -> None:
         JsonClient(nobody(), 5).request("/")
     with pytest.raises(Unreachable):
         JsonClient("localhost:8000", 5).request("/")  # A URL without a scheme is a user error, not a traceback.
-    assert late.value.late
-    assert not gone.value.late
+    assert late.value.timed_out
+    assert not gone.value.timed_out
 
 
 @pytest.mark.parametrize("status", sorted(TRANSIENT_STATUSES))

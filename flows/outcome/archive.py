@@ -31,7 +31,7 @@ from mergegate.tasks.report import (
     render_sweep,
     shadow_rows,
 )
-from mergegate.tasks.stage import StageEnd, bytes_made, home, joint_status
+from mergegate.tasks.stage import StageEnd, created_bytes, home, joint_status
 from mergegate.tasks.telemetry import export_metrics, export_to_trackers
 
 _log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
             for stage, calls in list(calls_by_stage.items())[:_MAX_ITEMS]
         ),
         bytes_merged=sum(file.size for file in content.files) if content else 0,
-        bytes_made=bytes_made(),
+        bytes_made=created_bytes(),
         seen_at=page_of_run(run),
     )
 

@@ -195,7 +195,7 @@ class ServerProbe:
             self.checks += answers
             self._on_progress(STEPS, "ending")
         except Unreachable as error:
-            if server and not error.late and server.has_died():
+            if server and not error.timed_out and server.has_died():
                 raise server.ended() from None
             raise
 

@@ -21,7 +21,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from mergegate.tasks.stage import RelayedProgress, StageStatus, Watcher, progress_watcher, running_stage, watcher_or
+from mergegate.tasks.stage import (
+    RelayedProgress,
+    StageStatus,
+    Watcher,
+    current_watcher,
+    progress_watcher,
+    running_stage,
+)
 
 LOG = "MERGEGATE_LOG"
 _MAX_MESSAGE = 8000  # Maximum length of a message in characters.
@@ -81,18 +88,18 @@ class _LoggedProgress(RelayedProgress):
         super().__init__(watcher)
         self._log = log
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self._log.write("announced", message=text)
-        super().announced(text)
+        super().on_message(text)
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         self._log.write("stage started", stage=stage, subject=subject)
-        super().started(stage, subject)
+        super().on_start(stage, subject)
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         result = {"status": status, "seconds": round(seconds, 3), "message": summary}
         self._log.write("stage ended", level=_LEVELS.get(status, "info"), stage=stage, subject=subject, **result)
-        super().ended(stage, subject, status, seconds, summary)
+        super().on_end(stage, subject, status, seconds, summary)
 
 
 @contextmanager
@@ -120,7 +127,7 @@ def json_log(
     for logger in loggers:
         logger.addHandler(log)
     try:
-        with progress_watcher(_LoggedProgress(watcher_or(default), log)):
+        with progress_watcher(_LoggedProgress(current_watcher(default), log)):
             yield log.write
     finally:
         for logger in loggers:

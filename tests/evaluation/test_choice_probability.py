@@ -42,7 +42,7 @@ WAYS = {
     "a text": {"doc_to_target": "answer"},
     "a template": {"doc_to_target": "{{right}}"},
     "a text by template": {"doc_to_target": "{{answer}}"},
-    "multi_objective": {"doc_to_target": "several"},
+    "several": {"doc_to_target": "several"},
     "mutual information": {
         "metric_list": [
             {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")
@@ -66,7 +66,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         right = (position * 7) % 3
         several = sorted({right, (right + 1) % 3})
         rows.append(
-            {"word": word, "right": right, "choices": choices, "answer": choices[right], "multi_objective": several}
+            {"word": word, "right": right, "choices": choices, "answer": choices[right], "several": several}
             | {"asks": [f"{word}{choice}" for choice in choices], "end": "a"}
         )
     write_jsonl(folder / "data" / "letters.jsonl", rows)

@@ -80,12 +80,12 @@ class Watching:
         self.summaries: list[str] = []
         self.how_far: list[tuple[int, int]] = []
 
-    def announced(self, text: str) -> None: ...
-    def started(self, stage: str, subject: str) -> None: ...
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self.how_far.append((done, total))
+    def on_message(self, text: str) -> None: ...
+    def on_start(self, stage: str, subject: str) -> None: ...
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        self.how_far.append((completed, total))
 
-    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
         self.endings.append(ending)
         self.summaries.append(summary)
 

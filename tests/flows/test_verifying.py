@@ -186,7 +186,7 @@ def test_metadata_of_the_card_that_the_provenance_does_not_know_is_refused(
     assert f"README.md: its metadata is not that of provenance.json ({field})" in refusal_of(forge(release))
 
 
-def test_a_card_and_a_provenance_that_were_edited_alike_must_agree_with_the_parents_and_the_licence(
+def test_a_card_and_a_provenance_that_were_edited_alike_must_agree_with_the_parents_and_the_license(
     release: Path,
 ) -> None:
     _, front, page = (release / CARD).read_text().split("---\n", 2)
@@ -290,12 +290,12 @@ class Watched:
     def __init__(self) -> None:
         self.publishing: list[tuple[int, int, str]] = []
 
-    def announced(self, text: str) -> None: ...
-    def started(self, stage: str, subject: str) -> None: ...
-    def ended(self, stage: str, subject: str, ending: str, seconds: float, summary: str) -> None: ...
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+    def on_message(self, text: str) -> None: ...
+    def on_start(self, stage: str, subject: str) -> None: ...
+    def on_end(self, stage: str, subject: str, ending: str, seconds: float, summary: str) -> None: ...
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
         if stage == "publish":
-            self.publishing.append((done, total, unit))
+            self.publishing.append((completed, total, unit))
 
 
 def test_what_is_no_key_is_said(release: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_document_in_two_parts_is_rejected(tmp_path: Path) -> None:
         "reverser": [scores(tmp_path / "r", 400)],
         "merge": [scores(tmp_path / "a", 400), part(tmp_path / "b", right_on((), 500, 399))],
     }
-    with pytest.raises(InvalidInput, match="parts that hold the same documents"):
+    with pytest.raises(InvalidInput, match="parts with the same documents"):
         gate.work((GUARD,), found, {}, None, GatePlan(GateRule()))
-    with pytest.raises(InvalidInput, match="parts that hold the same documents"):
+    with pytest.raises(InvalidInput, match="parts with the same documents"):
         join_parts(found["merge"])  # the report's table joins parts with the same function

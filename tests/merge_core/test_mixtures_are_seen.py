@@ -32,7 +32,7 @@ MIXTURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
+def test_distances_cover_every_expert_of_a_mixture(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     network = MIXTURES[name].loader.from_config(MIXTURES[name].config())
     for parameter in network.parameters():

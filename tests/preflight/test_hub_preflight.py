@@ -41,7 +41,7 @@ def test_a_forbidden_license_on_the_hub_blocks_the_check(online: LookAlike, mode
     assert any("cc-by-nd-4.0" in remark["found"] for remark in remarks)
 
 
-def test_a_forbidden_license_ends_the_run_before_any_header_is_read(
+def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:
     forbid(online, models)
@@ -102,7 +102,7 @@ def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked
     profile = write_profile(tmp_path, publish={"to": "hub", "repo": "acme/demo"})
     result = mergegate("run", str(profile), "--json")
     assert result.exit_code == 3
-    assert "the token may only read" in json.loads(result.stdout)["message"]
+    assert "the token has read access only" in json.loads(result.stdout)["message"]
     assert not any("resolve" in entry.path for entry in online.log)
 
 

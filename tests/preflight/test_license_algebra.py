@@ -99,7 +99,9 @@ def _wording(combination: Combination, kind: str) -> list[str]:
         ("llama3.1 apache-2.0", _use(visibility="private"), "llama3.1"),
     ],
 )
-def test_allowed_merges_carry_the_resulting_license(licenses: str, use: Use, license: str) -> None:
+def test_allowed_merges_carry_the_license_that_follows_from_their_parents(
+    licenses: str, use: Use, license: str
+) -> None:
     verdict = _judge(licenses, use)
     carried = verdict.license if verdict.license_name is None else f"{verdict.license}: {verdict.license_name}"
     assert (verdict.status, carried) == ("allowed", license)
@@ -138,7 +140,7 @@ def test_allowed_merges_carry_the_resulting_license(licenses: str, use: Use, lic
         ("gpl-3.0 osl-3.0", SELL, "R6"),
     ],
 )
-def test_blocked_merges_name_the_rule_and_have_no_license(licenses: str, use: Use, rule: str) -> None:
+def test_blocked_merges_name_the_rule_and_carry_no_license(licenses: str, use: Use, rule: str) -> None:
     verdict = _judge(licenses, use)
     assert verdict.status == "blocked"
     assert rule in _rules(verdict, "blocked")
@@ -170,7 +172,7 @@ def test_doubtful_merges_go_to_review_by_the_rule(licenses: str, use: Use, rule:
 
 
 @pytest.mark.parametrize("license", HUB)
-def test_every_hub_license_alone_keeps_its_identifier(license: str) -> None:
+def test_every_hub_license_alone_is_judged_and_keeps_its_identifier(license: str) -> None:
     verdict = _judge(license, _use("research", "private", False, "Llama-3-mix"))
     assert (verdict.status == "blocked") == (license == "cc-by-nc-nd-3.0")
     assert (verdict.status == "review") == (
@@ -278,11 +280,11 @@ def test_a_reason_names_the_license_the_model_and_the_rule() -> None:
     assert reason.sentence == "cc-by-nc-4.0 (of acme/chat) forbids commercial use"
 
 
-def test_an_unlisted_license_is_other_with_a_name_and_a_link_in_the_card() -> None:
+def test_a_license_the_hub_does_not_list_goes_into_the_card_as_other_with_a_name_and_a_link() -> None:
     assert _judge("qwen").card == {"license": "other", "license_name": "qwen", "license_link": "LICENSE"}
 
 
-def test_each_obligation_is_listed_once_with_its_licenses() -> None:
+def test_obligations_are_the_union_each_once_with_the_licenses_that_ask_for_them() -> None:
     verdict = _judge("llama3.1 llama3.3 apache-2.0 gemma", LLAMA)
     (display,) = [obligation for obligation in verdict.obligations if obligation.kind == "display"]
     assert (display.text, display.because) == ("Built with Llama", ("llama3.1", "llama3.3"))
@@ -331,14 +333,14 @@ def test_the_name_rule_only_notes_a_private_model() -> None:
 # ---------------------------------------------------------------- acceptance
 
 
-def test_a_review_accepted_by_license_is_allowed_and_recorded() -> None:
+def test_a_review_that_is_accepted_by_license_is_allowed_and_stays_on_record() -> None:
     verdict = combine_licenses([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
     assert verdict.status == "allowed"
     assert verdict.accepted == ("llama3.2: alice: text-only model",)
     assert verdict.license == "llama3.2"
 
 
-def test_an_unknown_license_is_accepted_only_by_model_name() -> None:
+def test_an_unknown_license_is_accepted_only_by_the_name_of_the_model() -> None:
     parents = [_parent("acme/chat", "unknown"), _parent("acme/code", "mit")]
     assert combine_licenses(parents, SELL, TABLE, {"unknown": "alice: fine"}).status == "review"
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
@@ -422,7 +424,7 @@ def test_an_unread_ancestor_is_accepted_once_for_all_descendants() -> None:
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
 
 
-def test_a_contradicting_license_file_needs_a_review_and_both_licenses_bind() -> None:
+def test_a_card_that_its_license_file_contradicts_goes_to_review_and_both_licenses_bind() -> None:
     parent = LicensedParent(
         name="acme/chat", license=TABLE.licenses["apache-2.0"], contradicted=TABLE.licenses["gemma"]
     )
@@ -437,14 +439,14 @@ def test_a_contradicting_license_file_needs_a_review_and_both_licenses_bind() ->
     assert combine_licenses([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
 
 
-def test_a_parent_is_also_compared_with_the_license_file_of_its_ancestor() -> None:
+def test_a_parent_is_compared_with_the_license_file_of_its_ancestor_too() -> None:
     base = Licensed(name="acme/base", license=TABLE.licenses["mit"], contradicted=TABLE.licenses["gemma"])
     verdict = combine_licenses([_parent("acme/chat", "mit", base)], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.rule.startswith("R11")]
     assert "was derived from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
 
 
-def test_the_verdict_names_all_licenses_of_the_weights() -> None:
+def test_the_verdict_names_every_license_that_the_weights_are_under() -> None:
     assert _judge("llama3.1 llama3.3 mit", LLAMA).licenses == ("llama3.1", "llama3.3")
     assert _judge("mit apache-2.0").licenses == ("apache-2.0",)
     assert _judge("cc-by-nc-4.0").licenses == ()
@@ -471,5 +473,7 @@ def test_the_verdict_names_all_licenses_of_the_weights() -> None:
         ("llama3", "llama3.1", ("its use restrictions",)),
     ],
 )
-def test_dropped_restrictions_are_listed(declared: str, ancestor: str, dropped: tuple[str, ...]) -> None:
+def test_a_declared_license_is_weaker_by_the_restrictions_it_drops(
+    declared: str, ancestor: str, dropped: tuple[str, ...]
+) -> None:
     assert dropped_restrictions(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped

@@ -258,7 +258,7 @@ def test_a_neighboring_base_is_found_by_the_name_in_its_config(tmp_path: Path) -
     assert [found.license for found in walk(CardSource(model), _nowhere)] == [(), ("mit",)]
 
 
-def test_a_neighbor_without_a_license_is_not_used(tmp_path: Path) -> None:
+def test_what_lies_beside_a_model_and_says_no_license_is_looked_for_elsewhere(tmp_path: Path) -> None:
     model = _model(tmp_path / "chat", base_model="acme/base")
     (tmp_path / "base").mkdir()
     (found,) = walk(CardSource(model), _nowhere)

@@ -38,8 +38,8 @@ def release(place: Path, version: str) -> None:
     latest.symlink_to(version)
 
 
-def watched_now(profile: Path, candidate: str | None = None, *, again: bool = False) -> Routing:
-    run_proxy(load_profile(profile), candidate, Console(quiet=True), again=again)
+def watched_now(profile: Path, candidate: str | None = None, *, reset: bool = False) -> Routing:
+    run_proxy(load_profile(profile), candidate, Console(quiet=True), reset=reset)
     found = read_routing(routing_file("watched"))
     assert found is not None
     return found
@@ -66,4 +66,4 @@ def test_an_unreachable_target_does_not_stop_the_proxy(profile: Path, monkeypatc
 
     monkeypatch.setattr(DirectoryTarget, "current", out_of_reach)
     assert watched_now(profile).candidate == "aaa"
-    assert watched_now(profile, again=True).candidate == "aaa"
+    assert watched_now(profile, reset=True).candidate == "aaa"

@@ -66,7 +66,7 @@ def merged(root: Path, content: dict[str, Any], out: Path, **engine: Any) -> Pat
 
 
 @pytest.mark.parametrize("family", TRIED)
-def test_exchanged_experts_compute_the_same(twins: Path, family: str) -> None:
+def test_permuted_experts_compute_the_same_function(twins: Path, family: str) -> None:
     """The tests below depend on this."""
     one, other = (logits(mixtures.load(twins / family / name)) for name in ("a", "twin"))
     torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
@@ -93,7 +93,7 @@ def test_a_permuted_relative_aligned_merges_as_the_relative_does(twins: Path, tm
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_order_is_a_warning_where_nobody_asked(twins: Path, family: str) -> None:
+def test_a_different_expert_order_is_a_warning_without_align_experts(twins: Path, family: str) -> None:
     crossed = matched(twins / family, linear("a", "crossed"))
     (finding,) = crossed.findings
     assert finding.severity == "warn"
@@ -103,7 +103,7 @@ def test_another_order_is_a_warning_where_nobody_asked(twins: Path, family: str)
     assert matched(twins / family, linear("a", "crossed", align_experts=True)).findings == ()
 
 
-def test_how_far_the_routers_differ_is_said(twins: Path) -> None:
+def test_the_distance_of_the_routers_is_reported(twins: Path) -> None:
     home = twins / "qwen3_moe"
     (near,) = router_distances(matched(home, linear("a", "near")).layers)
     (crossed,) = router_distances(matched(home, linear("a", "crossed")).layers)
@@ -122,7 +122,7 @@ def test_how_far_the_routers_differ_is_said(twins: Path) -> None:
     assert (aligned.routers, aligned.distance) == pytest.approx((near.routers, near.distance))
 
 
-def test_strangers_are_said_to_be(twins: Path, tmp_path: Path) -> None:
+def test_unrelated_experts_are_reported(twins: Path, tmp_path: Path) -> None:
     save(build("mixtral", seed=9), tmp_path / "stranger")
     (tmp_path / "a").symlink_to(twins / "mixtral/a")
     for more in ({}, {"align_experts": True}):
@@ -140,7 +140,7 @@ def test_dense_models_have_no_experts_to_align(tmp_path: Path) -> None:
         matched(tmp_path, linear("a", "b", align_experts=True))
 
 
-def test_what_cannot_be_put_in_order_is_refused(twins: Path) -> None:
+def test_experts_that_cannot_be_reordered_are_refused(twins: Path) -> None:
     home = twins / "qwen3_moe"
     cut = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 1}} for name in ("a", "crossed")]
     sliced = {"merge_method": "linear", "slices": [{"sources": cut}], "align_experts": True}
@@ -157,7 +157,7 @@ def test_what_cannot_be_put_in_order_is_refused(twins: Path) -> None:
         match_experts(recipe, {**opened, "crossed": replace(opened["crossed"], tensors=tensors)})
 
 
-def test_a_merge_that_asks_for_an_order_is_not_made_without(twins: Path, tmp_path: Path) -> None:
+def test_a_merge_with_align_experts_requires_matched_experts(twins: Path, tmp_path: Path) -> None:
     recipe = load_recipe(linear("a", "crossed", align_experts=True))
     opened = {str(ref): open_checkpoint(twins / "mixtral" / ref.path) for ref in recipe.references()}
     with pytest.raises(InvalidInput, match="have not been matched"):
@@ -166,7 +166,7 @@ def test_a_merge_that_asks_for_an_order_is_not_made_without(twins: Path, tmp_pat
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**16), groups=st.sampled_from([1, 2, 3]), each=st.sampled_from([1, 2]))
-def test_the_assignment_is_the_best_of_all_that_respect_groups(seed: int, groups: int, each: int) -> None:
+def test_the_assignment_is_optimal_among_those_that_respect_groups(seed: int, groups: int, each: int) -> None:
     """The result is compared with every permutation."""
     count = groups * each
     similarity = np.random.default_rng(seed).normal(size=(count, count))
