@@ -64,6 +64,6 @@ def test_an_unreachable_target_does_not_stop_the_proxy(profile: Path, monkeypatc
     def out_of_reach(*_: object) -> None:
         raise Refused("publish", found="no answer", expected="an answer")
 
-    monkeypatch.setattr(DirectoryTarget, "current", out_of_reach)
+    monkeypatch.setattr(DirectoryTarget, "current_release", out_of_reach)
     assert watched_now(profile).candidate == "aaa"
     assert watched_now(profile, reset=True).candidate == "aaa"
