@@ -153,7 +153,7 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: {mit: {only_with: [lama2]}}", "licenses.mit.only_with", "did you mean 'llama2'?"),
         ("licenses: {mit: {use_policy: gema-pup}}", "licenses.mit.use_policy", "did you mean 'gemma-pup'?"),
         ("licenses: {mit: permissive}", "licenses.mit", "'permissive'"),
-        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml, line 1, column 27", "'mit' is written twice"),
+        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml, line 1, column 27", "'mit' appears twice"),
         ("aliases: {1: mit}", "licences.yaml, line 1", "the key 1 is not text"),
         ("licenses: {}\n---\naliases: {}", "licences.yaml", "2 documents"),
         ("aliases: {acme: mitt}", "aliases.acme", "did you mean 'mit'?"),

@@ -34,7 +34,7 @@ def streams(watch: Watched, count: int, *, wrong: int) -> list[RecordedPair]:
 def look(watch: Watched) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"MERGEGATE_HOME": str(watch.project.home), "PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-m", "mergegate", "shadow", "look", "profiles/watched.yaml", "--json"]
+    command = [sys.executable, "-m", "mergegate", "shadow", "evaluate", "profiles/watched.yaml", "--json"]
     return subprocess.Popen(command, cwd=watch.project.root, env=environment, stdout=subprocess.PIPE, text=True)
 
 

@@ -188,8 +188,8 @@ def test_promotion_requires_approval_and_records_who_gave_it(tmp_path: Path, pre
     ("arguments", "says"),
     [
         (("promote", "profiles/watched.yaml"), "no reason"),
-        (("look", "profiles/demo.yaml"), "no section 'shadow'"),
-        (("look", "profiles/watched.yaml"), "no release is watched yet"),
+        (("evaluate", "profiles/demo.yaml"), "no section 'shadow'"),
+        (("evaluate", "profiles/watched.yaml"), "no release is watched yet"),
         (("status", "profiles/watched.yaml"), "no release is watched yet"),
     ],
 )
