@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.clusters import FEWEST_CLUSTERS, cluster_errors, critical_value, effective_clusters
+from mergegate.tasks.gate.clusters import MIN_CLUSTERS, cluster_errors, critical_value, effective_clusters
 from mergegate.tasks.gate.graded_scores import refuted
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import binary_bounds
@@ -237,7 +237,7 @@ def clusters(runs: int, rng: np.random.Generator) -> list[str]:
         rows.append(_rule(3 + len(kinds)))
         digits = 1 if drop else 0
         for name, sizes in SIZES.items():
-            refused = effective_clusters(sizes) < FEWEST_CLUSTERS - 1e-9
+            refused = effective_clusters(sizes) < MIN_CLUSTERS - 1e-9
             for scores in ("binary", "graded"):
                 cells = []
                 for kind, spread in kinds:

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.tasks.gate.alpha_spending import anchor_confidence
-from mergegate.tasks.gate.guards import GateRule, Guard
-from mergegate.tasks.gate.power import DrawnDrops, draw, passing
-from mergegate.tasks.gate.regression import is_worse
+from mergegate.tasks.gate.power import DrawnDrops, draw, passing_merges
+from mergegate.tasks.gate.settings import GateRule, Guard
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11
 SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # number of tasks, documents of each: GSM8K, HumanEval, two suites
@@ -38,9 +37,9 @@ def suites(drops: Sequence[float], discordance: float, n: int, runs: int, rng: n
     ]
     fallen = samples[0].at(RULE.confidence)
     return Shares(
-        each=float(passing(samples, RULE.confidence, as_suite=False).mean()),
-        suite=float(passing(samples, RULE.confidence, as_suite=True).mean()),
-        possible=float(is_worse(fallen.drop, fallen.low, 0.0).mean()),
+        each=float(passing_merges(samples, RULE.confidence, as_suite=False).mean()),
+        suite=float(passing_merges(samples, RULE.confidence, as_suite=True).mean()),
+        possible=float(((fallen.drop > 0) & (fallen.low > 0)).mean()),
     )
 
 
@@ -57,8 +56,8 @@ def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> 
     for number in range(1, count + 1):
         own = [draw(guard, (1 - shared) * drop, (1 - shared) * discordance, n, runs, rng) for guard in guards]
         samples = [DrawnDrops(a.guard, a.lost + b.lost, a.won + b.won, n) for a, b in zip(common, own, strict=True)]
-        naive = naive | passing(samples, RULE.confidence, as_suite=True)
-        spent = spent | passing(samples, RULE.for_attempt(number, count).confidence, as_suite=True)
+        naive = naive | passing_merges(samples, RULE.confidence, as_suite=True)
+        spent = spent | passing_merges(samples, RULE.for_attempt(number, count).confidence, as_suite=True)
     return float(naive.mean()), float(spent.mean())
 
 
@@ -111,7 +110,7 @@ def _judged(reference: NDArray[np.bool_], merge: NDArray[np.bool_], levels: Arra
             DrawnDrops(guard, lost[at, task], won[at, task], merge.shape[2])
             for task, guard in enumerate(_guards(merge.shape[1]))
         ]
-        passes[at] = passing(samples, float(level), as_suite=True)
+        passes[at] = passing_merges(samples, float(level), as_suite=True)
     return passes
 
 

@@ -453,7 +453,7 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
     search = search_parents(recipes)
     for problem in search.problems:
         problems.note(problem)
-    return search.found
+    return search.parents
 
 
 def _is_whole(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> bool:

@@ -29,7 +29,7 @@ from mergegate.flows.attempt import (
     AlreadyReleased,
     Attempt,
     FailedMerge,
-    FurtherJudgement,
+    FurtherJudgment,
     JudgedMerge,
     assess_merge,
     judge_answers,
@@ -76,7 +76,7 @@ from mergegate.tasks.store import Artifact
 
 # Judgments of a merge that passed the gate, in this order. The first refusal skips the rest. A judge costs money and a
 # server costs minutes, so they run only for a merge that would be published.
-JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
+JUDGMENTS: tuple[FurtherJudgment, ...] = (judge_answers, serve_merge)
 
 
 @flow(name="release", flow_run_name=name_run)
@@ -125,7 +125,7 @@ def run_release_dry_pass(
 
 def make_release(
     profile: Profile,
-    judgements: Sequence[FurtherJudgement] = JUDGEMENTS,
+    judgments: Sequence[FurtherJudgment] = JUDGMENTS,
     *,
     publishing: bool = True,
 ) -> RunOutcome:
@@ -142,7 +142,7 @@ def make_release(
             add_tuned_candidate(preflight.cleared, profile, runner),
             profile,
             preflight.evidence,
-            judgements,
+            judgments,
             runner,
             limit=len(preflight.cleared) + bool(profile.tuning) + profile.proposed,
         )
@@ -177,7 +177,7 @@ def try_candidates(
     candidates: Iterator[ClearedCandidate],
     profile: Profile,
     evidence: Evidence,
-    judgements: Sequence[FurtherJudgement],
+    judgments: Sequence[FurtherJudgment],
     runner: Runner,
     *,
     limit: int,
@@ -194,7 +194,7 @@ def try_candidates(
             announce(f"remedy {len(attempts)}: {cleared.candidate.remedy}")
         # A merge could pass by chance. All attempts together must not do so more often than a single one.
         rule = evidence.rule.for_attempt(len(attempts) + 1, limit)
-        attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgements, runner))
+        attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgments, runner))
         if attempts[-1].is_good:
             break
     *earlier, last = attempts
@@ -211,7 +211,7 @@ def make_attempt(
     cleared: ClearedCandidate,
     profile: Profile,
     evidence: Evidence,
-    judgements: Sequence[FurtherJudgement],
+    judgments: Sequence[FurtherJudgment],
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch missing weights, merge, measure, judge and explain one candidate."""
@@ -246,9 +246,9 @@ def make_attempt(
     )
     ensemble = measure_ensemble(parents, evidence)
     verdicts = [gate.as_verdict()]
-    for judgement in judgements:
+    for judgment in judgments:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgement(JudgedMerge(profile, evidence, model, parents, adapted))
+            verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
             verdicts += [verdict] if verdict else []
     return Attempt(
         cleared,

@@ -2,7 +2,7 @@
 
 ::
 
-    mergegate shadow look profiles/support.yaml                            # one look on this machine
+    mergegate shadow evaluate profiles/support.yaml                            # one look on this machine
     - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in schedules.yaml: a worker runs the looks
 
 The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so an interim look without new
@@ -119,7 +119,7 @@ def require_reason(why: str) -> None:
         InvalidInput: The reason is empty.
     """
     if not why.strip():
-        raise InvalidInput("--why", found="no reason", expected="--why TEXT, which is stored with the decision")
+        raise InvalidInput("--reason", found="no reason", expected="--reason TEXT, which is stored with the decision")
 
 
 def _promote(watch: Watch, content: ShadowContent, why: str, now: Callable[[], float]) -> RunOutcome:

@@ -251,5 +251,5 @@ def test_an_answer_is_data_or_nothing(sent: bytes) -> None:
 
     here, there = Pipe()
     there.send_bytes(sent)
-    with pytest.raises(InvalidInput, match="an answer that is none"):
+    with pytest.raises(InvalidInput, match="sent an invalid message"):
         receive(here, "task trap")

@@ -84,7 +84,7 @@ def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_oth
             said = answer_of(model).texts[0].logprobs
             assert said == pytest.approx([-math.log(size)] * len(said), abs=1e-6)
         else:
-            with pytest.raises(InvalidInput, match="cannot be loaded"):
+            with pytest.raises(InvalidInput, match="cannot load the model"):
                 answer_of(model)
     finally:
         end_model_process()

@@ -1,7 +1,7 @@
 """Run one attempt at a release, and search for recipes to attempt.
 
 * ``assessment`` measures a merge and decides about it.
-* ``judgements`` adds the verdicts of a judge and of a server, if the profile configures them.
+* ``judgments`` adds the verdicts of a judge and of a server, if the profile configures them.
 * ``attempt`` holds the result as a frozen value.
 * ``search`` looks for the recipe to merge.
 """
@@ -11,12 +11,12 @@ from mergegate.flows.attempt.attempt import (
     AlreadyReleased,
     Attempt,
     FailedMerge,
-    FurtherJudgement,
+    FurtherJudgment,
     JudgedMerge,
     open_remedies,
     proposed_remedy,
 )
-from mergegate.flows.attempt.judgements import judge_answers, serve_merge
+from mergegate.flows.attempt.judgments import judge_answers, serve_merge
 from mergegate.flows.attempt.search import (
     open_trial_pool,
     prepare_search,
@@ -32,7 +32,7 @@ __all__ = [
     "Assessment",
     "Attempt",
     "FailedMerge",
-    "FurtherJudgement",
+    "FurtherJudgment",
     "JudgedMerge",
     "assess_merge",
     "judge_answers",

@@ -11,7 +11,7 @@ A release and a comparison of any two models share this module. It does not depe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
 from mergegate.tasks.evaluation import (
@@ -27,6 +27,7 @@ from mergegate.tasks.evaluation import (
 from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
+    GatePlan,
     GateVerdict,
     anchor_confidence,
     cannot_pass,
@@ -80,10 +81,14 @@ def assess_merge(
     runner = runner or local_runner()
     rule, limits = evidence.rule, evidence.limits
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
-    refusals = count_refusals(anchor.digest, but=merge.digest) if anchor else 0
+    refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.
-    likelihoods = measure_perplexity((*parents, merge), evidence, runner)
+    likelihoods: dict[str, Artifact[Likelihoods]] = {}
+    if evidence.documents is not None and evidence.windows is not None:
+        texts = [_TextOfModel(model, evidence) for model in (*parents, merge)]
+        results = _run_all(runner, _measure_perplexity, texts)
+        likelihoods = {text.model.name: result for text, result in zip(texts, results, strict=True)}
     compared = (
         {name: likelihoods[name] for name in (*_parents_for(limits.reference, parents), merge.name) if likelihoods}
         if limits
@@ -94,28 +99,30 @@ def assess_merge(
     evidence = evidence._replace(tasks=tasks)
     plan = {task.name: plan_interim_looks(task, evidence) for task in tasks}
     models = (*parents, *(release for release in (champion, anchor) if release), merge)
-    judging: dict[str, Any] = {
-        "merged": merge.name,
-        "schedule": plan,
-        "first_release": champion is None and needs_champion(guards),
-        "parents": _parents_for(rule.reference, parents),
-        "anchor_confidence": stricter,
-    }
+    gate_plan = GatePlan(
+        rule,
+        merged=merge.name,
+        schedule=plan,
+        first_release=champion is None and needs_champion(guards),
+        parents=_parents_for(rule.reference, parents),
+        anchor_confidence=stricter,
+    )
 
     def is_lost(task: str, scores: AllScores) -> bool:
-        return cannot_pass(task, guards, scores, rule, **judging)
+        return cannot_pass(task, guards, scores, gate_plan)
 
     scores: AllScores = {model.name: [] for model in models}
-    look = {task: planned[0] for task, planned in plan.items()}
+    documents = {task: planned[0] for task, planned in plan.items()}
     undecided = tuple(plan)
     while True:
-        scores, waiting = run_look(models, undecided, evidence, look, scores, is_lost, runner)
-        verdict = gate(guards, scores, compared, limits, rule, waiting=waiting, **judging)
+        look = _InterimLook(models, evidence, undecided, documents, is_lost)
+        scores, waiting = _run_look(look, scores, runner)
+        verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
         if not (undecided := undecided_tasks(verdict.value)):
             if anchor and is_refused_by_anchor(verdict.value):
                 record_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict, evidence)
-        look |= {task: next(end for end in plan[task] if end > look[task]) for task in undecided}
+        documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
 
 
 def measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
@@ -130,72 +137,75 @@ def measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) ->
     return ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
 
 
-def measure_perplexity(models: Sequence[Model], evidence: Evidence, runner: Runner) -> dict[str, Artifact[Likelihoods]]:
-    """Return the likelihoods of the held-out text by model, or an empty dict if the profile names no text."""
-    if evidence.documents is None or evidence.windows is None:
-        return {}
-    readings = [_Reading(model, evidence) for model in models]
-    return {
-        reading.model.name: likelihoods
-        for reading, likelihoods in zip(readings, _all(runner, _read, readings), strict=True)
-    }
+class _InterimLook(NamedTuple):
+    """One interim look.
+
+    Attributes:
+        models: All models, the merge last. A release is scored only if a guard compares with it.
+        evidence: Evidence of the run.
+        tasks: Names of the tasks to evaluate.
+        documents: Number of documents per task after this look.
+        is_lost: Whether the guards of a task can no longer pass, given the current scores.
+    """
+
+    models: Sequence[Model]
+    evidence: Evidence
+    tasks: Sequence[str]
+    documents: Mapping[str, int]
+    is_lost: Callable[[str, AllScores], bool]
 
 
-def run_look(
-    models: Sequence[Model],
-    names: Sequence[str],
-    evidence: Evidence,
-    look: Mapping[str, int],
-    before: AllScores,
-    is_lost: Callable[[str, AllScores], bool],
-    runner: Runner,
-) -> tuple[AllScores, tuple[str, ...]]:
+def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[AllScores, tuple[str, ...]]:
     """Evaluate one interim look.
 
     Cached results are always used and come first. A run that was killed or repeated therefore reaches the same verdict.
 
     Args:
-        models: All models, the merge last. A release is scored only if a guard compares with it.
-        names: Names of the tasks to evaluate.
-        look: Number of documents per task after this look.
         before: Scores after the previous look.
-        is_lost: Whether the guards of a task can no longer pass, given the current scores.
-        runner: Runner that scores.
 
     Returns:
         Scores of all models, and the names of the tasks that were skipped because another task can no longer pass. Both
         are in profile order, not in the order of execution.
     """
-    tasks = [task for task in evidence.tasks if task.name in names]
-    order = _in_order(tasks, models, evidence, look)
+    models, evidence = look.models, look.evidence
+    tasks = [task for task in evidence.tasks if task.name in look.tasks]
+    order = _in_order(tasks, look)
 
-    def scoring(model: Model, task: EvalTask) -> _Scoring:
-        return _Scoring(model, task, evidence, look[task.name])
+    def scorings_of(models: Sequence[Model], tasks: Sequence[EvalTask]) -> list[_Scoring]:
+        return [
+            _Scoring(model, task, evidence, look.documents[task.name])
+            for task in tasks
+            for model in models
+            if _is_scored(model, task, evidence)
+        ]
 
     if not find_backend(evidence.scoring.backend).frees_memory:
         # Each model has its own process and takes minutes to load, so run all tasks of the references together.
-        references = [scoring(model, task) for model in models[:-1] for task, _ in order]
-        _all(runner, _score, [item for item in references if _is_scored(item.model, item.task, evidence)])
+        for_each_model = [scorings_of([model], [task for task, _ in order]) for model in models[:-1]]
+        _run_all(runner, _score, [scoring for scorings in for_each_model for scoring in scorings])
+    position = {task.name: index for index, task in enumerate(evidence.tasks)}
     scores, unchecked = before, list[str]()
-    for together in _side_by_side(order, evidence) if runner.is_parallel else ([item] for item in order):
-        missing = any(count for _, count in together)
-        if missing and any(is_lost(name, scores) for name in unchecked):
-            left_out = {skipped.name for skipped, _ in order[order.index(together[0]) :]}
+    for group in _independent_groups(order, evidence) if runner.is_parallel else ([item] for item in order):
+        has_missing = any(count for _, count in group)
+        if has_missing and any(look.is_lost(name, scores) for name in unchecked):
+            left_out = {skipped.name for skipped, _ in order[order.index(group[0]) :]}
             return scores, tuple(task.name for task in tasks if task.name in left_out)
-        scorings = [
-            scoring(model, task) for task, _ in together for model in models if _is_scored(model, task, evidence)
-        ]
-        results = _all(runner if missing else local_runner(), _score, scorings)
-        for task, count in together:
+        scorings = scorings_of(models, [task for task, _ in group])
+        results = _run_all(runner if has_missing else local_runner(), _score, scorings)
+        for task, count in group:
             unchecked = [task.name] if count else [*unchecked, task.name]
             new = {item.model.name: parts for item, parts in zip(scorings, results, strict=True) if item.task is task}
-            scores = {
-                name: _with(parts, task.name, new.get(name, ()), evidence.tasks) for name, parts in scores.items()
-            }
+            for name, parts in scores.items():
+                kept = [part for part in parts if part.value.tasks[0].task != task.name]
+                # A stable sort keeps the parts of a task in order.
+                by_task = sorted((*kept, *new.get(name, ())), key=lambda part: position[part.value.tasks[0].task])
+                scores = {**scores, name: by_task}
     return scores, ()
 
 
-def _side_by_side(order: Sequence[tuple[EvalTask, int]], evidence: Evidence) -> Iterator[list[tuple[EvalTask, int]]]:
+def _independent_groups(
+    order: Sequence[tuple[EvalTask, int]], evidence: Evidence
+) -> Iterator[list[tuple[EvalTask, int]]]:
     """Yield groups of tasks that can run in parallel: no result in a group can skip a later task of that group."""
     guarded = {guard.task for guard in evidence.guards}
     group: list[tuple[EvalTask, int]] = []
@@ -208,7 +218,7 @@ def _side_by_side(order: Sequence[tuple[EvalTask, int]], evidence: Evidence) -> 
         yield group
 
 
-class _Reading(NamedTuple):
+class _TextOfModel(NamedTuple):
     """The held-out text, to be read by one model."""
 
     model: Model
@@ -227,18 +237,18 @@ class _Scoring(NamedTuple):
 # The functions below are at module level so that other processes can import them.
 
 
-def _read(reading: _Reading) -> Artifact[Likelihoods]:
-    documents, windows = reading.evidence.documents, reading.evidence.windows
+def _measure_perplexity(text: _TextOfModel) -> Artifact[Likelihoods]:
+    documents, windows = text.evidence.documents, text.evidence.windows
     assert documents is not None
     assert windows is not None  # otherwise there is no text to read
-    return perplexity(reading.model, documents, windows, runtime())
+    return perplexity(text.model, documents, windows, runtime())
 
 
 def _score(scoring: _Scoring) -> list[Artifact[Scores]]:
     return evaluate_documents(scoring.model, scoring.task, scoring.evidence.scoring, scoring.documents, runtime())
 
 
-def _all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list[R]:
+def _run_all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list[R]:
     """Return the results in the order of ``items``.
 
     If items fail, raise the error of the first failed item in that order. Items that were still running store their
@@ -260,43 +270,30 @@ def _all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list
     return [results[index] for index in range(len(items))]
 
 
-def _with(
-    parts: Sequence[Artifact[Scores]], name: str, new: Sequence[Artifact[Scores]], tasks: Sequence[EvalTask]
-) -> list[Artifact[Scores]]:
-    """Return the parts of one model with those of one task replaced, in the order of ``tasks``."""
-    position = {task.name: index for index, task in enumerate(tasks)}
-    others = [part for part in parts if _task_of(part) != name]
-    # A stable sort keeps the parts of a task in order.
-    return sorted((*others, *new), key=lambda part: position[_task_of(part)])
-
-
-def _task_of(part: Artifact[Scores]) -> str:
-    return part.value.tasks[0].task
-
-
-def _in_order(
-    tasks: Sequence[EvalTask], models: Sequence[Model], evidence: Evidence, look: Mapping[str, int]
-) -> list[tuple[EvalTask, int]]:
+def _in_order(tasks: Sequence[EvalTask], look: _InterimLook) -> list[tuple[EvalTask, int]]:
     """Return the tasks in execution order, with the number of documents still to be evaluated."""
+    evidence, references = look.evidence, look.models[:-1]
     missing, reference_scores = {}, {}
     for task in tasks:
-        scored = [model for model in models if _is_scored(model, task, evidence)]
-        parts = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in scored}
-        counts = (
-            count_missing_documents(task, evidence.scoring, look[task.name], parts_of_model)
+        parts = {
+            model.name: known_scores(model, task, evidence.scoring, runtime())
+            for model in look.models
+            if _is_scored(model, task, evidence)
+        }
+        missing[task.name] = sum(
+            count_missing_documents(task, evidence.scoring, look.documents[task.name], parts_of_model)
             for parts_of_model in parts.values()
         )
-        missing[task.name] = sum(counts)
-        reference_scores[task.name] = [part for model in models[:-1] for part in parts.get(model.name, ())]
+        reference_scores[task.name] = [part for model in references for part in parts.get(model.name, ())]
     if not any(missing.values()):
         return [(task, 0) for task in tasks]  # nothing runs, so the order does not matter
     seconds_per_document = document_seconds(tasks, reference_scores)
     seconds = {name: count * seconds_per_document[name] for name, count in missing.items()}
     planned = [
-        planned_task for planned_task in planned_tasks(evidence, models[:-1]) if planned_task.guard.task in missing
+        planned_task for planned_task in planned_tasks(evidence, references) if planned_task.guard.task in missing
     ]
     by_name = {task.name: task for task in tasks}
-    return [(by_name[name], missing[name]) for name in order_by_information(planned, look, seconds)]
+    return [(by_name[name], missing[name]) for name in order_by_information(planned, look.documents, seconds)]
 
 
 def _is_scored(model: Model, task: EvalTask, evidence: Evidence) -> bool:

@@ -17,12 +17,11 @@ from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateErr
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
-from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.merge import Merged
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
-from mergegate.tasks.report import RunRecord, read_history
+from mergegate.tasks.report import read_history
 from mergegate.tasks.stage import JointVerdict, Verdict, announce, combine_verdicts, home
 from mergegate.tasks.store import Artifact
 
@@ -48,7 +47,7 @@ class JudgedMerge:
 
 
 # A further judgment of a merge. It returns None if the profile does not configure it.
-FurtherJudgement = Callable[[JudgedMerge], Verdict | None]
+FurtherJudgment = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)
@@ -113,19 +112,19 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
     recipe = attempt.cleared.candidate.document
     if recipe is None:
         return attempt.explanation.remedies
-    contents = {
-        name: digest
-        for previous in attempts
-        if isinstance(previous, Attempt)
-        for name, digest in _contents(previous).items()
-    }
-    refused = [*_refused_before(attempt, frozenset(contents.values()))]
+
+    def digests_of(judged: Attempt) -> dict[str, str]:
+        return {parent.ref: parent.digest[:_DIGITS] for parent in judged.pinned.parents}
+
+    digests: dict[str, str] = {}
+    for previous in attempts:
+        digests |= digests_of(previous) if isinstance(previous, Attempt) else {}
+    refused = [*_refused_before(attempt, frozenset(digests.values()))]
     for previous in attempts:
         if (document := previous.cleared.candidate.document) is not None:
-            refused.append(
-                normalize_recipe(document, _contents(previous) if isinstance(previous, Attempt) else contents)
-            )
-    return drop_tried_remedies(attempt.explanation.remedies, recipe, refused, contents)
+            names = digests_of(previous) if isinstance(previous, Attempt) else digests
+            refused.append(normalize_recipe(document, names))
+    return drop_tried_remedies(attempt.explanation.remedies, recipe, refused, digests)
 
 
 def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
@@ -133,7 +132,15 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
 
     The attempt that came closest to passing goes first, and its remedy with the strongest reason.
     """
-    for attempt in sorted((attempt for attempt in attempts if isinstance(attempt, Attempt)), key=_shortfall):
+
+    def shortfall(attempt: Attempt) -> float:
+        """Return the points by which the worst guard exceeds its limit, or infinity for a broken model."""
+        gate = attempt.assessment.verdict.value
+        if gate.drift is not None and gate.drift.broken:
+            return math.inf
+        return max((guard.drop - guard.max_drop for guard in gate.guards), default=0.0)
+
+    for attempt in sorted((attempt for attempt in attempts if isinstance(attempt, Attempt)), key=shortfall):
         for remedy in open_remedies(attempt, attempts):
             location = f"profile {profile.name}: the proposed remedy"
             candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, location)
@@ -142,20 +149,8 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
             except CannotDecide:
                 raise
             except MergegateError as error:
-                announce(f"not tried: {remedy.text()}: {error.found}")
+                announce(f"skipped the remedy {remedy.text()}: {error.found}")
     return None
-
-
-def _shortfall(attempt: Attempt) -> float:
-    """Return the points by which the worst guard exceeds its limit, or infinity for a broken model."""
-    gate = attempt.assessment.verdict.value
-    if gate.drift is not None and gate.drift.broken:
-        return math.inf
-    return max((guard.drop - guard.max_drop for guard in gate.guards), default=0.0)
-
-
-def _contents(attempt: Attempt) -> dict[str, str]:
-    return {parent.ref: parent.digest[:_DIGITS] for parent in attempt.pinned.parents}
 
 
 def _refused_before(attempt: Attempt, digests: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -164,26 +159,21 @@ def _refused_before(attempt: Attempt, digests: frozenset[str]) -> Iterator[dict[
     Model names are replaced by content if their digest is one of ``digests``.
     """
     gate = attempt.assessment.verdict.value
+    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
+    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
     for record in read_history(home() / "reports").records:
-        if record.status != "refused" or not _as_strict(gate, record):
+        limits = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
+        # A guard that refused that run is in this gate too, and allows no more.
+        is_as_strict = not skipped.isdisjoint(limits) or any(
+            (limit := limits.get((guard.task, guard.reference))) is not None and guard.max_drop <= limit
+            for guard in gate.guards
+        )
+        if record.status != "refused" or not is_as_strict:
             continue
         try:
             documents = parse_yaml(record.recipe, "a recipe of the history")
         except InvalidInput:  # the history truncates long recipes
             continue
         if len(documents) == 1 and isinstance(documents[0], Mapping):
-            contents = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests}
-            yield normalize_recipe(documents[0], contents)
-
-
-def _as_strict(gate: GateVerdict, record: RunRecord) -> bool:
-    """Return whether a guard that refused that run is in this gate too and allows no more."""
-    refused_limits = {
-        (score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"
-    }
-    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
-    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
-    allowed = ((refused_limits.get((guard.task, guard.reference)), guard.max_drop) for guard in gate.guards)
-    return not skipped.isdisjoint(refused_limits) or any(
-        past is not None and current <= past for past, current in allowed
-    )
+            names = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests}
+            yield normalize_recipe(documents[0], names)

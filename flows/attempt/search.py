@@ -27,7 +27,7 @@ from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import cores_of_process
-from mergegate.tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
+from mergegate.tasks.checkpoints import fetch_weights, pin_checkpoints
 from mergegate.tasks.merge import numerics, prepare_recipe
 from mergegate.tasks.perplexity import WindowSettings
 from mergegate.tasks.report import sweep_line
@@ -56,10 +56,6 @@ from mergegate.tasks.sweep import (
 )
 
 
-def _ignore_generation(trials: Sequence[Trial]) -> None:
-    """Ignore the trials of a finished generation."""
-
-
 @contextmanager
 def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) -> Iterator[TrialPool]:
     """Open the pool that scores and stores the trials of ``search``.
@@ -67,7 +63,8 @@ def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) ->
     Another process that searches the same candidates waits until this one is done.
     """
     scoring, same_search = search.setting.digest(), study_key(search.problem.space, search.problem.settings)
-    with open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
+    wait = partial(announce, "another sweep is scoring the same candidates; waiting for it")
+    with open_ledger(scoring, same_search, on_wait=wait) as ledger:
         yield TrialPool(search, runner, ledger, workers=profile.runner.parallel_items)
 
 
@@ -85,14 +82,17 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     if (settings := profile.sweep) is None:
         raise InvalidInput(
             f"profile {profile.name}",
-            found="no 'sweep'",
-            expected="what is free in its recipe, and what it is searched for",
+            found="it has no section 'sweep'",
+            expected="free values of the recipe, and an objective",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
     recipe, candidates = profile.searched_recipe(), sweep_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)
     assert ready.evidence is not None
-    parents = fetch_parents(ready.cleared, profile)
+    # Every model that a candidate may use, once each.
+    resolved = tuple({parent.ref: parent for candidate in ready.cleared for parent in candidate.parents}.values())
+    fetch_weights(resolved, store().hashes)
+    parents = pin_checkpoints(resolved, store().hashes, profile.checks.code.trusted)
     sweep_evidence = pin_profile_sweep(profile, ready.evidence, store().hashes)
     objective = make_objective(settings, sweep_evidence.names)
     if by_distance := next(
@@ -100,9 +100,9 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     ):
         raise InvalidInput(
             by_distance.location,
-            found="models that are chosen, or weighed, by how far they are from each other",
-            expected="models that are the same in every trial",
-            remedy="search without leave_out_beyond, or geometric_median",
+            found="models that are chosen or weighted by their distances",
+            expected="the same models in every trial",
+            remedy="search without leave_out_beyond and without geometric_median",
         )
     by_ref = {parent.ref: parent for parent in parents}
     first = plan_merge(candidates.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
@@ -191,14 +191,7 @@ def recipe_labels(profile: Profile) -> list[str]:
     return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 
 
-def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tuple[PinnedCheckpoint, ...]:
-    """Return every model that a candidate may use, once each, after fetching its weights."""
-    parents = tuple({parent.ref: parent for candidate in cleared for parent in candidate.parents}.values())
-    fetch_weights(parents, store().hashes)
-    return pin_checkpoints(parents, store().hashes, profile.checks.code.trusted)
-
-
-def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = _ignore_generation) -> Study:
+def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = lambda trials: None) -> Study:
     """Run the search as a stage with progress."""
     with report_stage("search", "") as stage:
         study = pool.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
@@ -236,7 +229,3 @@ def tuned_remedy(cleared: ClearedCandidate, profile: Profile, runner: Runner) ->
     change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
     candidate = changed_candidate(cleared.candidate, change, profile.root, f"profile {profile.name}: tune: scale")
     return clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)
-
-
-def _say_waiting() -> None:
-    announce("another sweep is scoring the same candidates; waiting for it")

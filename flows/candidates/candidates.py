@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 
 from mergegate.merge_core import Recipe, load_recipe
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, parse_yaml, read_text, read_yaml
+from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, flow_yaml, parse_yaml, read_text, read_yaml
 from mergegate.merge_core.recipe import apply_overrides
 
 # In a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
@@ -63,36 +62,36 @@ class SearchedRecipe:
     location: str
 
 
-def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
+def searched_recipe(written: Written, root: Path, location: str) -> SearchedRecipe:
     """Read a recipe whose placeholders are still unfilled. A relative path is relative to ``root``.
 
     Raises:
         InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
     """
     if not isinstance(written, Path):
-        return SearchedRecipe(written, root, f"{where}: recipe")
+        return SearchedRecipe(written, root, f"{location}: recipe")
     file = root / written
     documents = read_yaml(file, "a recipe (YAML)")
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
         raise InvalidInput(
             str(file),
             found=f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__,
-            expected="one mapping: a sweep searches in a recipe of one document",
+            expected="one document with a mapping, because a sweep needs a single recipe",
         )
     return SearchedRecipe(documents[0], file.parent, str(file))
 
 
-def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path, where: str) -> Candidate:
+def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path, location: str) -> Candidate:
     """Build the candidate that these documents would describe as a file in ``directory``.
 
     Raises:
         InvalidInput: The recipe is invalid.
     """
-    return _inline(documents, "", directory, where)
+    return _inline(documents, "", directory, location)
 
 
 def candidate_recipes(
-    own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, where: str
+    own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, label: str
 ) -> tuple[Candidate, ...]:
     """Read the recipe ``own`` and its remedies. Relative paths are relative to ``root``.
 
@@ -100,7 +99,7 @@ def candidate_recipes(
         own: Recipe of the profile. It may already be parsed.
         remedies: Remedies in order. For a searched recipe, all placeholders must be filled.
         root: Directory that paths are relative to.
-        where: Name of the profile in messages.
+        label: Name of the profile in messages.
 
     Raises:
         InvalidInput: A recipe is invalid, or a change does not fit the recipe.
@@ -110,11 +109,11 @@ def candidate_recipes(
     elif isinstance(own, SearchedRecipe):
         first = _inline([own.document], "", own.directory, own.location)
     else:
-        first = _candidate(own, "", root, f"{where}: recipe")
+        first = _candidate(own, "", root, f"{label}: recipe")
     first = replace(first, change={})
     candidates = [first]
     for position, remedy in enumerate(remedies):
-        location = f"{where}: remedies[{position}]"
+        location = f"{label}: remedies[{position}]"
         if isinstance(remedy, SearchedRecipe):
             candidates.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.location))
         elif isinstance(remedy, Path):
@@ -125,43 +124,37 @@ def candidate_recipes(
             if first.document is None:
                 raise InvalidInput(
                     location,
-                    found="changes of a recipe of several documents",
-                    expected="changes of one document",
-                    remedy="name a whole recipe",
+                    found="changes of a recipe with several documents",
+                    expected="changes of a recipe with one document",
+                    remedy="write a complete recipe, or name its file",
                 )
             candidates.append(changed_candidate(first, remedy, root, location))
     return tuple(candidates)
 
 
-def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path, where: str) -> Candidate:
+def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path, location: str) -> Candidate:
     """Build another candidate from one of a single document by applying ``change``.
 
     Raises:
         InvalidInput: The change does not fit the recipe.
     """
     assert original.document is not None
-    words = ", ".join(f"{name}: {_in_line(value)}" for name, value in change.items())
+    words = ", ".join(f"{name}: {flow_yaml(value)}" for name, value in change.items())
     candidate = _inline(
-        [apply_overrides(original.document, change, where)], words, original.recipe.directory or root, where
+        [apply_overrides(original.document, change, location)], words, original.recipe.directory or root, location
     )
     return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
 
-def _in_line(value: object) -> str:
-    """Format plain data on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candidate:
+def _candidate(written: Written, remedy: str, root: Path, location: str) -> Candidate:
     if isinstance(written, Path):
         file = root / written
         return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
-    return _inline([written], remedy, root, where)
+    return _inline([written], remedy, root, location)
 
 
-def _inline(documents: Sequence[Mapping[str, Any]], remedy: str, directory: Path, where: str) -> Candidate:
+def _inline(documents: Sequence[Mapping[str, Any]], remedy: str, directory: Path, location: str) -> Candidate:
     plain = [dict(document) for document in documents]
     text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
-    recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=where)
+    recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=location)
     return Candidate(remedy, replace(recipe, directory=directory), text)

@@ -96,7 +96,7 @@ def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Map
 def client_round(
     document: Mapping[str, Any],
     directory: Path,
-    where: str,
+    location: str,
     *,
     released: Path | None,
     digest_of: Callable[[Path], str],
@@ -107,7 +107,7 @@ def client_round(
     Args:
         document: A recipe of clients.
         directory: Directory that its paths are relative to.
-        where: Name of the recipe in messages.
+        location: Name of the recipe in messages.
         released: Checkpoint that is published now. None before the first round.
         digest_of: Function that returns the digest of a directory, such as :func:`client_digest`.
         find_state: Function that finds stored optimizer state by its location in a provenance.
@@ -116,69 +116,68 @@ def client_round(
         InvalidInput: The document is invalid.
         Refused: There are too few clients for a first round.
     """
-    settings = _parse_settings(document, where)
+    settings = _parse_settings(document, location)
     samples, at_least = settings.samples, settings.at_least
     base = os.path.relpath(released, directory) if released else document.get("base_model")
     if not isinstance(base, str):
-        raise InvalidInput(where, found="no 'base_model'", expected="what the clients of the first round started from")
+        raise InvalidInput(
+            location, found="no 'base_model'", expected="the model that the clients of the first round started from"
+        )
     remarks: list[str] = []
-    start = _open_or_none(directory / base)
+    start: Checkpoint | None = None  # checking the recipe reports a base that cannot be opened
+    with suppress(MergegateError):
+        start = open_checkpoint(directory / base)
     present = []
-    for name, path in _client_directories(settings.patterns, directory, remarks, f"{where}: clients"):
+    for name, path in _client_directories(settings.patterns, directory, remarks, f"{location}: clients"):
         try:
             adapter = _brings_adapter(path)
-            _require_like(start, _adapted(start, base, name, path) if adapter else open_checkpoint(path))
+            _require_same_tensors(start, _adapted(start, base, name, path) if adapter else open_checkpoint(path))
             present.append(_Client(name, digest_of(path), _samples_of(name, path, samples), adapter))
         except (MergegateError, OSError) as error:
-            why = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
-            remarks.append(f"{name}: left out: {_without_local_path(why, path)}")
+            reason = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
+            for prefix in (path, path.absolute(), path.resolve()):  # a release shows the remark to others
+                reason = reason.replace(f"{prefix}/", "").replace(str(prefix), "its directory")
+            remarks.append(f"{name}: left out: {reason}")
     used = used_digests(released) if released else frozenset()
     late = [client for client in present if client.digest in used]
     participants = [client for client in present if client.digest not in used]
     if released and len(participants) < at_least:
-        reason = f"{len(participants)} of {len(present)} clients have something new"
-        minimum = f", {at_least} are wanted" if participants else ""
-        remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round stands")
+        reason = f"{len(participants)} of {len(present)} clients have a new model"
+        minimum = f", at least {at_least} required" if participants else ""
+        remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round is used again")
         if is_reproducible(released, directory, digest_of):
             return ClientRound(last_recipe(released), remarks_and_reason)
         # The recipe would now build something else, or fail.
         unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
-        return ClientRound(
-            (unchanged,), (*remarks_and_reason, "what it was made of is not all there any more, or is another")
-        )
+        return ClientRound((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
     if len(participants) < at_least:
         raise Refused(
-            f"{where}: clients",
-            found=f"{len(participants)} that can take part" + (f"; {remarks[0]}" if remarks else ""),
+            f"{location}: clients",
+            found=f"{len(participants)} can take part" + (f"; {remarks[0]}" if remarks else ""),
             expected=f"at least {at_least}",
-            remedy="wait for them, or lower at_least",
+            remedy="wait for more clients, or lower at_least",
         )
-    remarks += [f"{client.name}: left out: late, it is the one that the last round was made of" for client in late]
+    remarks += [f"{client.name}: left out: the last round already includes this model" for client in late]
     if released:
-        remarks.append(f"the round begins with the last release, {released.name}")
-    recipe = _recipe(document, base, participants, where)
+        remarks.append(f"the round starts from the last release, {released.name}")
+    recipe = _recipe(document, base, participants, location)
     documents: tuple[Mapping[str, Any], ...] = (recipe,)
     if settings.adam:
         states = optimizer_states(released, find_state, digest_of) if released else {}
         documents = with_adam(
             recipe, {name: os.path.relpath(state, directory) for name, state in states.items()}, settings.adam
         )
-        remarks += _adam_remarks(released, states)
+        if states:
+            remarks.append("Adam continues with the state of the last round")
+        elif released:
+            remarks.append("Adam starts again, because the state of the last round does not exist")
     elif settings.momentum and released:
         if earlier_base := previous_base(released, directory, digest_of):
-            remarks.append(f"{settings.momentum:g} times the last step, from {Path(earlier_base).name}, is taken again")
+            remarks.append(f"{settings.momentum:g} times the last step, from {Path(earlier_base).name}, is repeated")
             documents = with_momentum(recipe, earlier_base, settings.momentum)
         else:
-            remarks.append("without momentum: what the last round began with is not there any more")
+            remarks.append("without momentum, because the base of the last round no longer exists")
     return ClientRound(documents, tuple(remarks))
-
-
-def _adam_remarks(released: Path | None, states: Mapping[str, Path]) -> list[str]:
-    if released is None:
-        return []
-    if states:
-        return ["Adam goes on with what the last round has kept"]
-    return ["Adam begins anew: the last round has kept nothing for it, or it is not there any more"]
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:
@@ -200,7 +199,7 @@ class _ClientSettings(NamedTuple):
     adam: Adam | None
 
 
-def _parse_settings(document: Mapping[str, Any], where: str) -> _ClientSettings:
+def _parse_settings(document: Mapping[str, Any], location: str) -> _ClientSettings:
     defaults: tuple[object, ...] = ((), {}, 1, 0, None)
     patterns, samples, at_least, momentum, adam = map(document.get, CLIENT_KEYS, defaults)
     if (
@@ -208,19 +207,31 @@ def _parse_settings(document: Mapping[str, Any], where: str) -> _ClientSettings:
         or not patterns
         or not all(isinstance(value, str) and value for value in patterns)
     ):
-        raise InvalidInput(f"{where}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns")
+        raise InvalidInput(
+            f"{location}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns"
+        )
     is_valid = isinstance(samples, Mapping) and all(_is_count(value) for value in samples.values())
     if not is_valid:
-        raise InvalidInput(f"{where}: samples", found=f"{samples!r:.60}", expected="a number above 0 for each client")
+        raise InvalidInput(
+            f"{location}: samples", found=f"{samples!r:.60}", expected="a number above 0 for each client"
+        )
     if type(at_least) is not int or at_least < 1:
-        raise InvalidInput(f"{where}: at_least", found=f"{at_least!r:.60}", expected="a whole number from 1")
+        raise InvalidInput(f"{location}: at_least", found=f"{at_least!r:.60}", expected="a whole number from 1")
     if isinstance(momentum, bool) or not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
-        raise InvalidInput(f"{where}: momentum", found=f"{momentum!r:.60}", expected="a number from 0, below 1")
+        raise InvalidInput(f"{location}: momentum", found=f"{momentum!r:.60}", expected="a number from 0 to below 1")
     if wrong := next((key for key in ("models", "slices", "modules") if key in document), None):
-        raise InvalidInput(f"{where}: {wrong}", found="beside clients", expected="either: clients are the models")
-    settings = parse_adam(adam, f"{where}: adam")
+        raise InvalidInput(
+            f"{location}: {wrong}",
+            found="it cannot be combined with clients",
+            expected="only one of them, because the clients are the models",
+        )
+    settings = parse_adam(adam, f"{location}: adam")
     if settings and momentum:
-        raise InvalidInput(f"{where}: adam", found="beside momentum", expected="either: Adam has a momentum, beta1")
+        raise InvalidInput(
+            f"{location}: adam",
+            found="it cannot be combined with momentum",
+            expected="only one of them; the momentum of Adam is beta1",
+        )
     return _ClientSettings(patterns, samples, at_least, float(momentum), settings)
 
 
@@ -229,7 +240,7 @@ def _is_count(value: object) -> bool:
 
 
 def _client_directories(
-    patterns: Sequence[str], directory: Path, remarks: list[str], where: str
+    patterns: Sequence[str], directory: Path, remarks: list[str], location: str
 ) -> Iterator[tuple[str, Path]]:
     """Yield each client once, with its name. Add a remark for each named client that does not exist."""
     seen: set[Path] = set()
@@ -242,30 +253,16 @@ def _client_directories(
             directories = [candidate for candidate in candidates if candidate.is_dir()]
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidInput(
-                where,
-                found=f"{pattern!r:.60}, which no directory can match: {error}",
-                expected="directories, or patterns",
+                location,
+                found=f"{pattern!r:.60} cannot match a directory: {error}",
+                expected="directories or patterns",
             ) from None
         if not directories:
-            remarks.append(f"{pattern}: left out: " + ("not there" if is_name else "nothing is there"))
+            remarks.append(f"{pattern}: left out: " + ("it does not exist" if is_name else "no directory matches"))
         for candidate in directories:
             if candidate.resolve() not in seen:
                 seen.add(candidate.resolve())
                 yield os.path.relpath(candidate, directory), candidate
-
-
-def _without_local_path(message: str, path: Path) -> str:
-    """Remove the local path of a client from a message, because a release shows the message to others."""
-    for prefix in (path, path.absolute(), path.resolve()):
-        message = message.replace(f"{prefix}/", "").replace(str(prefix), "its directory")
-    return message
-
-
-def _open_or_none(path: Path) -> Checkpoint | None:
-    """Open the base, or return None. Checking the recipe reports the error."""
-    with suppress(MergegateError):
-        return open_checkpoint(path)
-    return None
 
 
 def _brings_adapter(path: Path) -> bool:
@@ -280,14 +277,14 @@ def _adapted(start: Checkpoint | None, base: str, name: str, path: Path) -> Chec
         InvalidInput: The adapter cannot be applied, or a recipe cannot name it.
     """
     if "+" in base:
-        raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a model that takes another")
+        raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a base without an adapter")
     if "@" in name or "+" in name:
-        raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name that a recipe can have")
+        raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name without these characters")
     adapter = open_adapter(path)
     return apply_adapter(start, adapter) if start else None
 
 
-def _require_like(base: Checkpoint | None, client: Checkpoint | None) -> None:
+def _require_same_tensors(base: Checkpoint | None, client: Checkpoint | None) -> None:
     """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
     for name, tensor in base.tensors.items() if base and client else ():
         assert client is not None
@@ -309,23 +306,25 @@ def _samples_of(name: str, path: Path, declared: Mapping[str, float]) -> float |
     return None if value is None else float(value)  # type: ignore[arg-type]  # _is_count
 
 
-def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:
+def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], location: str) -> dict[str, Any]:
     plain = {key: value for key, value in document.items() if key not in CLIENT_KEYS}
     name = plain.setdefault("merge_method", TASK_ARITHMETIC.name)
-    method = find_method(name, f"{where}: merge_method")
+    method = find_method(name, f"{location}: merge_method")
     counted_clients = [client for client in clients if client.samples is not None]
     if counted_clients and len(counted_clients) < len(clients):
         lacking = next(client.name for client in clients if client.samples is None)
         raise InvalidInput(
-            f"{where}: samples", found=f"none of {lacking}", expected="of each client, or of none: others have some"
+            f"{location}: samples",
+            found=f"no sample count of {lacking}",
+            expected="sample counts of all clients or of none",
         )
     weighted = method.parameter("weight") is not None
     if counted_clients and not weighted:
         raise InvalidInput(
-            f"{where}: samples",
-            found=f"{method.name}, for which all clients count alike",
+            f"{location}: samples",
+            found=f"{method.name}, which weights all clients equally",
             expected="a method with weights",
-            remedy="take task_arithmetic or geometric_median, or leave samples out",
+            remedy="use task_arithmetic or geometric_median, or omit samples",
         )
     models = []
     for client in clients:

@@ -37,7 +37,7 @@ class Adam:
     tau: float = 1e-3
 
 
-def parse_adam(settings: object, where: str) -> Adam | None:
+def parse_adam(settings: object, location: str) -> Adam | None:
     """Parse ``{rate: 0.01}`` and the optional keys. None if there are no settings.
 
     Raises:
@@ -48,20 +48,20 @@ def parse_adam(settings: object, where: str) -> Adam | None:
     names = [field.name for field in fields(Adam)]
     if not isinstance(settings, Mapping) or "rate" not in settings:
         raise InvalidInput(
-            where,
+            location,
             found=f"{settings!r:.60}",
-            expected=f"{{rate: ...}}: about how far a weight goes in a round; and {', '.join(names[1:])}",
+            expected=f"{{rate: ...}} (the approximate change of a weight per round), optionally {', '.join(names[1:])}",
         )
     if unknown := next((key for key in settings if key not in names), None):
         raise InvalidInput(
-            f"{where}.{unknown}", found="unknown key", expected=", ".join(names), remedy=suggest(str(unknown), names)
+            f"{location}.{unknown}", found="unknown key", expected=", ".join(names), remedy=suggest(str(unknown), names)
         )
     for key, value in settings.items():
         mean = key.startswith("beta")
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (number and (0 <= value < 1 if mean else 0 < value < float("inf"))):
-            expected = "a number from 0, below 1" if mean else "a number above 0"
-            raise InvalidInput(f"{where}.{key}", found=f"{value!r:.60}", expected=expected)
+            expected = "a number from 0 to below 1" if mean else "a number above 0"
+            raise InvalidInput(f"{location}.{key}", found=f"{value!r:.60}", expected=expected)
     return Adam(**{str(key): float(value) for key, value in settings.items()})
 
 

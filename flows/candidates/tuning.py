@@ -68,32 +68,32 @@ def has_searchable_scale(recipe: str) -> bool:
         return False
 
 
-def _scale_in(recipe: Mapping[str, Any], where: str) -> float:
+def _scale_in(recipe: Mapping[str, Any], location: str) -> float:
     """Return the factor by which the recipe multiplies the merged task vector.
 
     Raises:
         InvalidInput: The recipe has no such number, or several.
     """
     if "clients" in recipe:
-        raise InvalidInput(where, found="a round of clients", expected="a recipe that is the same every night")
-    method = find_method(recipe.get("merge_method"), f"{where}: merge_method")
+        raise InvalidInput(location, found="a round of clients", expected="the same recipe in every run")
+    method = find_method(recipe.get("merge_method"), f"{location}: merge_method")
     parameter = method.parameter(SCALE)
     if parameter is None:
         scaled = ", ".join(name for name, candidate in merge_methods().items() if candidate.parameter(SCALE))
         raise InvalidInput(
-            f"{where}: merge_method",
-            found=f"{method.name}, which has no '{SCALE}'",
-            expected=f"a method whose result has a scale: {scaled}",
-            remedy="an average of fine-tunes is task_arithmetic with the same weights, on their base",
+            f"{location}: merge_method",
+            found=f"{method.name}, which does not have '{SCALE}'",
+            expected=f"a method with a scale: {scaled}",
+            remedy="to average fine-tunes, use task_arithmetic with equal weights and their base",
         )
     values = list(_values_of(recipe))
     scale = (recipe.get("parameters") or {}).get(SCALE, parameter.default) if len(values) < 2 else values
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale > 0:
         raise InvalidInput(
-            f"{where}: {SCALE}",
+            f"{location}: {SCALE}",
             found=f"{scale!r}",
-            expected="one number above 0, under the recipe's own 'parameters'",
-            remedy="mergegate sweep searches for several numbers at once",
+            expected="one number above 0, in the top-level 'parameters' of the recipe",
+            remedy="to search several numbers at once, use mergegate sweep",
         )
     return float(scale)
 

@@ -30,7 +30,7 @@ _STORE = {
 _SHADOW = {
     "serve": ("shadow", "Run the proxy in front of the parent and the candidate."),
     "replay": ("shadow", "Send the requests of a file to the proxy, as users would."),
-    "look": ("shadow_decisions", "Judge new pairs, then promote the candidate, roll it back, or wait."),
+    "evaluate": ("shadow_decisions", "Judge new pairs, then promote the candidate, roll it back, or wait."),
     "status": ("shadow_decisions", "Show which model serves users, and the evidence so far."),
     "promote": ("shadow_decisions", "Promote the candidate manually, independent of the evidence."),
     "rollback": ("shadow_decisions", "Route all users back to the parent, independent of the evidence."),
@@ -65,7 +65,30 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "trigger": ("trigger", "Start a release on the next free worker, and print the URL of its page."),
     "approve": ("approve", "Approve or reject a release that waits on the server."),
 }
+RENAMED_COMMANDS: Mapping[str, str] = {"look": "evaluate"}
+"""Former names of commands, with their present names."""
+RENAMED_OPTIONS: Mapping[str, str] = {
+    "--again": "--reset",
+    "--at-once": "--concurrency",
+    "--key-from": "--api-key-env",
+    "--mend": "--repair",
+    "--older": "--older-than",
+    "--why": "--reason",
+}
+"""Former names of options, with their present names."""
 _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+
+
+class Command(typer.core.TyperCommand):
+    """A command that reports the former name of an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {option for parameter in self.params for option in parameter.opts}
+        for word in args:
+            former = word.partition("=")[0]
+            if (current := RENAMED_OPTIONS.get(former)) in options and former not in options:
+                raise typer.BadParameter(f"this option was renamed: write {current}", ctx, param_hint=former)
+        return super().parse_args(ctx, args)
 
 
 class LazyCommands(Mapping[str, Any]):
@@ -82,7 +105,7 @@ class LazyCommands(Mapping[str, Any]):
             module = import_module(f"mergegate.flows.cli.{file}")
         function = getattr(module, f"{self._prefix}{name.replace('-', '_')}_command")
         application = typer.Typer(add_completion=False, **_OPTIONS)
-        application.command(name, short_help=summary)(function)
+        application.command(name, cls=Command, short_help=summary)(function)
         command: Any = typer.main.get_command(application)
         for parameter in command.params:
             if parameter.param_type_name == "argument" and parameter.metavar is None:
@@ -117,6 +140,8 @@ class CommandGroup(typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first word names, or else the default command with that word as argument."""
+        if (current := RENAMED_COMMANDS.get(args[0])) in self.commands and args[0] not in self.commands:
+            raise typer.BadParameter(f"this command was renamed: write {current}", ctx, param_hint=args[0])
         uses_default = self.default_command is not None and args[0] not in self.commands
         return super().resolve_command(ctx, [str(self.default_command), *args] if uses_default else args)
 

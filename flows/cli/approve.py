@@ -91,7 +91,7 @@ class TerminalApproval:
                 request.name,
                 found=f"{version} needs approval before mergegate may {request.verb} it, and there is no terminal",
                 expected="an approval",
-                remedy=f"approve it in advance: mergegate {'run' if request.verb == 'publish' else 'shadow look'} "
+                remedy=f"approve it in advance: mergegate {'run' if request.verb == 'publish' else 'shadow evaluate'} "
                 "--approve; or use mergegate trigger, whose run waits for approval",
             )
         with self._progress.paused():

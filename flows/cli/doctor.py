@@ -1,7 +1,7 @@
 """``mergegate doctor``: examine this project's state and repair it.
 
 A run needs no doctor, because it treats damage as a cache miss and rebuilds. This command reports files that are
-damaged, set aside or left over, and all sizes. ``--mend`` sets damaged files aside and removes unused ones.
+damaged, set aside or left over, and all sizes. ``--repair`` sets damaged files aside and removes unused ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.gate import anchor_faults
+from mergegate.tasks.gate import damaged_anchor_records
 from mergegate.tasks.report import HISTORY, mend_history, read_history
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import (
@@ -33,7 +33,9 @@ _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
 
 
 def doctor_command(
-    mend: Annotated[bool, typer.Option("--mend", help="Set damaged files aside, and remove leftover files.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Set damaged files aside, and remove leftover files.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Find damaged, set-aside and leftover files of this project.
@@ -44,7 +46,7 @@ def doctor_command(
         directory = home()
         findings = list(_examine(directory))
         actions = [""] * len(findings)
-        for number, finding in enumerate(findings if mend else ()):
+        for number, finding in enumerate(findings if repair else ()):
             if finding.path.name == HISTORY and finding.path.is_file():  # only its damaged lines are removed
                 mend_history(finding.path.parent)
                 actions[number] = "set aside; undamaged lines stay"
@@ -76,7 +78,7 @@ def doctor_command(
             if not findings:
                 console.print("  no damaged and no leftover files")
             elif is_damaged:
-                console.print("  the next run rebuilds what it needs; mergegate doctor --mend cleans up now")
+                console.print("  the next run rebuilds what it needs; mergegate doctor --repair cleans up now")
         raise typer.Exit(3 if is_damaged else 0)
 
 
@@ -90,7 +92,7 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
             yield finding
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
-    for damage in anchor_faults():
+    for damage in damaged_anchor_records():
         yield set_aside_count(damage.path, damage.reason)
     for folder in ("anchors", "prefect", "reports", "runs"):
         if (directory / folder).is_dir():
@@ -102,7 +104,7 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
     reports = directory / "reports"
     if not reports.is_dir():
         return
-    if history_damage := read_history(reports).said_of_damage():
+    if history_damage := read_history(reports).damage_sentence():
         yield set_aside_count(reports / HISTORY, history_damage.rstrip("."))
     for page in sorted(reports.glob("*/*")):
         if (finding := is_leftover(page)) is not None:

@@ -66,7 +66,7 @@ def print_history(console: Console, as_json: bool, profile: str | None = None, m
         console.print("no run has finished here yet")
     if len(runs) > most:
         console.print(f"{len(runs) - most} older runs: mergegate history --last {len(runs)}")
-    if damage := history.said_of_damage():
+    if damage := history.damage_sentence():
         console.print(Text(damage, style="yellow"))
     if runs and (reports / "index.html").is_file():
         console.print(Text(f"all runs: {short_path(reports / 'index.html')}", style="dim"))

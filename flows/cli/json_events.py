@@ -47,10 +47,10 @@ class EventLines:
         Args:
             verbose: Whether to also report details, such as cache keys and subprocesses (``merge_core.wording``).
         """
-        with progress_watcher(self), detail_listener(self.detailed) if verbose else nullcontext():
+        with progress_watcher(self), detail_listener(self.on_detail) if verbose else nullcontext():
             yield
 
-    def detailed(self, line: str) -> None:
+    def on_detail(self, line: str) -> None:
         stage, subject, key = running_stage()
         print_event("detail", stage=stage, subject=subject, key=key, text=line)
 
@@ -59,21 +59,21 @@ class EventLines:
         """Do nothing, because there is no drawing that could disturb a prompt."""
         yield
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         print_event("announced", text=text)
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         print_event("started", stage=stage, subject=subject)
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
         now = time.monotonic()
-        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and done < total:
+        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and completed < total:
             return
         self._last_progress[stage, subject] = now
-        print_event("advanced", stage=stage, subject=subject, done=done, total=total, unit=unit)
+        print_event("advanced", stage=stage, subject=subject, done=completed, total=total, unit=unit)
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         """Ignore the description of a stage, which is for terminals."""
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         print_event("ended", stage=stage, subject=subject, status=status, seconds=round(seconds, 3), summary=summary)

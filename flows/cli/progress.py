@@ -148,34 +148,34 @@ class TerminalProgress:
     def _width(self) -> int:
         return min(self._console.width, _WIDEST)
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self._print_ended()
         self._above += [*(self._row(line) for line in self._lines.values()), Text(f"  {text}", style="bold")]
         if not self._is_live:
             self._console.print(self._above[-1])
         self._lines, self._printed = {}, set()
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         if stage not in self._lines:
             self._print_ended()
             if self._verbose:
                 self._console.print(Text(f"  {'-' if self._ascii else '·'} {stage}", style="bold"))
         self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, Pace(time.monotonic())))
         if not self._is_live:
-            self._pulse.started(stage, subject)
+            self._pulse.on_start(stage, subject)
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self._running(stage, subject).pace.advanced(done, total, unit, time.monotonic())
-        self._pulse.advanced(stage, subject, done, total, unit)
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        self._running(stage, subject).pace.on_progress(completed, total, unit, time.monotonic())
+        self._pulse.on_progress(stage, subject, completed, total, unit)
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         self._running(stage, subject).pace.words = say
-        self._pulse.described(stage, subject, say)
+        self._pulse.on_description(stage, subject, say)
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         call = self._running(stage, subject)
         call.status, call.seconds, call.summary = status, seconds, summary
-        self._pulse.ended(stage, subject)
+        self._pulse.on_end(stage, subject)
 
     def _detailed(self, line: str) -> None:
         """Print a detail below its stage."""

@@ -42,8 +42,8 @@ def shadow_serve_command(
     candidate: Annotated[
         str | None, typer.Option(help="Version to test.", show_default="the current release at the target")
     ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Start again, even if the version was promoted, rolled back or killed.")
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Start again, even if the version was promoted, rolled back or killed.")
     ] = False,
 ) -> None:
     """Run the proxy in front of the parent and the candidate.
@@ -51,16 +51,16 @@ def shadow_serve_command(
     The proxy answers users and records both models (also: mergegate shadow PROFILE).
     """
     with command_context(with_state=True) as console:
-        run_proxy(load_profile(profile), candidate, console, again=again)
+        run_proxy(load_profile(profile), candidate, console, reset=reset)
 
 
-def run_proxy(profile: Profile, candidate: str | None, console: Console, *, again: bool = False) -> None:
+def run_proxy(profile: Profile, candidate: str | None, console: Console, *, reset: bool = False) -> None:
     """Answer requests until the process is stopped.
 
     Args:
         candidate: Version to watch. Default: the current release at the target, or if that is unknown, the version
             watched last.
-        again: Whether to watch it from now on, even if there was a decision before.
+        reset: Whether to watch it from now on, even if there was a decision before.
 
     Raises:
         InvalidInput: The profile has no section ``shadow``, a key is not set, or the address is in use.
@@ -70,7 +70,7 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, agai
     redaction = open_redaction(settings.redact, settings.redactor)
     previous = read_routing(file)
     version = candidate or _released_version(profile) or (previous.candidate if previous else "candidate")
-    if previous is not None and previous.candidate == version and not again:
+    if previous is not None and previous.candidate == version and not reset:
         routing = previous.model_copy(update={"mode": settings.mode, "share": settings.share})
     else:
         routing = Routing(candidate=version, since=time.time(), mode=settings.mode, share=settings.share)
@@ -131,7 +131,7 @@ def shadow_replay_command(
     model: Annotated[str, typer.Option(help="Model of requests that do not name one.")] = "model",
     header: Annotated[str, typer.Option(help="Header that names a session.")] = "x-session-id",
     rate: Annotated[float, typer.Option(min=0.001, help="Number of users that start per second.")] = 10.0,
-    at_once: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Number of repetitions, each with new users.")] = 1,
     stream: Annotated[bool, typer.Option("--stream", help="Request streamed responses.")] = False,
     as_json: JsonOption = False,
@@ -141,7 +141,7 @@ def shadow_replay_command(
         if not file.is_file():
             raise InvalidInput(str(file), found="no such file", expected="requests or prompts, as JSON lines")
         traffic = read_traffic(file, model)
-        result = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, at_once, rounds, stream))
+        result = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, concurrency, rounds, stream))
         counts = ", ".join(f"{count} with {response}" for response, count in sorted(result.statuses.items()))
         message = f"{result.request_count} requests in {result.seconds:.1f} s: {counts}"
         if as_json:

@@ -1,4 +1,4 @@
-"""``mergegate shadow look``, ``status``, ``promote`` and ``rollback``: show and decide about a watched release."""
+"""``mergegate shadow evaluate``, ``status``, ``promote`` and ``rollback``: show and decide about a watched release."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from mergegate.tasks.stage import home
 ReasonOption = Annotated[str, typer.Option(help="Reason for the decision, which is stored. Required.")]
 
 
-def shadow_look_command(profile: ShadowProfile, approve: ApproveOption = False, as_json: JsonOption = False) -> None:
+def shadow_evaluate_command(
+    profile: ShadowProfile, approve: ApproveOption = False, as_json: JsonOption = False
+) -> None:
     """Judge new pairs, then promote the candidate, roll it back, or wait."""
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.shadow import shadow
@@ -37,23 +39,23 @@ def shadow_look_command(profile: ShadowProfile, approve: ApproveOption = False, 
         raise typer.Exit(outcome.exit_code)
 
 
-def shadow_promote_command(profile: ShadowProfile, why: ReasonOption = "", as_json: JsonOption = False) -> None:
+def shadow_promote_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
     """Promote the candidate manually, independent of the evidence."""
-    _decide_by_hand(profile, "promote", why, as_json)
+    _decide_by_hand(profile, "promote", reason, as_json)
 
 
-def shadow_rollback_command(profile: ShadowProfile, why: ReasonOption = "", as_json: JsonOption = False) -> None:
+def shadow_rollback_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
     """Route all users back to the parent, independent of the evidence."""
-    _decide_by_hand(profile, "roll back", why, as_json)
+    _decide_by_hand(profile, "roll back", reason, as_json)
 
 
-def _decide_by_hand(profile: Path, decision: Literal["promote", "roll back"], why: str, as_json: bool) -> None:
+def _decide_by_hand(profile: Path, decision: Literal["promote", "roll back"], reason: str, as_json: bool) -> None:
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.shadow import require_reason, shadow
 
-        require_reason(why)
+        require_reason(reason)
         loaded = load_for_flow(profile, "shadow")
-        flow = partial(shadow, profile, say=decision, why=why, by=current_user(), return_state=True)
+        flow = partial(shadow, profile, say=decision, why=reason, by=current_user(), return_state=True)
         outcome = run_flow(flow, RunView(f"{loaded.name} on users' traffic", profile), console)
         _print_outcome(outcome, console, as_json)
         # The command did its job, even if that was a rollback.

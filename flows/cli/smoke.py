@@ -49,7 +49,7 @@ def smoke_command(
         Path | None, typer.Option(parser=local_path, help="For a URL: checkpoint that the server should serve.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="For a URL: name of the model on the server.")] = None,
-    key_from: Annotated[
+    api_key_env: Annotated[
         str | None, typer.Option(help="For a URL: environment variable with the server's API key.")
     ] = None,
     as_json: JsonOption = False,
@@ -74,7 +74,7 @@ def smoke_command(
                 status.update(f"{done} of {STEPS}: {step}")
 
             if is_url:
-                key = os.environ.get(key_from, "") if key_from else ""
+                key = os.environ.get(api_key_env, "") if api_key_env else ""
                 verdict = smoke_url(
                     RunningServer(target, model, key),
                     settings,

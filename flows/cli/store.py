@@ -127,7 +127,7 @@ def store_verify_command(as_json: JsonOption = False) -> None:
             for finding in damaged:
                 console.print(f"  damaged  {finding.path}: {finding.what}", markup=False)
             if damaged:
-                console.print("  the next run that needs them rebuilds them; mergegate doctor --mend sets them aside")
+                console.print("  the next run that needs them rebuilds them; mergegate doctor --repair sets them aside")
             else:
                 console.print(f"{home() / 'store'}: {len(entries)} artifacts and values, none of them damaged")
         raise typer.Exit(3 if damaged else 0)
@@ -135,7 +135,7 @@ def store_verify_command(as_json: JsonOption = False) -> None:
 
 def store_gc_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
-    older: Annotated[
+    older_than: Annotated[
         float | None,
         typer.Option(
             min=0,
@@ -159,9 +159,9 @@ def store_gc_command(
     """
     with command_context(as_json) as console:
         limit = parse_bytes(quota, "--quota") if quota is not None else None
-        if older is None and limit is None:
-            older = 1.0
-        rule = RetentionRule(None if older is None else older * _DAY_S, limit)
+        if older_than is None and limit is None:
+            older_than = 1.0
+        rule = RetentionRule(None if older_than is None else older_than * _DAY_S, limit)
         names = {run.profile for run in read_runs(runs_directory()) if run.profile}
         for profile in forget or ():
             if profile not in names:

@@ -23,9 +23,9 @@ from mergegate.tasks.report import (
     RunRecord,
     RunScore,
     RunStage,
+    archive_run,
     as_markdown,
     file_name,
-    keep_run,
     render_ending,
     render_shadow,
     render_sweep,
@@ -69,7 +69,7 @@ def archive_outcome(
         page = _page(outcome, name, flow, stages)
         export_metrics(record, home())
         export_to_trackers(record, home())
-        archived = keep_run(
+        archived = archive_run(
             home() / "reports",
             record,
             page,

@@ -28,6 +28,7 @@ from mergegate.tasks.report import (
     ReportedServing,
     StoredArtifact,
     SweepContent,
+    SweepFacts,
     sweep_content,
 )
 from mergegate.tasks.serve import ServedModels
@@ -80,7 +81,7 @@ def report_content(
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": scores, "likelihoods": likelihoods}
 
-    verdict = assessed.verdict.value.joined_by(attempt.verdict)
+    verdict = assessed.verdict.value.model_copy(update=attempt.verdict._asdict())
     parents = [
         ReportedModel(
             name=parent.name,
@@ -250,9 +251,7 @@ def sweep_report(
         shares, why_none = importances.shares, importances.reason
     except InvalidInput as error:
         why_none = f"{error.found}: {error.remedy}"
-    return sweep_content(
-        study,
-        verdict,
+    facts = SweepFacts(
         name=profile.name,
         method=search.method,
         power=power,
@@ -263,3 +262,4 @@ def sweep_report(
         reproduce=("mergegate sweep PROFILE",),
         versions=tuple(f"{name} {version}" for name, version in versions(*_LIBRARIES).items()),
     )
+    return sweep_content(study, verdict, facts)

@@ -139,7 +139,7 @@ def request_decision(request: ApprovalRequest) -> Decision:
         return _suspend_for_decision(request, run)
     if (ask := _asker.get()) is not None:
         return ask(request)
-    command = "run" if request.verb == "publish" else "shadow look"
+    command = "run" if request.verb == "publish" else "shadow evaluate"
     raise Refused(
         request.name,
         found=f"{request.pending.version} needs approval before mergegate may {request.verb} it, and no one can answer",

@@ -17,7 +17,7 @@ from mergegate.merge_core.checkpoint import (
     StoredTensor,
     companion_kind,
     list_companions,
-    list_others,
+    list_uncopied,
     read_header,
     read_pickled,
 )
@@ -63,7 +63,7 @@ class Adapter:
         modules: Modules that are changed by factors, by name in memory.
         full_tensors: Full tensors that replace tensors of the model, by name in memory.
         companions: Tokenizer and chat templates of the adapter. The model with the adapter applied uses them.
-        others: Names of files and folders of ``directory`` that a merge does not copy, although users may miss them.
+        uncopied: Names of files and folders of ``directory`` that a merge does not copy, although users may miss them.
     """
 
     directory: Path
@@ -71,7 +71,7 @@ class Adapter:
     modules: Mapping[str, AdaptedModule]
     full_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     companions: Companions = field(default_factory=Companions)
-    others: tuple[str, ...] = ()
+    uncopied: tuple[str, ...] = ()
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -142,7 +142,7 @@ def open_adapter(
         raise InvalidInput(str(path), found="it contains no tensors", expected="an adapter with weights")
     companions = list_companions(directory).only(is_own_text)
     adapter = _group_by_module(directory, config, tensors)
-    return replace(adapter, companions=companions, others=list_others(directory, names))
+    return replace(adapter, companions=companions, uncopied=list_uncopied(directory, names))
 
 
 def _group_by_module(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:

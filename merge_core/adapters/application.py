@@ -134,7 +134,7 @@ class _Application:
             config=config,
             companions=files,
             chat_templates=read_chat_templates(files),
-            others=tuple(dict.fromkeys((*self._base.others, *self._adapter.others))),
+            uncopied=tuple(dict.fromkeys((*self._base.uncopied, *self._adapter.uncopied))),
         )
 
     def replace_tensor(self, name: str, own: StoredTensor) -> None:

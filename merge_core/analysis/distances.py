@@ -2,7 +2,7 @@
 
 The functions are pure. They only need the Gram matrix of the task vectors of whole models (``Tally.gram``)::
 
-    find_outliers(gram, beyond=5)             # {3: 12.4}: the fourth is 12.4 times as long as the median
+    find_outliers(gram, max_ratio=5)             # {3: 12.4}: the fourth is 12.4 times as long as the median
     geometric_median(gram, [1, 1, 1])         # shares that add up to 1
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 _STEPS, _SMOOTH = 200, 1e-6
 
 
-def find_outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, float]:
-    """Return the task vectors that are more than ``beyond`` times as long as the median one, mapped to that ratio.
+def find_outliers(gram: Sequence[Sequence[float]], max_ratio: float) -> dict[int, float]:
+    """Return the task vectors that are more than ``max_ratio`` times as long as the median one, mapped to that ratio.
 
     A model that was not trained at all is never an outlier. If at least half of the models were not trained, the median
     is zero and the result is empty.
@@ -28,7 +28,9 @@ def find_outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, f
     if not median_length > 0:
         return {}
     return {
-        index: float(length / median_length) for index, length in enumerate(lengths) if length > beyond * median_length
+        index: float(length / median_length)
+        for index, length in enumerate(lengths)
+        if length > max_ratio * median_length
     }
 
 
@@ -53,7 +55,7 @@ def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tu
     return results
 
 
-def geometric_median(gram: Sequence[Sequence[float]], voices: Sequence[float]) -> tuple[float, ...]:
+def geometric_median(gram: Sequence[Sequence[float]], model_weights: Sequence[float]) -> tuple[float, ...]:
     """Return the shares of the task vectors in their geometric median.
 
     The geometric median minimizes the weighted sum of distances to all task vectors. It is computed with Weiszfeld's
@@ -62,10 +64,10 @@ def geometric_median(gram: Sequence[Sequence[float]], voices: Sequence[float]) -
 
     Args:
         gram: Gram matrix, ``[models, models]``.
-        voices: Weight of each model. None may be negative, and at least one must be positive.
+        model_weights: Weight of each model. None may be negative, and at least one must be positive.
     """
     products = np.asarray(gram, float)
-    weights = np.asarray(voices, float) / np.sum(voices)
+    weights = np.asarray(model_weights, float) / np.sum(model_weights)
     squares = np.diagonal(products)
     scale = float(np.median(squares)) or float(squares.mean()) or 1.0
     shares = weights

@@ -1,7 +1,7 @@
 """Measure interference: how the task vectors of a merge's parents agree, layer by layer, and how far the merge moved.
 
 measured = measure_interference(origin, parents, merge)     # opened checkpoints; weights are streamed from disk
-measured.whole.cosine(0, 1), measured.layers()[0].conflict
+measured.network_tally.cosine(0, 1), measured.layers()[0].conflict
 
 Memory use does not depend on the size of the models, because they are read and tallied in blocks. A sign conflict is a
 weight that two task vectors move in opposite directions; TIES resolves such conflicts (Yadav et al. 2023, arXiv
@@ -96,7 +96,7 @@ class Interference(BaseModel):
     skipped: tuple[Skipped, ...]
 
     @property
-    def whole(self) -> Tally:
+    def network_tally(self) -> Tally:
         """Tally of the whole network."""
         return total([spot.tally for spot in self.spots])
 
@@ -139,7 +139,7 @@ def measure_interference(
         merge = None
     models = [origin, *parents, *([merge] if merge is not None else [])]
     jobs = _jobs(models, skipped)
-    sums = _tally_jobs(jobs, len(parents), on_progress or (lambda done, total: None))
+    sums = _tally_jobs(jobs, len(parents), on_progress or (lambda finished, total: None))
     parts: dict[tuple[str, int, TensorKind], list[Tally]] = {}
     for job, tally in zip(jobs, sums, strict=True):
         name = job.output.name
@@ -153,10 +153,10 @@ def measure_interference(
     if not parts:
         raise InvalidInput(
             str(origin.directory),
-            found="numbers that are not finite in every tensor, of it or of what is compared with it"
+            found="NaN or infinity in every tensor of this model or of the models compared with it"
             if NOT_FINITE in skipped
-            else "no tensor of the same name and shape in all models",
-            expected="numbers" if NOT_FINITE in skipped else "models of one architecture",
+            else "no tensor with the same name and shape in all models",
+            expected="finite numbers" if NOT_FINITE in skipped else "models of one architecture",
         )
     return Interference(
         vectors=len(parents),
@@ -182,7 +182,8 @@ def tally_grains(block: StoredBlock, vectors: int) -> Tally:
     """
     data = numbers(block.data, BY_CODE["BF16"]) if block.data.dtype == np.uint16 else block.data
     rows = np.stack([data[start : start + block.length] for start in block.rows])
-    origin, gram, counts = 0.0, np.zeros((len(rows) - 1, len(rows) - 1)), np.zeros((1 + _pairs(vectors), 2), np.int64)
+    origin, gram = 0.0, np.zeros((len(rows) - 1, len(rows) - 1))
+    counts = np.zeros((1 + vectors * (vectors - 1) // 2, 2), np.int64)
     for begin in range(0, block.length, block.grain):
         part = rows[:, begin : begin + block.grain]
         deltas = (part[1:] - part[0]).astype(np.float64)
@@ -191,7 +192,8 @@ def tally_grains(block: StoredBlock, vectors: int) -> Tally:
         origin, gram = origin + float(np.sum(part[0].astype(np.float64) ** 2)), gram + products
         limits = _limits(np.diag(products)[:vectors], part.shape[1])[:, None]
         signs = (deltas[:vectors] > limits).astype(np.int8) - (deltas[:vectors] < -limits).astype(np.int8)
-        counts[0] += (np.count_nonzero(signs, axis=0) >= 2).sum(), _signs_conflict(signs).sum()
+        opposed = (signs > 0).any(axis=0) & (signs < 0).any(axis=0)
+        counts[0] += (np.count_nonzero(signs, axis=0) >= 2).sum(), opposed.sum()
         for pair, (first_vector, second_vector) in enumerate(combinations(range(vectors), 2), start=1):
             both = signs[first_vector] * signs[second_vector]
             counts[pair] += (both != 0).sum(), (both < 0).sum()
@@ -219,10 +221,6 @@ def _limits(square_sums: NDArray[Any], elements: Any) -> NDArray[np.float32]:
     return limits
 
 
-def _signs_conflict(signs: NDArray[np.int8]) -> NDArray[np.bool_]:
-    return np.asarray((signs > 0).any(axis=0) & (signs < 0).any(axis=0))
-
-
 def _tally(elements: int, vectors: int, origin: float, gram: NDArray[Any], counts: NDArray[Any]) -> Tally:
     return Tally(
         elements=elements,
@@ -234,10 +232,6 @@ def _tally(elements: int, vectors: int, origin: float, gram: NDArray[Any], count
         pair_moved=tuple(int(x) for x in counts[1:, 0]),
         pair_opposed=tuple(int(x) for x in counts[1:, 1]),
     )
-
-
-def _pairs(vectors: int) -> int:
-    return vectors * (vectors - 1) // 2
 
 
 def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[TensorJob]:
@@ -275,31 +269,28 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
     sums: list[list[Tally]] = [[] for _ in jobs]
     threads = min(_THREADS, cores_of_process() + 1)
     waiting: deque[tuple[int, Future[Tally]]] = deque()
+
+    def collect_oldest() -> None:
+        nonlocal bytes_done
+        index, future = waiting.popleft()
+        sums[index].append(future.result())
+        bytes_done += sums[index][-1].elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
+
     with _open_files(jobs) as files, ThreadPoolExecutor(threads) as executor:
         try:
             for index, inputs, number in _blocks(jobs, files, pool):
                 if len(waiting) > threads:
-                    bytes_done += _collect_oldest(waiting, sums, jobs)
+                    collect_oldest()
                     on_progress(bytes_done, total_bytes)
                 waiting.append((index, executor.submit(work, inputs, number)))
             while waiting:
-                bytes_done += _collect_oldest(waiting, sums, jobs)
+                collect_oldest()
             on_progress(bytes_done, total_bytes)
         finally:
             for _, future in waiting:
                 future.cancel()
     pool.close()
     return [total(parts) for parts in sums]
-
-
-def _collect_oldest(
-    waiting: deque[tuple[int, Future[Tally]]], sums: Sequence[list[Tally]], jobs: Sequence[TensorJob]
-) -> int:
-    """Wait for the oldest block, add its tally to the sums, and return its size in bytes over all models."""
-    index, future = waiting.popleft()
-    tally = future.result()
-    sums[index].append(tally)
-    return tally.elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
 
 
 def _blocks(

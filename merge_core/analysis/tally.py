@@ -39,7 +39,7 @@ class Tally(BaseModel):
             elements=self.elements + other.elements,
             vectors=self.vectors,
             origin=self.origin + other.origin,
-            gram=tuple(_add(mine, theirs) for mine, theirs in zip(self.gram, other.gram, strict=True)),
+            gram=tuple(_add(left, right) for left, right in zip(self.gram, other.gram, strict=True)),
             moved=self.moved + other.moved,
             opposed=self.opposed + other.opposed,
             pair_moved=_add(self.pair_moved, other.pair_moved),

@@ -34,12 +34,6 @@ _HARMLESS = re.compile(
 def layer_kinds(part: TextPart, index: int, depth: int, location: str) -> dict[str, Any]:
     """Return the kind of layer ``index`` for each property in which the layers of the family differ.
 
-    Args:
-        part: Configuration and family.
-        index: Layer number.
-        depth: Number of layers.
-        location: Name of the configuration in error messages.
-
     Returns:
         The kind by the name of the property. Empty for a family without a description.
 
@@ -87,9 +81,7 @@ def _kind(
         return _entry(config, kind.spelt_in, str, index, depth, location)
     if kind.required:
         raise InvalidInput(
-            f"{location}: {kind.listed_in}",
-            found="no value",
-            expected=f"a list with {depth} entries, one per layer",
+            f"{location}: {kind.listed_in}", found="no value", expected=f"a list with {depth} entries, one per layer"
         )
     for clause in kind.rule:
         if all(_holds(condition, config, index, kinds, location) != condition.negated for condition in clause.when):

@@ -105,12 +105,7 @@ def has_effect(key: str) -> bool:
 def differing_settings(
     first: Mapping[str, Any], other: Mapping[str, Any]
 ) -> Iterator[tuple[ModelSetting, ModelSetting]]:
-    """Yield the pairs of settings in which two configurations of one architecture differ in meaning.
-
-    Args:
-        first: Content of a ``config.json``.
-        other: Content of another ``config.json``.
-    """
+    """Yield the pairs of settings in which two configurations of one architecture differ in meaning."""
     first_settings, other_settings = settings(first), settings(other)
     for name in {**first_settings, **other_settings}:
         present = first_settings.get(name) or other_settings[name]
@@ -180,30 +175,26 @@ def _standard_spelling(value: Any) -> Any:
 
 
 def _apply_window_flag(result: dict[str, ModelSetting], part: TextPart, defaults: FamilyDefaults | None) -> None:
-    """Set the attention window to null if no layer uses it."""
+    """Set the attention window to null if the configuration shows that no layer uses it."""
     flag, window = result.pop("use_sliding_window", None), result.get("sliding_window")
     if window is None or window.value is None:
         return
     is_off = flag is not None and flag.is_read and not flag.value
     list_keys = {kind.listed_in for kind in part.family.kinds} if part.family is not None else set()
     reads_layer_types = "layer_types" in list_keys or (defaults is not None and "layer_types" in defaults.values)
-    if is_off or (reads_layer_types and not _has_windows(part)):
-        result["sliding_window"] = replace(window, value=None)
-
-
-def _has_windows(part: TextPart) -> bool:
-    """Return whether any layer uses an attention window, or may do so."""
-    layer_types = part.config.get("layer_types")
-    if not layer_types:
+    kinds: list[Any] = part.config.get("layer_types") or []
+    if not kinds and reads_layer_types and not is_off:
         depth = min(layer_count(part.config) or 0, _MOST_LAYERS)
         try:
-            kinds = [layer_kinds(part, index, depth, "config.json") for index in range(depth)]
+            layers = [layer_kinds(part, index, depth, "config.json") for index in range(depth)]
         except InvalidInput:
-            return True
-        if not any("attention" in layer for layer in kinds):
-            return True
-        layer_types = [str(layer["attention"]) for layer in kinds]
-    return any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in layer_types)
+            return
+        if not any("attention" in layer for layer in layers):
+            return
+        kinds = [layer["attention"] for layer in layers]
+    has_windows = any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in kinds)
+    if is_off or (reads_layer_types and not has_windows):
+        result["sliding_window"] = replace(window, value=None)
 
 
 def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:

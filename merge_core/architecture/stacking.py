@@ -46,11 +46,6 @@ def keeps_layer_positions(layers: Stack) -> bool:
 def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family:
     """Return the family of a model whose layers change positions.
 
-    Args:
-        config: Configuration of the model.
-        depth: Number of layers.
-        model: Name of the model in error messages.
-
     Raises:
         InvalidInput: The family has no description or its layers cannot be cut, or the configuration has a key that may
             affect single layers and is not in the description.
@@ -121,12 +116,6 @@ def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
 
 def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dropped: bool = False) -> dict[str, Any]:
     """Return the donor's configuration, adapted to a network of ``layers``.
-
-    Args:
-        donor: Configuration to start from.
-        layers: Origins of each layer of the merge, one for each of its parents.
-        location: Name of the recipe's slices in error messages.
-        dropped: Whether layers for multi-token prediction were left out.
 
     Raises:
         InvalidInput: A model is not valid for :func:`check_described`, layers of different kinds would be merged, or no

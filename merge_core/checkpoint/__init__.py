@@ -31,7 +31,7 @@ from mergegate.merge_core.checkpoint.companions import (
     is_module_file,
     is_read_template,
     list_companions,
-    list_others,
+    list_uncopied,
     nested_names,
     travels,
 )
@@ -50,23 +50,21 @@ from mergegate.merge_core.checkpoint.dtypes import (
     recipe_dtype,
 )
 from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
-from mergegate.merge_core.checkpoint.importance import (
+from mergegate.merge_core.checkpoint.measurements import (
     FILES_OF_IMPORTANCE,
-    IMPORTANCE,
-    ExpectedImportance,
-    importance_file_name,
-    open_importance,
-    write_importance,
-)
-from mergegate.merge_core.checkpoint.moments import (
     FILES_OF_MOMENTS,
+    IMPORTANCE,
     INPUTS,
+    ExpectedImportance,
     ExpectedMoments,
     StoredMoments,
     empty_moments,
+    importance_file_name,
     moments_file_name,
+    open_importance,
     open_moments,
     pack_moments,
+    write_importance,
     write_inputs,
 )
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
@@ -124,7 +122,7 @@ __all__ = [
     "is_module_file",
     "is_read_template",
     "list_companions",
-    "list_others",
+    "list_uncopied",
     "moments_file_name",
     "nested_names",
     "numbers",

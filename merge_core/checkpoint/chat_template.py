@@ -79,24 +79,19 @@ def read_chat_templates(files: Companions) -> dict[str, str]:
     Raises:
         InvalidInput: A file has the wrong format, or its ``chat_template`` has an unknown form.
     """
-    templates = {
-        _name_of(name, files.where(name)): files.text(name, _MAX_TEMPLATE_BYTES, "a chat template")
-        for name in sorted(files, key=lambda name: name != TEMPLATE_FILE)
-        if name == TEMPLATE_FILE or name.startswith(f"{TEMPLATE_FOLDER}/")
-    }
+    templates = {}
+    for file in sorted(files, key=lambda file: file != TEMPLATE_FILE):
+        if file == TEMPLATE_FILE or file.startswith(f"{TEMPLATE_FOLDER}/"):
+            name = file.removeprefix(f"{TEMPLATE_FOLDER}/").removesuffix(".jinja") if file != TEMPLATE_FILE else DEFAULT
+            text = files.text(file, _MAX_TEMPLATE_BYTES, "a chat template")
+            templates[_require_valid_name(name, files.location(file))] = text
     for name in (_SETTINGS, _PROCESSOR_TEMPLATE):
         if not templates and (content := files.json(name, _SETTINGS_BOUNDS)) is not None:
-            templates = _parse_declaration(content.get("chat_template"), f"{files.where(name)}: chat_template")
+            templates = _parse_declaration(content.get("chat_template"), f"{files.location(name)}: chat_template")
     return templates
 
 
-def _name_of(file: str, where: str) -> str:
-    if file == TEMPLATE_FILE:
-        return DEFAULT
-    return _require_valid_name(file.removeprefix(f"{TEMPLATE_FOLDER}/").removesuffix(".jinja"), where)
-
-
-def _parse_declaration(value: Any, where: str) -> dict[str, str]:
+def _parse_declaration(value: Any, location: str) -> dict[str, str]:
     """Return the templates that a ``chat_template`` key declares, by name."""
     if value is None:
         return {}
@@ -108,23 +103,23 @@ def _parse_declaration(value: Any, where: str) -> dict[str, str]:
         pairs = list(value.items())
     else:
         raise InvalidInput(
-            where, found=f"{value!r:.60}", expected="a Jinja text, or a list of {name: text, template: Jinja text}"
+            location, found=f"{value!r:.60}", expected="a Jinja text, or a list of {name: text, template: Jinja text}"
         )
     for name, template in pairs:
         if not isinstance(name, str) or not isinstance(template, str):
             raise InvalidInput(
-                where,
+                location,
                 found=f"an entry with name {name!r:.40} and template {template!r:.40}",
                 expected="{name: text, template: Jinja text} in every entry",
                 remedy="save the tokenizer again with transformers, or correct the entry",
             )
-    return {_require_valid_name(name, where): template for name, template in pairs}
+    return {_require_valid_name(name, location): template for name, template in pairs}
 
 
-def _require_valid_name(name: str, where: str) -> str:
+def _require_valid_name(name: str, location: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidInput(
-            where,
+            location,
             found=f"a template with the name {name!r:.60}",
             expected="a name that can also be a file name, such as 'default' or 'tool_use'",
             remedy="rename the template",
@@ -132,7 +127,7 @@ def _require_valid_name(name: str, where: str) -> str:
     return name
 
 
-def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], where: str) -> dict[str, str]:
+def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], location: str) -> dict[str, str]:
     """Return the templates that ``chat_template`` of a recipe selects.
 
     Args:
@@ -140,7 +135,7 @@ def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], where: 
             template of the parents (the first in case of a tie), and the most common set of additional templates among
             the parents that have this default.
         parents: Templates of the parents, in the order of the recipe.
-        where: Field of the recipe, for messages.
+        location: Field of the recipe, for messages.
 
     Raises:
         InvalidInput: ``choice`` has another value, or it is ``auto`` and no parent has a template.
@@ -150,16 +145,16 @@ def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], where: 
     if choice == "auto":
         available = [templates for templates in parents if templates]
         if not available:
-            raise InvalidInput(where, found="auto", expected="a parent with a chat template; none has one")
+            raise InvalidInput(location, found="auto", expected="at least one parent with a chat template")
         default = Counter(templates.get(DEFAULT) for templates in available).most_common(1)[0][0]
         sets = Counter(tuple(templates.items()) for templates in available if templates.get(DEFAULT) == default)
         return dict(sets.most_common(1)[0][0])
     if "{" not in choice:
         names = ("auto", *KNOWN)
         raise InvalidInput(
-            where,
+            location,
             found=f"{choice!r:.60}",
-            expected="auto, a known name, or a Jinja text",
+            expected="auto, the name of a built-in template, or a Jinja text",
             remedy=suggest(choice, names),
         )
     return {DEFAULT: choice}

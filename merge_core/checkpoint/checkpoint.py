@@ -7,13 +7,13 @@ index and shards must agree.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from mergegate.merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
-from mergegate.merge_core.checkpoint.companions import Companions, list_companions, list_others
+from mergegate.merge_core.checkpoint.companions import Companions, list_companions, list_uncopied
 from mergegate.merge_core.checkpoint.configuration import read_config
 from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor
 from mergegate.merge_core.checkpoint.heads import settle_head
@@ -55,7 +55,7 @@ class Checkpoint:
         companions: Files that belong to a model in addition to config and weights: tokenizer, generation settings, chat
             templates, processors, custom code. They may be outside ``directory``.
         chat_templates: Chat templates by name.
-        others: Names of files and folders (``name/``) of ``directory`` that a merge does not copy, although users may
+        uncopied: Names of files and folders (``name/``) of ``directory`` that a merge does not copy, although users may
             miss them.
         findings: Findings about its files, with locations relative to the checkpoint (``config.json: …``).
     """
@@ -65,7 +65,7 @@ class Checkpoint:
     tensors: Mapping[str, AnyTensor]
     companions: Companions = field(default_factory=Companions)
     chat_templates: ChatTemplates = field(default_factory=dict)
-    others: tuple[str, ...] = ()
+    uncopied: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -114,54 +114,82 @@ def open_checkpoint(
             leaves the directory, or a file is a pipe or a device.
     """
     if not directory.is_dir():
-        raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
+        raise InvalidInput(str(directory), found="the directory does not exist", expected="a checkpoint directory")
     companions = list_companions(directory)
     config: Mapping[str, Any] = read_config(directory / "config.json")
     headers = remote_headers or {}
-    index_name, single_name = _weight_file_names(directory, headers)
+    index_name, single_name = INDEX_NAME, SINGLE_NAME
+    # safetensors takes precedence over pickled files.
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled and not headers and not any(directory.glob("*.safetensors")):
+        index_name, single_name = PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
     index, single = directory / index_name, directory / single_name
     if index.exists():
         tensors = _read_indexed(directory, index, single, headers)
         if single.exists() and any(tensor.file != single for tensor in tensors.values()):
             raise InvalidInput(
                 str(directory),
-                found=f"both {single_name} and {index_name}, which does not name it",
-                expected="one of them: the other is stale, left over from an earlier save",
-                remedy=f"delete {single_name}, or {index_name} and its shards; transformers loads {single_name} if both"
-                " exist",
+                found=f"both {single_name} and {index_name}, which does not list it",
+                expected="only one of them, because the other one is left over from an earlier save",
+                remedy=f"delete {single_name}, or {index_name} and its shards. If both exist, transformers loads"
+                f" {single_name}",
             )
     elif single in headers or single.exists():
-        tensors = {tensor.name: tensor for tensor in _header(single, directory, headers)}
+        tensors = _read_headers([single], directory, headers)
     else:
-        tensors = _read_unindexed(directory, headers)
+        files = sorted({*directory.glob("*.safetensors"), *headers}) or pickled
+        if not files:
+            raise InvalidInput(
+                str(directory), found="it contains no weights", expected="*.safetensors, or pytorch_model*.bin"
+            )
+        tensors = _read_headers(files, directory, headers)
     if not tensors:
-        raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
+        raise InvalidInput(str(directory), found="its files contain no tensors", expected="a checkpoint with weights")
     _require_bare_names(tensors)
     settled, config, head_findings = settle_head(tensors, config, directory, remote=headers)
     table, config, decoding = decode_quantized(settled, config)
-    templates, others = read_chat_templates(companions), list_others(directory, names)
-    return Checkpoint(directory, config, table, companions, templates, others, (*head_findings, *decoding))
+    templates, uncopied = read_chat_templates(companions), list_uncopied(directory, names)
+    return Checkpoint(directory, config, table, companions, templates, uncopied, (*head_findings, *decoding))
 
 
-def _weight_file_names(directory: Path, remote_headers: Headers) -> tuple[str, str]:
-    """Return the names of the index and of the single weight file. safetensors takes precedence over pickled files."""
-    pickled = any(directory.glob("pytorch_model*.bin"))
-    if pickled and not remote_headers and not any(directory.glob("*.safetensors")):
-        return PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
-    return INDEX_NAME, SINGLE_NAME
+def _read_headers(
+    files: Iterable[Path], directory: Path, remote_headers: Headers, weight_map: Mapping[str, str] | None = None
+) -> dict[str, StoredTensor]:
+    """Return the tensors of several files by name.
 
+    Args:
+        weight_map: File name by tensor name. If a tensor is in several files, it selects one of them.
 
-def _header(path: Path, directory: Path, remote_headers: Headers) -> Sequence[StoredTensor]:
-    if path in remote_headers:
-        return remote_headers[path]
-    read = read_pickled if path.suffix == ".bin" else read_header
-    return read(path, within=directory)
+    Raises:
+        InvalidInput: A file is damaged, or two files contain the same tensor.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        if path in remote_headers:
+            header = remote_headers[path]
+        else:
+            header = (read_pickled if path.suffix == ".bin" else read_header)(path, within=directory)
+        for tensor in header:
+            selected = weight_map.get(tensor.name) if weight_map else None
+            if selected is not None and directory / selected != path:
+                continue
+            if tensor.name in tensors:
+                raise InvalidInput(
+                    tensor.full_name,
+                    found=f"{tensors[tensor.name].file.name} also contains this tensor",
+                    expected="each tensor in one shard",
+                    remedy="download the checkpoint again",
+                )
+            tensors[tensor.name] = tensor
+    return tensors
 
 
 def _read_indexed(directory: Path, index: Path, single: Path, remote_headers: Headers) -> dict[str, StoredTensor]:
     weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
+        raise InvalidInput(
+            str(index), found="the key 'weight_map' is missing", expected="an object: tensor name → file name"
+        )
     files: set[str] = set()
     for name, file in weight_map.items():
         if isinstance(file, str) and file in files:
@@ -172,7 +200,7 @@ def _read_indexed(directory: Path, index: Path, single: Path, remote_headers: He
                 f"{index}: {name}",
                 found=f"{file!r}",
                 expected="a file name inside the checkpoint",
-                remedy="do not use this checkpoint: its index reaches outside its directory",
+                remedy="do not use this checkpoint, because its index points outside its directory",
             )
         files.add(file)
     for file in sorted(files):
@@ -181,69 +209,42 @@ def _read_indexed(directory: Path, index: Path, single: Path, remote_headers: He
         has_single = single.exists() and single.name not in files
         raise InvalidInput(
             str(index),
-            found=f"it names {file}, which does not exist" + (f", while {single.name} does" if has_single else ""),
+            found=f"it lists {file}, which does not exist" + (f", but {single.name} does" if has_single else ""),
             expected="an index of the weight files in its directory",
-            remedy=f"delete {index.name} if {single.name} is the whole model"
+            remedy=f"delete {index.name} if {single.name} contains the full model"
             if has_single
-            else "download the files that are missing, or save the model again",
+            else "download the missing files, or save the model again",
         )
-    tensors: dict[str, StoredTensor] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        for tensor in _header(directory / file, directory, remote_headers):
-            if weight_map.get(tensor.name, file) != file:
-                continue  # The index selects the copy of this tensor in another file.
-            if tensor.name in tensors:
-                raise _duplicate_error(tensor, tensors[tensor.name])
-            tensors[tensor.name] = tensor
+    paths = [directory / file for file in dict.fromkeys(weight_map.values())]
+    tensors = _read_headers(paths, directory, remote_headers, weight_map)
     missing = [name for name in weight_map if name not in tensors]
     if missing:
         raise InvalidInput(
             f"{index}: {missing[0]}",
             found=f"not in {weight_map[missing[0]]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            expected="every tensor of the index in the shard it names",
+            expected="every tensor of the index in the shard that the index lists",
             remedy="download the checkpoint again",
         )
     return tensors
 
 
-def _read_unindexed(directory: Path, remote_headers: Headers) -> dict[str, StoredTensor]:
-    files = sorted({*directory.glob("*.safetensors"), *remote_headers}) or sorted(directory.glob("pytorch_model*.bin"))
-    if not files:
-        raise InvalidInput(str(directory), found="no weights", expected="*.safetensors, or pytorch_model*.bin")
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        for tensor in _header(file, directory, remote_headers):
-            if tensor.name in tensors:
-                raise _duplicate_error(tensor, tensors[tensor.name])
-            tensors[tensor.name] = tensor
-    return tensors
-
-
 def _require_bare_names(tensors: Mapping[str, StoredTensor]) -> None:
     """Raise InvalidInput if tensor names contain the prefix of a wrapper, because transformers ignores such tensors."""
-    for name, tensor in tensors.items():
-        parts = name.split(".")
-        for part, (wrapper, inner) in _WRAPPERS.items():
-            if part in parts:
-                raise _wrapper_error(tensor, part, wrapper, inner)
-    for prefix, (wrapper, inner) in _OUTER_WRAPPERS.items():
-        if all(name.startswith(f"{prefix}.") for name in tensors):
-            raise _wrapper_error(next(iter(tensors.values())), prefix, wrapper, inner)
-
-
-def _wrapper_error(tensor: StoredTensor, part: str, wrapper: str, inner: str) -> InvalidInput:
-    return InvalidInput(
-        f"{tensor.file}: {tensor.name}",
-        found=f"{part!r} in its name: the model was saved inside a wrapper of {wrapper}",
-        expected="names that transformers can load",
-        remedy=f"save the model itself: {inner}.save_pretrained(...)",
-    )
-
-
-def _duplicate_error(tensor: StoredTensor, first: StoredTensor) -> InvalidInput:
-    return InvalidInput(
-        f"{tensor.file}: {tensor.name}",
-        found=f"also in {first.file.name}",
-        expected="each tensor in one shard",
-        remedy="download the checkpoint again",
-    )
+    wrapped = [
+        (tensor, part, *_WRAPPERS[part])
+        for name, tensor in tensors.items()
+        for part in name.split(".")
+        if part in _WRAPPERS
+    ]
+    wrapped += [
+        (next(iter(tensors.values())), prefix, wrapper, inner)
+        for prefix, (wrapper, inner) in _OUTER_WRAPPERS.items()
+        if all(name.startswith(f"{prefix}.") for name in tensors)
+    ]
+    for tensor, part, wrapper, inner in wrapped:
+        raise InvalidInput(
+            tensor.full_name,
+            found=f"{part!r} in its name, because the model was saved inside a wrapper of {wrapper}",
+            expected="names that transformers can load",
+            remedy=f"save the inner model with {inner}.save_pretrained(...)",
+        )

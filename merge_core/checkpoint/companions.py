@@ -130,7 +130,7 @@ class Companions:
     def __contains__(self, name: object) -> bool:
         return name in self.sources
 
-    def where(self, name: str) -> str:
+    def location(self, name: str) -> str:
         """Return the location of a file for messages."""
         source = self.sources.get(name, b"")
         return name if isinstance(source, bytes) else str(source / name)
@@ -160,7 +160,7 @@ class Companions:
         if name not in self.sources:
             return None
         bounds = bounds or JsonBounds()
-        return parse_json_object(self.read(name, bounds.size), self.where(name), bounds=bounds)
+        return parse_json_object(self.read(name, bounds.size), self.location(name), bounds=bounds)
 
     def text(self, name: str, most: int, expected: str) -> str:
         """Return the text of one of these files.
@@ -171,7 +171,7 @@ class Companions:
         try:
             return self.read(name, most, expected).decode()
         except UnicodeDecodeError:
-            raise InvalidInput(self.where(name), found="cannot be read: not UTF-8 text", expected=expected) from None
+            raise InvalidInput(self.location(name), found="the file is not UTF-8 text", expected=expected) from None
 
     def nbytes(self) -> int:
         """Return the total size of the files in bytes."""
@@ -203,7 +203,7 @@ def list_companions(directory: Path) -> Companions:
     return Companions({name: directory for name in names if (directory / name).is_file()})
 
 
-def list_others(directory: Path, names: Collection[str] | None = None) -> tuple[str, ...]:
+def list_uncopied(directory: Path, names: Collection[str] | None = None) -> tuple[str, ...]:
     """List files and folders that a merge does not copy although a user may miss them.
 
     Args:
@@ -216,8 +216,8 @@ def list_others(directory: Path, names: Collection[str] | None = None) -> tuple[
             top = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries}
     else:
         top = {name.partition("/")[0] + ("/" if "/" in name else "") for name in names}
-    others = (name for name in top if companion_kind(name) is not None and not travels(name))
-    return tuple(sorted(name for name in others if not (name.endswith("/") and _has_companions(name[:-1]))))
+    uncopied = (name for name in top if companion_kind(name) is not None and not travels(name))
+    return tuple(sorted(name for name in uncopied if not (name.endswith("/") and _has_companions(name[:-1]))))
 
 
 def _has_companions(folder: str) -> bool:

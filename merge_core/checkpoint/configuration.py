@@ -6,7 +6,7 @@ here are copied unchanged, and compared between parents as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,8 @@ class KeyType:
     nullable: bool = True
 
 
-def _whole(least: int | None) -> Callable[[Any], bool]:
+def _whole_from(least: int | None) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and (least is None or value >= least)
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 def _list_of(kind: type) -> Callable[[Any], bool]:
@@ -54,10 +50,10 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_SIZE = KeyType("a whole number, at least 1", _whole(1))
-_COUNT = KeyType("a whole number, at least 0", _whole(0))
-_INTEGER = KeyType("a whole number", _whole(None))
-_NUMBER = KeyType("a number", _number)
+_SIZE = KeyType("a whole number, at least 1", _whole_from(1))
+_COUNT = KeyType("a whole number, at least 0", _whole_from(0))
+_INTEGER = KeyType("a whole number", _whole_from(None))
+_NUMBER = KeyType("a number", lambda value: type(value) in (int, float))
 _FLAG = KeyType("true or false", lambda value: isinstance(value, bool))
 _TEXT = KeyType("a string", _text)
 _TEXTS = KeyType("a list of strings", _list_of(str))
@@ -92,7 +88,7 @@ _KEYS_OF_TYPE: tuple[tuple[KeyType, str], ...] = (
     (_OBJECT, "text_config llm_config language_config rope_scaling rope_parameters quantization_config auto_map"),
     (KeyType("the name of a number format", lambda value: isinstance(value, (str, dict))), "dtype torch_dtype"),
     (
-        KeyType("a token id or a list of token ids", lambda value: _whole(None)(value) or _NUMBERS.accepts(value)),
+        KeyType("a token id or a list of token ids", lambda value: _whole_from(None)(value) or _NUMBERS.accepts(value)),
         "bos_token_id eos_token_id pad_token_id",
     ),
     (
@@ -146,18 +142,14 @@ def _check(config: Mapping[str, Any], file: str, prefix: str) -> None:
         if not (kind.accepts(value) or (value is None and kind.nullable)):
             raise _type_error(file, prefix + key, value, kind)
         if isinstance(value, dict) and key in ("rope_scaling", "rope_parameters"):
-            for inner_key, inner_value, inner_kind in _rope_values(value):
-                if not (inner_value is None or inner_kind.accepts(inner_value)):
-                    raise _type_error(file, f"{prefix}{key}.{inner_key}", inner_value, inner_kind)
+            # The RoPE parameters may be grouped by layer type.
+            groups = {f"{name}.": group for name, group in value.items() if name not in _ROPE_KEYS}
+            for group_prefix, group in {"": value, **groups}.items():
+                for name, inner_kind in _ROPE_KEYS.items() if isinstance(group, dict) else ():
+                    if not (group.get(name) is None or inner_kind.accepts(group[name])):
+                        raise _type_error(file, f"{prefix}{key}.{group_prefix}{name}", group[name], inner_kind)
         elif isinstance(value, dict) and key in TEXT_PARTS and not prefix:
             _check(value, file, f"{key}.")
-
-
-def _rope_values(rope: Mapping[str, Any]) -> Iterator[tuple[str, Any, KeyType]]:
-    """Yield key, value and type of the known RoPE parameters, which may be grouped by layer type."""
-    groups = {f"{key}.": value for key, value in rope.items() if isinstance(value, dict) and key not in _ROPE_KEYS}
-    for prefix, group in {"": rope, **groups}.items():
-        yield from ((f"{prefix}{key}", group[key], kind) for key, kind in _ROPE_KEYS.items() if key in group)
 
 
 def _type_error(file: str, key: str, value: Any, kind: KeyType) -> InvalidInput:

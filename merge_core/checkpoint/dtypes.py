@@ -96,7 +96,7 @@ def numbers(patterns: NDArray[Any], dtype: DType) -> NDArray[Any]:
     return patterns.view(dtype.torch_name)
 
 
-def recipe_dtype(text: object, where: str) -> DType:
+def recipe_dtype(text: object, location: str) -> DType:
     """Parse ``dtype`` or ``out_dtype`` of a recipe, for example ``bfloat16`` or ``torch.bfloat16``.
 
     Raises:
@@ -105,7 +105,7 @@ def recipe_dtype(text: object, where: str) -> DType:
     name = text.removeprefix("torch.") if isinstance(text, str) else ""
     if name not in RECIPE_NAMES:
         raise InvalidInput(
-            where,
+            location,
             found=f"{text!r}",
             expected=f"one of {', '.join(RECIPE_NAMES)}",
             remedy=suggest(str(text), RECIPE_NAMES),

@@ -13,7 +13,7 @@ import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ MAX_INSTRUCTIONS = 2_000_000
 _MAX_MEMBERS = 100_000
 _MAX_DIRECTORY_BYTES = 32_000_000  # Size limit of the zip's central directory.
 _MAX_DIMENSIONS = 64
-_UNSAFE = "do not load it: a pickle can run any program; ask for the model as safetensors"
+_UNSAFE = "do not load the file, because a pickle can run any program. Ask its author for safetensors"
 _DAMAGED = "download or copy the file again"
 _RESAVE = "load it with torch.load(..., weights_only=True) and save it as safetensors"
 
@@ -107,7 +107,7 @@ def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTenso
         with open_plain(path, within=within) as file:
             return parse_pickled(file, os.fstat(file.fileno()).st_size, path)
     except FileNotFoundError:
-        raise InvalidInput(str(path), found="no such file", expected="a file of torch.save") from None
+        raise InvalidInput(str(path), found="the file does not exist", expected="a file of torch.save") from None
 
 
 def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, ...]:
@@ -116,26 +116,38 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
     Raises:
         InvalidInput: See :func:`read_pickled`.
     """
-    remedy = f"an older file: {_RESAVE}; otherwise {_DAMAGED}"
+    remedy = f"if an older PyTorch wrote it, {_RESAVE}. Otherwise, {_DAMAGED}"
     with parsing_errors(
-        str(path), "not a zip that can be read", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy
+        str(path), "not a readable zip file", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy
     ):
         _check_directory_size(file, size, path)
         with zipfile.ZipFile(file) as archive:
             members = _members(archive, path)
             root = next((name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl")), None)
             if root is None:
-                raise InvalidInput(str(path), found="a zip without data.pkl", expected="a file of torch.save")
+                raise InvalidInput(str(path), found="the zip has no data.pkl", expected="a file of torch.save")
             order = members.get(f"{root}byteorder")
             if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
                 raise InvalidInput(str(path), found="big-endian numbers", expected="little-endian", remedy=_RESAVE)
             if members[f"{root}data.pkl"].file_size > MAX_PICKLE_BYTES:
-                raise InvalidInput(str(path), found="a description of over 32 MB", expected="tensors")
-            text = archive.read(members[f"{root}data.pkl"])
-            views = _views(text, path)
+                raise InvalidInput(str(path), found="data.pkl has more than 32 MB", expected="a description of tensors")
+            views = _views(archive.read(members[f"{root}data.pkl"]), path)
             keys = dict.fromkeys(view.storage.key for view in views.values())
             starts = _starts(file, size, {key: members.get(f"{root}data/{key}") for key in keys}, path)
-    tensors = [_stored_tensor(name, view, *starts[view.storage.key], path) for name, view in views.items()]
+    tensors = []
+    for name, view in views.items():
+        (start, length), dtype = starts[view.storage.key], view.storage.dtype
+        tensor = StoredTensor(name, path, dtype, view.shape, start + view.offset * dtype.size)
+        if not view.contiguous:
+            raise InvalidInput(
+                tensor.full_name,
+                found=f"shape {list(view.shape)} with strides {list(view.strides)}",
+                expected="contiguous elements",
+                remedy=_RESAVE,
+            )
+        if view.offset * dtype.size + tensor.nbytes > min(length, view.storage.numel * dtype.size):
+            raise InvalidInput(tensor.full_name, found="the tensor extends beyond its storage", remedy=_DAMAGED)
+        tensors.append(tensor)
     return tuple(sorted(tensors, key=lambda tensor: tensor.offset))
 
 
@@ -177,11 +189,15 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     offsets: set[int] = set()
     for info in archive.infolist():
         if info.filename in members:
-            raise InvalidInput(f"{path}: {info.filename}", found="there twice", remedy=_DAMAGED)
+            raise InvalidInput(f"{path}: {info.filename}", found="the zip contains the name twice", remedy=_DAMAGED)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-            raise InvalidInput(f"{path}: {info.filename}", found="compressed or encrypted", expected="plain bytes")
+            raise InvalidInput(
+                f"{path}: {info.filename}", found="the member is compressed or encrypted", expected="a stored member"
+            )
         if info.header_offset in offsets:
-            raise InvalidInput(f"{path}: {info.filename}", found="begins where another does", remedy=_DAMAGED)
+            raise InvalidInput(
+                f"{path}: {info.filename}", found="it starts at the same byte as another member", remedy=_DAMAGED
+            )
         offsets.add(info.header_offset)
         members[info.filename] = info
     return members
@@ -194,31 +210,18 @@ def _starts(
     starts = {}
     for key, info in infos.items():
         if info is None:
-            raise InvalidInput(str(path), found="a tensor without its bytes", remedy=_DAMAGED)
+            raise InvalidInput(str(path), found="the bytes of a tensor are missing", remedy=_DAMAGED)
         file.seek(info.header_offset)
         header = file.read(30)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            raise InvalidInput(f"{path}: {info.filename}", found="no header where it should begin", remedy=_DAMAGED)
+            raise InvalidInput(f"{path}: {info.filename}", found="its local header is missing", remedy=_DAMAGED)
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         if start + info.file_size > size:
-            raise InvalidInput(f"{path}: {info.filename}", found="reaches beyond the file", remedy=_DAMAGED)
+            raise InvalidInput(
+                f"{path}: {info.filename}", found="it extends beyond the end of the file", remedy=_DAMAGED
+            )
         starts[key] = (start, info.file_size)
     return starts
-
-
-def _stored_tensor(name: str, view: _View, start: int, size: int, path: Path) -> StoredTensor:
-    dtype = view.storage.dtype
-    tensor = StoredTensor(name, path, dtype, view.shape, start + view.offset * dtype.size)
-    if not view.contiguous:
-        raise InvalidInput(
-            f"{path}: {name}",
-            found=f"shape {list(view.shape)} with strides {list(view.strides)}",
-            expected="elements in their order",
-            remedy=_RESAVE,
-        )
-    if (view.offset * dtype.size + tensor.nbytes) > min(size, view.storage.numel * dtype.size):
-        raise InvalidInput(f"{path}: {name}", found="reaches beyond its storage", remedy=_DAMAGED)
-    return tensor
 
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
@@ -226,14 +229,16 @@ def _views(text: bytes, path: Path) -> dict[str, _View]:
     with parsing_errors(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
         value = _Machine(path).run(text)
     if not isinstance(value, dict):
-        raise InvalidInput(f"{path}: data.pkl", found="no dictionary", expected="tensors by name", remedy=_RESAVE)
+        raise InvalidInput(
+            f"{path}: data.pkl", found="it does not contain a dictionary", expected="tensors by name", remedy=_RESAVE
+        )
     for name, view in value.items():
         if not isinstance(view, _View):
             kind = "a dictionary" if isinstance(view, dict) else f"a {type(view).__name__}"
             raise InvalidInput(
                 f"{path}: {name!r:.60}",
                 found=kind,
-                expected="a tensor: a checkpoint of weights, not of a training run",
+                expected="a tensor, as in a checkpoint of weights (not of a training run)",
                 remedy=_RESAVE,
             )
     return value
@@ -255,8 +260,8 @@ class _Machine:
             if number >= MAX_INSTRUCTIONS:
                 raise InvalidInput(
                     f"{self._path}: data.pkl",
-                    found=f"over {MAX_INSTRUCTIONS} instructions",
-                    expected="about 40 a tensor",
+                    found=f"more than {MAX_INSTRUCTIONS} instructions",
+                    expected="about 40 per tensor",
                     remedy=_RESAVE,
                 )
             if opcode.name == "STOP":
@@ -267,7 +272,7 @@ class _Machine:
                 self._stack.append(argument)
             else:
                 self._step(opcode.name, argument, position)
-        raise ValueError("no end")
+        raise ValueError("the STOP instruction is missing")
 
     def _step(self, name: str, argument: Any, position: int | None) -> None:
         stack, path = self._stack, self._path
@@ -284,18 +289,14 @@ class _Machine:
                 stack.append(tuple(reversed([self._pop() for _ in range(int(name[-1]))])))
             case "TUPLE":
                 stack.append(tuple(self._above_mark()))
-            case "APPEND":
-                item = self._pop()
-                _append(self._top(), [item], path)
-            case "APPENDS":
-                items = self._above_mark()
-                _append(self._top(), items, path)
-            case "SETITEM":
-                item, key = self._pop(), self._pop()
-                _set(self._top(), [key, item], path)
-            case "SETITEMS":
-                items = self._above_mark()
-                _set(self._top(), items, path)
+            case "APPEND" | "APPENDS":
+                items = [self._pop()] if name == "APPEND" else self._above_mark()
+                if not isinstance(self._top(), list):
+                    raise _refusal("it appends to an object", path)
+                self._top().extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = [self._pop(), self._pop()][::-1] if name == "SETITEM" else self._above_mark()
+                _set_items(self._top(), items, path)
             case "BINPUT" | "LONG_BINPUT":
                 self._memo[argument] = self._top()
             case "MEMOIZE":
@@ -303,7 +304,10 @@ class _Machine:
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
             case "GLOBAL":
-                stack.append(_parse_global(argument, path))
+                module, _, attribute = argument.partition(" ")
+                if argument not in (_TENSOR, _PARAMETER, _DICT) and not (module == "torch" and attribute in _STORAGES):
+                    raise _refusal(f"code: {module}.{attribute}", path)
+                stack.append(_Global(argument))
             case "BINPERSID":
                 stack.append(_storage(self._pop(), path))
             case "REDUCE":
@@ -312,7 +316,7 @@ class _Machine:
             case "BUILD":
                 state = self._pop()  # Attributes of a dictionary (versions of its modules), which are not weights.
                 if not isinstance(self._top(), dict) or not isinstance(state, dict):
-                    raise _refusal("sets the state of an object", path)
+                    raise _refusal("it sets the state of an object", path)
             case _:
                 raise _refusal(f"the instruction {name} at byte {position}", path)
 
@@ -326,46 +330,33 @@ class _Machine:
 
     def _check_height(self) -> None:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            raise ValueError("nothing on the stack")
+            raise ValueError("the stack is empty")
 
     def _above_mark(self) -> list[Any]:
         if not self._marks:
-            raise ValueError("no mark")
+            raise ValueError("the mark is missing")
         height = self._marks.pop()
         items = self._stack[height:]
         del self._stack[height:]
         return items
 
 
-def _append(target: Any, items: Sequence[Any], path: Path) -> None:
-    if not isinstance(target, list):
-        raise _refusal("appends to an object", path)
-    target.extend(items)
-
-
-def _set(target: Any, items: list[Any], path: Path) -> None:
+def _set_items(target: Any, items: list[Any], path: Path) -> None:
     if not isinstance(target, dict):
-        raise _refusal("sets items of an object", path)
+        raise _refusal("it sets items of an object", path)
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) is not str:  # Other types may nest so deeply that hashing them overflows the stack.
-            raise ValueError("a key that is no text")
+            raise ValueError("a key is not text")
         key.encode()  # Fails for a lone surrogate.
         if isinstance(value, _View) and key in target:
-            raise InvalidInput(f"{path}: {key!r:.60}", found="named twice", remedy=_DAMAGED)
+            raise InvalidInput(f"{path}: {key!r:.60}", found="the dictionary contains the name twice", remedy=_DAMAGED)
         target[key] = value
-
-
-def _parse_global(name: str, path: Path) -> _Global:
-    module, _, attribute = name.partition(" ")
-    if name not in (_TENSOR, _PARAMETER, _DICT) and not (module == "torch" and attribute in _STORAGES):
-        raise _refusal(f"code: {module}.{attribute}", path)
-    return _Global(name)
 
 
 def _storage(saved: Any, path: Path) -> _Storage:
     kind, storage, key, _, numel = saved
     if kind != "storage" or not isinstance(storage, _Global) or not storage.name.startswith("torch "):
-        raise _refusal("a reference to something that is no storage", path)
+        raise _refusal("a reference to an object that is not a storage", path)
     if type(key) is not str or type(numel) is not int or numel < 0:
         raise ValueError("storage")
     return _Storage(BY_TORCH_NAME[_STORAGES[storage.name.removeprefix("torch ")]], key, numel)
@@ -388,8 +379,8 @@ def _evaluate_call(function: Any, arguments: Any, path: Path) -> Any:
         if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides)):
             raise ValueError("numbers of a tensor")
         return _View(storage, offset, tuple(shape), tuple(strides))
-    raise _refusal("a call of something that is no tensor", path)
+    raise _refusal("a call that does not build a tensor", path)
 
 
 def _refusal(found: str, path: Path) -> InvalidInput:
-    return InvalidInput(f"{path}: data.pkl", found=found, expected="nothing but tensors", remedy=_UNSAFE)
+    return InvalidInput(f"{path}: data.pkl", found=found, expected="only tensors", remedy=_UNSAFE)

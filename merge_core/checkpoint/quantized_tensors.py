@@ -55,11 +55,13 @@ def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
     settings: Any = config.get("quantization_config")
     if not isinstance(settings, Mapping):
         return tensors, config, ()
-    method, size = str(settings.get("quant_method")), settings.get("weight_block_size")
+    method = str(settings.get("quant_method"))
+    size: Any = settings.get("weight_block_size")
+    has_blocks = isinstance(size, list) and len(size) == 2 and all(type(item) is int and item > 0 for item in size)
     if method == "mxfp4":
-        plain = _mxfp4(tensors)
-    elif method == "fp8" and settings.get("activation_scheme", "dynamic") == "dynamic" and (block := _block(size)):
-        plain = _fp8(tensors, block)
+        plain = _decode_mxfp4(tensors)
+    elif method == "fp8" and settings.get("activation_scheme", "dynamic") == "dynamic" and has_blocks:
+        plain = _decode_fp8(tensors, (size[0], size[1]))
     else:
         return tensors, config, ()
     if not any(isinstance(tensor, DerivedTensor) for tensor in plain.values()):
@@ -67,9 +69,9 @@ def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
     finding = Finding(
         "warn",
         "config.json: quantization_config",
-        found=f"a quantised model ({method}), decoded to bfloat16 while it is read",
-        expected="the weights that were trained",
-        remedy="nothing to do, unless they are published too: then name those",
+        found=f"the model is quantized ({method}), so mergegate decodes it to bfloat16",
+        expected="the weights before quantization",
+        remedy="if the unquantized weights are published too, name them instead",
     )
     return plain, {key: value for key, value in config.items() if key != "quantization_config"}, (finding,)
 
@@ -151,14 +153,14 @@ class Microscaled(DerivedTensor):
                 return cached
 
         def elements(first: int, into: Bytes) -> None:
-            done, count = 0, len(into) // 2
-            while done < count:
-                number, inside = divmod(first + done, inputs * outputs)
-                start, end = inside, min(inside + count - done, inputs * outputs)
+            filled, count = 0, len(into) // 2
+            while filled < count:
+                number, inside = divmod(first + filled, inputs * outputs)
+                start, end = inside, min(inside + count - filled, inputs * outputs)
                 low, high = start // outputs // _GROUP, -(-end // (outputs * _GROUP))
                 values = expert(number).rows(low, high).reshape(-1)[start - low * _GROUP * outputs :][: end - start]
-                _store(values, into[2 * done : 2 * (done + end - start)])
-                done += end - start
+                _store(values, into[2 * filled : 2 * (filled + end - start)])
+                filled += end - start
 
         return elements
 
@@ -181,12 +183,7 @@ class _Expert:
         return np.ascontiguousarray(scaled.reshape(len(packed), -1).T)
 
 
-def _block(size: Any) -> tuple[int, int] | None:
-    fits = isinstance(size, list) and len(size) == 2 and all(type(item) is int and item > 0 for item in size)
-    return (size[0], size[1]) if fits else None
-
-
-def _fp8(tensors: Table, block: tuple[int, int]) -> dict[str, AnyTensor]:
+def _decode_fp8(tensors: Table, block: tuple[int, int]) -> dict[str, AnyTensor]:
     decoded: dict[str, AnyTensor] = {}
     for name, payload in tensors.items():
         scales = tensors.get(f"{name}{_SCALE}")
@@ -204,7 +201,7 @@ def _fp8(tensors: Table, block: tuple[int, int]) -> dict[str, AnyTensor]:
     return decoded
 
 
-def _mxfp4(tensors: Table) -> dict[str, AnyTensor]:
+def _decode_mxfp4(tensors: Table) -> dict[str, AnyTensor]:
     decoded: dict[str, AnyTensor] = {}
     for name, payload in tensors.items():
         plain = name.removesuffix(_BLOCKS)
@@ -218,7 +215,7 @@ def _mxfp4(tensors: Table) -> dict[str, AnyTensor]:
         assert isinstance(scales, StoredTensor)
         fits = len(payload.shape) == 4 and payload.shape[3] == _GROUP // 2 and scales.shape == payload.shape[:3]
         if not fits or {payload.dtype.code, scales.dtype.code} != {"U8"}:
-            raise _mismatch(scales, "[experts, outputs, groups] in U8, and 16 bytes a group", payload)
+            raise _mismatch(scales, "[experts, outputs, groups] in U8, and 16 bytes per group", payload)
         experts, outputs, groups, _ = payload.shape
         decoded[plain] = Microscaled(plain, BF16, (experts, groups * _GROUP, outputs), payload, scales)
     return decoded
@@ -226,8 +223,8 @@ def _mxfp4(tensors: Table) -> dict[str, AnyTensor]:
 
 def _mismatch(scales: StoredTensor, expected: str, payload: StoredTensor) -> InvalidInput:
     return InvalidInput(
-        f"{scales.file}: {scales.name}",
-        found=f"{list(scales.shape)} in {scales.dtype.code}, of {list(payload.shape)} in {payload.dtype.code}",
+        scales.full_name,
+        found=f"{list(scales.shape)} in {scales.dtype.code}, for {list(payload.shape)} in {payload.dtype.code}",
         expected=expected,
         remedy="download the checkpoint again",
     )

@@ -29,7 +29,7 @@ MAX_TENSORS = 200_000
 _BOUNDS = JsonBounds(size=MAX_HEADER_BYTES, values=8 * MAX_TENSORS, depth=8)
 _MAX_DIMENSIONS = 64
 _KEYS = {"dtype", "shape", "data_offsets"}
-_DAMAGED = "download or copy the file again; it is damaged or was not written by safetensors"
+_DAMAGED = "download or copy the file again. It is damaged, or safetensors did not write it"
 
 
 # Slots save memory: a very large model has 50,000 tensors, and every parent has them.
@@ -77,10 +77,10 @@ def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor
             fd = file.fileno()
             return fetch_header(lambda start, count: os.pread(fd, count, start), os.fstat(fd).st_size, path)
     except FileNotFoundError:
-        raise InvalidInput(str(path), found="no such file", expected="a safetensors file") from None
+        raise InvalidInput(str(path), found="the file does not exist", expected="a safetensors file") from None
     except OSError as error:
         raise InvalidInput(
-            str(path), found=f"cannot be read: {error.strerror}", remedy="check disk and rights"
+            str(path), found=f"the file cannot be read: {error.strerror}", remedy="check the disk and the permissions"
         ) from None
 
 
@@ -102,7 +102,7 @@ def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tu
         raise InvalidInput(
             str(path),
             found=f"a header of {length} bytes in a file of {size}",
-            expected=f"a header inside the file, at most {MAX_HEADER_BYTES} bytes",
+            expected=f"a header within the file, of at most {MAX_HEADER_BYTES} bytes",
             remedy=_DAMAGED,
         )
     return parse_header(read(8, length), file_size=size, path=path)
@@ -139,11 +139,11 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
     end = data_start
     for offset, nbytes, tensor in located:
         if offset != end:
-            kind = "overlaps the tensor before it" if offset < end else "leaves a gap before it"
-            raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="tensors side by side", remedy=_DAMAGED)
+            kind = "it overlaps the previous tensor" if offset < end else "there is a gap before it"
+            raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="adjacent tensors", remedy=_DAMAGED)
         end += nbytes
     if end != file_size:
-        kind = "truncated" if end > file_size else "longer than its header says"
+        kind = "the file is truncated" if end > file_size else "the file is longer than its header declares"
         raise InvalidInput(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes", remedy=_DAMAGED)
     return tuple(tensor for _, _, tensor in located)
 
@@ -154,22 +154,22 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     Raises:
         InvalidInput: The file ends early (it changed after its header was read), or the disk reports an error.
     """
-    done = 0
-    while done < len(buffer):
+    filled = 0
+    while filled < len(buffer):
         try:
-            count = read_at(fd, buffer[done:], offset + done)
+            count = read_at(fd, buffer[filled:], offset + filled)
         except OSError as error:
             raise InvalidInput(
-                str(path), found=f"cannot be read at byte {offset + done}: {error.strerror}", remedy="check the disk"
+                str(path), found=f"byte {offset + filled} cannot be read: {error.strerror}", remedy="check the disk"
             ) from None
         if count == 0:
             raise InvalidInput(
                 str(path),
-                found=f"ends at byte {offset + done}",
+                found=f"the file ends at byte {offset + filled}",
                 expected=f"at least {offset + len(buffer)} bytes",
                 remedy=_DAMAGED,
             )
-        done += count
+        filled += count
 
 
 def render_header(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
@@ -198,34 +198,40 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         nonlocal objects
         objects += 1
         if objects > MAX_TENSORS + 2:  # Two more objects: the header itself and its metadata.
-            raise InvalidInput(str(path), found=f"over {MAX_TENSORS} tensors", expected="fewer in one file")
+            raise InvalidInput(
+                str(path),
+                found=f"more than {MAX_TENSORS} tensors",
+                expected=f"at most {MAX_TENSORS} tensors in one file",
+            )
         result = dict(pairs)
         if len(result) < len(pairs):
             keys = [key for key, _ in pairs]
             duplicate = next(key for number, key in enumerate(keys) if key in keys[:number])
-            raise InvalidInput(f"{path}: {duplicate}", found="named twice in the header", remedy=_DAMAGED)
+            raise InvalidInput(f"{path}: {duplicate}", found="the header contains the name twice", remedy=_DAMAGED)
         return result
 
     header = parse_json(text, f"{path}: header", bounds=_BOUNDS, pairs=unique, expected="JSON, as in safetensors")
     if not isinstance(header, dict):
-        raise InvalidInput(str(path), found="a header that is not a JSON object", remedy=_DAMAGED)
+        raise InvalidInput(str(path), found="the header is not a JSON object", remedy=_DAMAGED)
     return header
 
 
 def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        where = f"{path}: {name}"
-        raise InvalidInput(where, found=f"{entry!r:.80}", expected="dtype, shape and data_offsets", remedy=_DAMAGED)
+        raise InvalidInput(
+            f"{path}: {name}", found=f"{entry!r:.80}", expected="dtype, shape and data_offsets", remedy=_DAMAGED
+        )
     dtype = BY_CODE.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        where = f"{path}: {name}"
-        raise InvalidInput(where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(BY_CODE)}")
+        raise InvalidInput(
+            f"{path}: {name}", found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(BY_CODE)}"
+        )
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_naturals(shape) or not _are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise InvalidInput(
             f"{path}: {name}",
             found=f"shape {shape!r:.60}, data_offsets {offsets!r:.60}",
-            expected="whole numbers from 0, offsets ascending",
+            expected="whole numbers from 0, with ascending offsets",
             remedy=_DAMAGED,
         )
     return dtype, tuple(shape), offsets[0], offsets[1]

@@ -65,9 +65,6 @@ def misplaced_file(database: Path) -> Path | None:
 
     Callers check this before they open the database, because SQLite would wait forever to open a named pipe.
 
-    Args:
-        database: Path of the database.
-
     Returns:
         The path, or None if every path holds a regular file or nothing.
     """

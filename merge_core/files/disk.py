@@ -56,12 +56,7 @@ def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
 
 
 def disk_refusal(error: OSError, location: str | Path = "") -> DiskUnavailable:
-    """Return a refusal that explains a disk error and names the path, the problem and the remedy.
-
-    Args:
-        error: Error from the operating system.
-        location: File that was being read or written, used if the error does not name one.
-    """
+    """Return a refusal that explains a disk error and names the path, the problem and the remedy."""
     filename = error.filename if isinstance(error.filename, (str, bytes)) else None
     named_file = os.fsdecode(filename) if filename else str(location)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__

@@ -54,9 +54,6 @@ class FileIdentity(NamedTuple):
 def file_identity(file: Path | int) -> FileIdentity:
     """Return the identity of a file, following links.
 
-    Args:
-        file: Path, or the descriptor of an open file.
-
     Raises:
         OSError: The file does not exist.
     """
@@ -66,11 +63,6 @@ def file_identity(file: Path | int) -> FileIdentity:
 
 def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None = None) -> None:
     """Require that a file was neither modified nor replaced since ``identity`` was taken.
-
-    Args:
-        path: Path of the file.
-        identity: Earlier result of :func:`file_identity`.
-        descriptor: Descriptor of the open file, if it must be the same file, too.
 
     Raises:
         ChangedInput: The file was modified, replaced or removed.

@@ -184,10 +184,6 @@ def keep_only_journal(out: Path, pattern: str = "") -> None:
     """Remove everything from ``out`` except the journal and the files that it refers to.
 
     Other leftovers of a killed run are not part of the artifact, and would be sealed with it.
-
-    Args:
-        out: Directory of the unfinished artifact.
-        pattern: Pattern for the names of files that the journal refers to. Default: no files.
     """
     for path in out.iterdir():
         if path.name != JOURNAL and not (pattern and path.match(pattern) and path.is_file() and not path.is_symlink()):

@@ -126,7 +126,15 @@ def move_aside(path: Path) -> Path | None:
         return None
     for old in _set_aside_copies(aside)[:-MAX_COPIES]:
         remove_any(old)
-    _shrink(aside)
+    with suppress(OSError):  # Remove the largest files of the copy until it is small enough.
+        is_tree = aside.is_dir() and not aside.is_symlink()
+        paths = [aside / name for name in regular_files(aside)[0]] if is_tree else [aside]
+        files = sorted((file.lstat().st_size, file) for file in paths)
+        total = sum(size for size, _ in files)
+        while files and total > MAX_COPY_BYTES:
+            size, file = files.pop()
+            file.unlink()
+            total -= size
     return aside if os.path.lexists(aside) else None
 
 
@@ -134,10 +142,6 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
     """Return whether something other than a regular file is at ``path``.
 
     The check uses a single system call. If another process removes the path at the same time, it is not misplaced.
-
-    Args:
-        path: Path to check.
-        through_links: Whether a link to a file counts as a file.
     """
     try:
         status = path.stat() if through_links else path.lstat()
@@ -260,21 +264,6 @@ def _set_aside_copies(aside: Path) -> list[Path]:
 def _number(aside: Path) -> int:
     text = aside.name.rpartition(ASIDE)[2]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-
-
-def _shrink(aside: Path) -> None:
-    """Remove the largest files of a set-aside copy until it is small enough, ignoring files it cannot remove."""
-    with suppress(OSError):
-        if not aside.is_dir() or aside.is_symlink():
-            if aside.lstat().st_size > MAX_COPY_BYTES:
-                aside.unlink()
-            return
-        files = sorted((file.lstat().st_size, file) for file in (aside / name for name in regular_files(aside)[0]))
-        total = sum(size for size, _ in files)
-        while files and total > MAX_COPY_BYTES:
-            size, file = files.pop()
-            file.unlink()
-            total -= size
 
 
 def _retry_with_permission(function: Callable[[str], object], path: str, failure: object) -> None:

@@ -106,13 +106,6 @@ def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
 def read_plain(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> bytes:
     """Return the content of a plain file.
 
-    Args:
-        path: Path of the file.
-        most: Largest size in bytes.
-        within: Directory that the file must be in. Default: anywhere.
-        expected: Description of the expected file, for error messages.
-        remedy: Advice to the user, for error messages.
-
     Raises:
         InvalidInput: The file is missing, larger than ``most``, or not valid for :func:`open_plain`.
     """
@@ -132,11 +125,6 @@ def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
 
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
     """Return the content of an open plain file.
-
-    Args:
-        file: Open file.
-        path: Path of the file, for error messages.
-        most: Largest size in bytes.
 
     Raises:
         InvalidInput: The file is larger than ``most``, grows while it is read, or the disk reports an error.

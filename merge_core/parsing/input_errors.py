@@ -25,12 +25,6 @@ T = TypeVar("T")
 def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: str = "") -> Iterator[None]:
     """Raise every exception of the block as InvalidInput, except mergegate's own errors. Only parse inside the block.
 
-    Args:
-        location: File or field, for the error message.
-        problem: Description of the problem: ``not JSON``, ``damaged``.
-        expected: Description of the expected content.
-        remedy: Advice to the user.
-
     Raises:
         InvalidInput: The block raised an exception that is not a MergegateError.
     """
@@ -61,13 +55,6 @@ def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: s
 
 def require_type(value: object, kind: type[T], location: str, expected: str, *, remedy: str = "") -> T:
     """Return ``value`` if its type is exactly ``kind``. True is not an int here.
-
-    Args:
-        value: Value to check.
-        kind: Required type.
-        location: File or field, for the error message.
-        expected: Description of the expected value.
-        remedy: Advice to the user.
 
     Raises:
         InvalidInput: The value has another type.

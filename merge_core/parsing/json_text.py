@@ -131,11 +131,6 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a plain file, each with its number from 1. Only one line is in memory at a time.
 
-    Args:
-        path: Path of the file.
-        longest: Largest size of a line in bytes.
-        most: Largest number of lines.
-
     Raises:
         InvalidInput: The file cannot be read or exceeds the limits.
     """

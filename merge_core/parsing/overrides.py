@@ -22,10 +22,6 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     A key is a path (``evaluate.tasks[0].max_drop``), and a value is YAML (``200``, ``null``, ``{max_drop: 2}``). This
     function does not check whether the key exists and the value is valid. The validation of the profile does.
 
-    Args:
-        data: Data of the profile.
-        overrides: Overrides of the form ``KEY=VALUE``.
-
     Raises:
         InvalidInput: An override does not have the form ``KEY=VALUE``, or its path leads through a value that is not a
             section or list.

@@ -264,11 +264,6 @@ def flow_yaml(value: object) -> str:
         value: Plain data that consists of mappings, lists, strings, numbers, booleans and None.
     """
     text = yaml.dump(
-        [value],
-        Dumper=_FlowDumper,
-        default_flow_style=True,
-        sort_keys=False,
-        allow_unicode=True,
-        width=math.inf,
+        [value], Dumper=_FlowDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
     )
     return text.strip()[1:-1]

@@ -108,7 +108,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     for name in needed:
         definition = read_tokenizer(checkpoints[name].companions)
         # Not every tokenizer with a vocab.txt uses its line numbers as ids.
-        if definition is None or definition.where.endswith("vocab.txt"):
+        if definition is None or definition.location.endswith("vocab.txt"):
             raise InvalidInput(
                 choice.location,
                 found=f"{name} has no tokenizer.json",
@@ -194,12 +194,6 @@ def aligned_config(
 
     The ids of the begin, end and padding tokens come from the model that provides the tokenizer. Every other id follows
     its token, as do those three if that model does not define them.
-
-    Args:
-        config: Configuration of the donor, complete except for token ids.
-        alignment: Alignment of the vocabularies.
-        donor: Reference of the model that provides the configuration.
-        location: Name of the recipe in messages.
     """
     tokenizer_config = alignment.tokenizer.config
     findings: list[Finding] = []

@@ -44,13 +44,7 @@ _SHOWN = 4  # Number of files per parent, and of parents, that one finding lists
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
-    """Return the files that a merge carries unchanged.
-
-    Args:
-        donor: Checkpoint that provides the configuration.
-        tokenizer: Checkpoint that provides the tokenizer.
-        parents: All merged models by reference, including the donor.
-    """
+    """Return the files that a merge carries unchanged."""
     sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
     if (reference := _module_reference(donor, parents)) is not None:
@@ -89,7 +83,7 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
     missing: dict[Kind, dict[str, list[str]]] = {}
     differing: dict[Kind, dict[str, list[str]]] = {}
     for reference, parent in parents.items():
-        for name in (*parent.companions, *parent.others):
+        for name in (*parent.companions, *parent.uncopied):
             kind = companion_kind(name)
             if kind is None or (kind == "chat template" and is_read_template(name)):
                 continue
@@ -159,14 +153,14 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
                 if blocks
                 else f"check that the settings of {first}, which the result gets, are suitable",
             )
-    location = reference.companions.where(MODULES_FILE)
+    location = reference.companions.location(MODULES_FILE)
     listed_modules = parse_json(reference.companions.read(MODULES_FILE, _BOUNDS.size), location)
     if not isinstance(listed_modules, list) or not all(isinstance(module, dict) for module in listed_modules):
         raise InvalidInput(
             location, found=f"{listed_modules!r:.60}", expected="a list of sentence-transformers modules"
         )
     for path in (module.get("path") for module in listed_modules):
-        if isinstance(path, str) and path and f"{path.partition('/')[0]}/" in reference.others:
+        if isinstance(path, str) and path and f"{path.partition('/')[0]}/" in reference.uncopied:
             yield Finding(
                 "block",
                 f"{first}: {MODULES_FILE}",

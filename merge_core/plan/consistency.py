@@ -57,7 +57,24 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             expected=f"the number of layers in the weights: {', '.join(map(str, depths.values()))}",
             remedy="correct the config, or download the checkpoint again",
         )
-    yield from _missing_head_findings(name, checkpoint)
+    # A causal language model that declares an untied head must store one. Another tensor outside the layers, with a row
+    # for each token, may be a head with an unknown name.
+    tables = [tensor for tensor in checkpoint.tensors.values() if is_embedding(tensor.name)]
+    if ties_embeddings(config) is False and checkpoint.architecture.endswith(_WITH_HEAD) and len(tables) == 1:
+        heads = (
+            is_head(other.name) or (other.shape[:1] == tables[0].shape[:1] and parse_layer_place(other.name) is None)
+            for other in checkpoint.tensors.values()
+            if other is not tables[0]
+        )
+        if not any(heads):
+            yield Finding(
+                "block",
+                f"{name}: config.json: tie_word_embeddings",
+                found="false, but no output head is stored: transformers would fill it with random numbers",
+                expected="a stored head such as lm_head.weight, or true if the embedding serves as the head",
+                remedy="set tie_word_embeddings to true in config.json if the head was tied, or save the model with "
+                "its head",
+            )
     size = vocabulary_size(config)
     for tensor in checkpoint.tensors.values():
         if is_head(tensor.name) and size is not None and tensor.shape and tensor.shape[0] != size:
@@ -68,30 +85,6 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
                 expected=f"vocab_size {size} of config.json",
                 remedy="correct the config, or download the checkpoint again",
             )
-
-
-def _missing_head_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for a causal language model that declares an untied head and stores none.
-
-    A model passes if it has another tensor outside the layers with one row per token, because this may be a head with
-    an unknown name.
-    """
-    if ties_embeddings(checkpoint.config) is not False or not checkpoint.architecture.endswith(_WITH_HEAD):
-        return
-    tables = [tensor for tensor in checkpoint.tensors.values() if is_embedding(tensor.name)]
-    if len(tables) != 1 or any(
-        is_head(tensor.name) or (tensor.shape[:1] == tables[0].shape[:1] and parse_layer_place(tensor.name) is None)
-        for tensor in checkpoint.tensors.values()
-        if tensor is not tables[0]
-    ):
-        return
-    yield Finding(
-        "block",
-        f"{name}: config.json: tie_word_embeddings",
-        found="false, but no output head is stored: transformers would fill it with random numbers",
-        expected="a stored head such as lm_head.weight, or true if the embedding serves as the head",
-        remedy="set tie_word_embeddings to true in config.json if the head was tied, or save the model with its head",
-    )
 
 
 def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -151,13 +144,7 @@ def _is_packed_suffix(suffix: str) -> bool:
 def unused_tensors(
     plan: MergePlan, checkpoints: Mapping[str, Checkpoint], finding_locations: set[str]
 ) -> Iterator[Finding]:
-    """Yield a finding for each input tensor that the result of ``plan`` does not use.
-
-    Args:
-        plan: Plan of the merge.
-        checkpoints: Inputs of the plan, by reference.
-        finding_locations: Locations of existing findings. Models that they name are skipped.
-    """
+    """Yield a finding for each input tensor that the result of ``plan`` does not use."""
     if plan.recipe.mixture is not None:
         return  # Each model contributes one part; plan_mixture checks it.
     used: dict[str, set[str]] = {}

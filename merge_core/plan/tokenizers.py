@@ -58,13 +58,7 @@ class ComparedTokenizers:
 def compare_to_donor(
     recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]
 ) -> ComparedTokenizers:
-    """Compare every model's tokenizer with that of the result.
-
-    Args:
-        recipe: One recipe document.
-        checkpoints: Checkpoints of the document, by reference.
-        accepted: Keys of accepted differences, which do not block.
-    """
+    """Compare every model's tokenizer with that of the result."""
     donor = tokenizer_donor(recipe, checkpoints)
     if recipe.output is not None:  # An adapter refers to the rows of its base, which has the tokens of all adapters.
         merged = {str(source.model) for source in recipe.sources}
@@ -166,7 +160,7 @@ def _compare_aligned(
                 f"{name}: tokenizer.json",
                 found=f"{len(alignment.ids) - len(other.ids)} more tokens in the result ({alignment.choice.strangers})",
                 expected="the tokenizer that the model was trained with",
-                remedy="check how many texts are split differently; with strangers: specials, no text is",
+                remedy="check how many texts are split differently; strangers: specials changes no text",
             )
             findings.append(change)
             if other.has_pipeline:
@@ -199,7 +193,7 @@ def _misnumbered_findings(name: str, definition: TokenizerDefinition) -> Iterato
         token = definition.misnumbered[0]
         yield Finding(
             "warn",
-            f"{name}: {PurePath(definition.where).name}: added_tokens",
+            f"{name}: {PurePath(definition.location).name}: added_tokens",
             found=f"the library assigns different ids to {len(definition.misnumbered)} tokens, such as {token!r}",
             expected=f"{definition.ids[token]} for {token!r}, because an added token gets the next free id",
             remedy="save the tokenizer again; mergegate uses the ids that the library assigns",

@@ -24,12 +24,6 @@ def plan_transplant(
 ) -> MergePlan:
     """Return the plan of ``model`` with the tokenizer of ``donor``.
 
-    Args:
-        model: Model that provides weights and configuration.
-        donor: Model that provides the tokenizer.
-        tables: New token tables by name, all with the same number of rows.
-        tokenizers: Tokenizer of the model and tokenizer of the donor.
-
     Raises:
         InvalidInput: The model cannot be planned.
     """
@@ -40,9 +34,7 @@ def plan_transplant(
         return {**moved, **{key: donor_ids[key] for key in SPECIAL_KEYS if key in donor_ids}}
 
     view = replace(
-        model,
-        tensors={**model.tensors, **tables},
-        config=with_vocabulary(translate(model.config, donor.config), size),
+        model, tensors={**model.tensors, **tables}, config=with_vocabulary(translate(model.config, donor.config), size)
     )
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
     companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)

@@ -49,12 +49,6 @@ class ValueTable:
     ) -> TensorValues:
         """Return the values for the tensor ``spec``.
 
-        Args:
-            spec: Output tensor.
-            inputs: Inputs of the tensor, the base first if ``has_base``.
-            has_base: Whether the first input is the base.
-            checked: Whether the method validates the combination of values.
-
         Raises:
             InvalidInput: A required value is missing, or the values are incompatible.
         """
@@ -62,14 +56,8 @@ class ValueTable:
         matched = tuple(condition.matches(name) for condition in self._filters for name in tensor_names)
         sources = tuple(id(source) for source, _ in inputs)
         key = (id(spec.module), id(spec.cut), spec.t, sources, has_base, checked, matched)
-        values = self._cache.get(key)
-        if values is None:
-            values = self._cache[key] = self._compute(spec, inputs, has_base)
-            if checked:
-                self.method.check(values.shared, values.per_input, f"{spec.cut.location}: {spec.name}")
-        return values
-
-    def _compute(self, spec: OutputSpec, inputs: Sequence[tuple[Source, AnyTensor]], has_base: bool) -> TensorValues:
+        if key in self._cache:
+            return self._cache[key]
         wider = (spec.cut.parameters, spec.module.parameters, self._recipe.parameters)
         shared: dict[str, Any] = {}
         per_input: list[dict[str, Any]] = [{} for _ in inputs]
@@ -84,7 +72,10 @@ class ValueTable:
                 scopes: tuple[Parameters, ...] = (source.parameters, *wider)
                 value = value_for(parameter, scopes, tensor.name, spec.t)
                 per_input[index][name] = _required(value, name, spec, f"{source.model}: {tensor.name}")
-        return TensorValues(shared, tuple(per_input))
+        values = self._cache[key] = TensorValues(shared, tuple(per_input))
+        if checked:
+            self.method.check(values.shared, values.per_input, f"{spec.cut.location}: {spec.name}")
+        return values
 
 
 def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]:

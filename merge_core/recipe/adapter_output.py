@@ -55,13 +55,6 @@ def parse_output(
 ) -> AdapterOutput | None:
     """Read ``output`` and ``rank`` of a recipe. Return None if its result is a model.
 
-    Args:
-        content: The recipe.
-        method: Its method.
-        base: Its ``base_model``.
-        models: All merged models, including the base if the method merges it.
-        location: Prefix of error locations.
-
     Raises:
         InvalidInput: The output is unknown, or the recipe cannot produce an adapter.
     """

@@ -128,14 +128,7 @@ class Mixture:
 
 
 def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) -> Mixture:
-    """Read the mixture of a document.
-
-    Args:
-        content: The document, without keys that have no value.
-        location: Location of the document for messages.
-        log: Receives a finding per fault: an invalid value, an expert without prompts although the gate mode needs
-            them, or more experts per token than exist. After a fault, the result is incomplete.
-    """
+    """Read the mixture of a document. Faults are added to ``log``, and the result is then incomplete."""
     mode = content.get("gate_mode", "hidden")
     if mode not in _MODES:
         log.fault(

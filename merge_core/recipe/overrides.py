@@ -33,11 +33,6 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
     its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
     method does not have are removed.
 
-    Args:
-        recipe: One document, as parsed from YAML.
-        changes: At least one change.
-        location: Name of the changes in messages.
-
     Raises:
         InvalidInput: There is no change, or a change is neither a setting nor a parameter.
     """

@@ -67,14 +67,6 @@ def parse_parameters(
     Parameters that mergekit ignores cause warnings: those the method does not read, shared parameters under a model,
     and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
 
-    Args:
-        value: Value from YAML; None is an empty mapping.
-        method: Method that reads the parameters.
-        location: Location of the mapping for messages.
-        log: Receives the findings.
-        per_model: Whether the mapping belongs to a model. Shared parameters are not read there.
-        is_base: Whether that model is the base. ``non_base`` parameters are not read there.
-
     Raises:
         InvalidInput: ``value`` is not a mapping.
     """
@@ -135,9 +127,23 @@ def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t
     """
     for scope in scopes:
         setting = scope.get(parameter.name)
-        for condition in setting.conditions if setting else ():
-            if condition.matches(tensor):
-                return _along(condition, parameter, t)
+        condition = next((item for item in setting.conditions if item.matches(tensor)), None) if setting else None
+        if condition is None:
+            continue
+        values = condition.values
+        if len(values) == 1:
+            return values[0]
+        if parameter.kind in ("bool", "choice", "switch"):
+            return values[int(t * (len(values) - 1))]
+        value = gradient(tuple(float(item) for item in values), t)
+        if parameter.kind == "int" and not value.is_integer():
+            raise InvalidInput(
+                condition.location,
+                found=f"the gradient has the value {value:g} at the relative depth {t:g}",
+                expected=f"a whole number for {parameter.name}",
+                remedy="use one value, or filters",
+            )
+        return int(value) if parameter.kind == "int" else value
     return parameter.default
 
 
@@ -148,25 +154,6 @@ def gradient(values: tuple[float, ...], t: float) -> float:
     upper = min(lower + 1, len(values) - 1)
     fraction = position - lower
     return (1 - fraction) * values[lower] + fraction * values[upper]
-
-
-def _along(condition: Condition, parameter: Parameter, t: float) -> Scalar:
-    values = condition.values
-    if len(values) == 1:
-        return values[0]
-    if parameter.kind in ("bool", "choice", "switch"):
-        return values[int(t * (len(values) - 1))]
-    value = gradient(tuple(float(item) for item in values), t)
-    if parameter.kind == "int":
-        if not value.is_integer():
-            raise InvalidInput(
-                condition.location,
-                found=f"the gradient has the value {value:g} at the relative depth {t:g}",
-                expected=f"a whole number for {parameter.name}",
-                remedy="use one value, or filters",
-            )
-        return int(value)
-    return value
 
 
 def _conditions(content: object, parameter: Parameter, location: str, log: FindingLog) -> tuple[Condition, ...]:
@@ -217,7 +204,7 @@ def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
     if isinstance(result, (int, float)) and not isinstance(result, bool):
         low, high = parameter.minimum, parameter.maximum
         if (low is not None and result < low) or (high is not None and result > high):
-            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.name} {parameter.range}")
+            raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.range} for {parameter.name}")
     return result
 
 

@@ -528,9 +528,7 @@ def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
         )
     if sliced:
         raise InvalidInput(
-            f"{recipe.location}: {setting}",
-            found="slices or modules",
-            expected="whole models, listed under 'models'",
+            f"{recipe.location}: {setting}", found="slices or modules", expected="whole models, listed under 'models'"
         )
 
 

@@ -345,13 +345,7 @@ class Recipe:
 def select_models(
     recipe: Recipe, distances: Mapping[str, RelativeDistance], shares: Mapping[str, float] | None
 ) -> Recipe:
-    """Return ``recipe`` without the models that are left out, and with ``shares`` as the weights of the others.
-
-    Args:
-        recipe: Recipe whose models have been measured.
-        distances: Distances of each model, by reference.
-        shares: New weights by reference. None keeps the weights of the recipe.
-    """
+    """Return ``recipe`` without the models that are left out, and with ``shares`` as the weights of the others."""
     modules = []
     for module in recipe.modules:
         slices = []

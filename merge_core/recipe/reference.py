@@ -97,10 +97,6 @@ def parse_reference(value: object, location: str, log: FindingLog | None = None)
 def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
     """Return the local directory of a reference, searched relative to the recipe and then to the working directory.
 
-    Args:
-        ref: The reference.
-        directory: Directory of the recipe, or None.
-
     Returns:
         The directory, or None if ``ref`` is not local (a Hub id).
 

@@ -102,11 +102,6 @@ class TokenizerChoice:
 def parse_tokenizer_choice(content: Mapping[str, Any], location: str, log: FindingLog) -> TokenizerChoice | None:
     """Return the vocabulary that a recipe selects, or None if it selects none.
 
-    Args:
-        content: The recipe, without keys that have no value.
-        location: Location of the recipe for messages.
-        log: Receives findings about single tokens, and warnings about unknown keys.
-
     Raises:
         InvalidInput: A value is invalid.
     """
@@ -134,13 +129,16 @@ def parse_tokenizer_choice(content: Mapping[str, Any], location: str, log: Findi
     require_value(value, "source", f"{location}.source")
     source: str | CheckpointRef = "union"
     tokens: tuple[TokenRow, ...] = ()
-    padding = None
     with log.collect():
         source = _source(block.get("source", "union"), f"{location}.source", log)
     with log.collect():
         tokens = _tokens(block.get("tokens"), f"{location}.tokens", log)
-    with log.collect():
-        padding = _padding(block.get("pad_to_multiple_of"), f"{location}.pad_to_multiple_of")
+    padding = None if block.get("pad_to_multiple_of") == 0 else block.get("pad_to_multiple_of")  # as in mergekit
+    if isinstance(padding, str) and padding.isascii() and padding.isdigit() and len(padding) < 10:
+        padding = int(padding)
+    if padding is not None and (type(padding) is not int or not 1 <= padding <= _MOST_PADDING):
+        expected = f"a whole number from 1 to {_MOST_PADDING}"
+        log.fault(f"{location}.pad_to_multiple_of", found=f"{padding!r:.60}", expected=expected)
     strangers = block.get("strangers", "refuse")
     if not isinstance(strangers, str) or strangers not in STRANGERS:
         raise InvalidInput(
@@ -216,13 +214,3 @@ def _origin(value: object, location: str, log: FindingLog) -> RowOrigin:
     if number is not None and (type(number) is not int or number < 0):
         raise InvalidInput(f"{location}.token_id", found=f"{number!r:.60}", expected="a whole number of at least 0")
     return RowOrigin(parse_reference(entry["model"], f"{location}.model"), token, number)
-
-
-def _padding(value: object, location: str) -> int | None:
-    if value is None or value == 0:  # mergekit treats 0 as not set.
-        return None
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
-        value = int(value)
-    if type(value) is not int or not 1 <= value <= _MOST_PADDING:
-        raise InvalidInput(location, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_PADDING}")
-    return value

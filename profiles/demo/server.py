@@ -51,7 +51,7 @@ class Judge:
     """Who prefers the right answer to the wrong one, and finds all others alike."""
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A judgement as a chat completion."""
+        """A judgment as a chat completion."""
         said = body["messages"][-1]["content"]
         question = _QUESTION.search(_part(said, "question"))
         right = [question is not None and _is_right(question, _part(said, f"answer {name}")) for name in "AB"]

@@ -22,12 +22,12 @@ from mergegate.tasks.checkpoints.card import (
 )
 from mergegate.tasks.checkpoints.fetch import fetch_weights
 from mergegate.tasks.checkpoints.files import deciding_files, identify_files, require_same_files
-from mergegate.tasks.checkpoints.lean_imports import import_lean
-from mergegate.tasks.checkpoints.memory import gpu_memory
 from mergegate.tasks.checkpoints.model import Model, files_fingerprint
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
     OutOfModelMemory,
+    gpu_memory,
+    import_lean,
     load_model,
     load_private_model,
     on_unload,

@@ -100,7 +100,7 @@ def parse_card(content: bytes) -> ModelCard:
     if block is None:
         if "\0" in text:
             return ModelCard(problem=f"{CARD_FILE} is not UTF-8 text")
-        if _starts_with_fence(unified) or _has_stray_block(unified):
+        if _is_fence(unified.lstrip().partition("\n")[0]) or _has_stray_block(unified):
             return ModelCard(problem=f"{CARD_FILE} has a '---' block that cannot be read as front matter")
         return ModelCard(absence=NO_FRONT_MATTER)
     if raw_block is not None and _with_newlines(raw_block[2]) != block[2]:
@@ -136,10 +136,6 @@ def _with_newlines(text: str) -> str:
 def _is_fence(line: str) -> bool:
     """Return whether `line` is ``---``, apart from blanks and invisible or undecodable characters."""
     return line.strip(" \t\ufeff\u200b\ufffd") == "---"
-
-
-def _starts_with_fence(text: str) -> bool:
-    return _is_fence(text.lstrip().partition("\n")[0])
 
 
 def _has_stray_block(text: str) -> bool:

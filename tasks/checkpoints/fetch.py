@@ -35,7 +35,7 @@ class FetchedWeights:
         amount = (
             f"{format_bytes(downloaded.bytes)} in {downloaded.new_files} files"
             if self.new
-            else f"all {downloaded.files} files were there"
+            else f"all {downloaded.files} files were cached"
         )
         return f"{', '.join(self.commits)} · {amount}"
 
@@ -52,7 +52,8 @@ def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fe
     # A model that several adapters are applied to is fetched once.
     remote = list(
         {
-            snapshot.directory: (_display_name(parent, snapshot), snapshot)
+            # The repository is the name if the parent has an adapter.
+            snapshot.directory: (snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name, snapshot)
             for parent in parents
             for snapshot in parent.snapshots
         }.values()
@@ -61,11 +62,6 @@ def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fe
         return None
     names = tuple(f"{name}@{snapshot.commit[:8]}" for name, snapshot in remote)
     return _fetch(names, [snapshot for _, snapshot in remote], hashes)
-
-
-def _display_name(parent: ResolvedCheckpoint, snapshot: Snapshot) -> str:
-    """Return the name of the parent, or the name of the repository if the parent has an adapter."""
-    return snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name
 
 
 def _are_downloaded(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> bool:

@@ -93,7 +93,7 @@ def require_same_files(identities: Mapping[Path, FileIdentity]) -> None:
         require_unchanged(path, identity)
 
 
-def without_model(reference: str, directory: Path) -> InvalidInput | None:
+def find_model_problem(reference: str, directory: Path) -> InvalidInput | None:
     """Return an error if ``directory`` does not contain a model, or None if it may contain one.
 
     Call this before any other check, so that a directory without a model is not reported for a missing license or
@@ -112,15 +112,15 @@ def without_model(reference: str, directory: Path) -> InvalidInput | None:
     if CONFIG_FILE in names:
         return InvalidInput(
             reference,
-            found="no config.json: it is an adapter",
+            found="it is an adapter and has no config.json",
             expected="a model, or a model with an adapter",
-            remedy=f"write in front of it what it was made from: BASE+{reference}",
+            remedy=f"write BASE+{reference}, with the model that the adapter was trained on as BASE",
         )
     return InvalidInput(
         reference,
-        found="no config.json" if names else "no config.json: the directory is empty",
+        found="it has no config.json" if names else "the directory is empty",
         expected="a checkpoint: config.json, weights and a tokenizer",
-        remedy="correct the path, or finish the download",
+        remedy="correct the path, or complete the download",
     )
 
 
@@ -143,7 +143,14 @@ def files_in(directory: Path) -> tuple[str, ...]:
     entries = {path.name for path in directory.iterdir()}
     entries |= set(nested_names(directory))
     # Check every file that will be hashed, read or passed to a library before any of them is opened.
-    check_entries(directory, sorted(name for name in entries if _is_read(PurePosixPath(name))))
+    read_names = (
+        name
+        for name in entries
+        if _determines_behavior(PurePosixPath(name))
+        or name.endswith((".safetensors", ".bin"))
+        or _ABOUT.fullmatch(PurePosixPath(name).name)
+    )
+    check_entries(directory, sorted(read_names))
     files = {name for name in entries if (directory / name).is_file()}
     for index in {INDEX_NAME, PICKLED_INDEX_NAME} & files:  # The shards of an index may be in subdirectories.
         names = map(PurePosixPath, _indexed_files(directory / index))
@@ -158,12 +165,6 @@ def _indexed_files(index: Path) -> set[str]:
     """Return the file names in an index. An index of 50,000 tensors names a few hundred files."""
     weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     return set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-
-
-def _is_read(name: PurePosixPath) -> bool:
-    return (
-        _determines_behavior(name) or name.suffix in (".safetensors", ".bin") or _ABOUT.fullmatch(name.name) is not None
-    )
 
 
 def _determines_behavior(name: PurePosixPath) -> bool:

@@ -59,7 +59,9 @@ def receive(connection: Connection, location: str) -> tuple[Any, ...]:
         if not all(isinstance(field, field_type) for field, field_type in fields):
             raise ValueError(f"{kind} with {content!r:.100}")
     except Exception as error:
-        raise InvalidInput(location, found=f"an answer that is none: {error}", expected="numbers and texts") from None
+        raise InvalidInput(
+            location, found=f"the model process sent an invalid message: {error}", expected="numbers and texts"
+        ) from None
     return (kind, *content)
 
 

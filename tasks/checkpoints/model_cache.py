@@ -7,11 +7,18 @@ The other half is reserved for batches. ``unload_models`` drops all models::
 
     with load_model(model, dtype="auto", device="cpu") as loaded:
         loaded.network(...)
+
+Several libraries import an optional package if it is installed. ``requests`` imports a second encoding detector,
+``portalocker`` (used by lm-eval's metrics) a Redis client, ``accelerate`` an AWS client, and the models of transformers
+SciPy, for the losses of object detectors. Together these imports take a quarter of the time that the model process
+needs before its first answer. Another eighth goes into garbage collection over half a million objects that are never
+freed. ``import_lean`` avoids both.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 import threading
@@ -21,16 +28,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.system import system_memory
-from mergegate.tasks.checkpoints.lean_imports import import_lean
-from mergegate.tasks.checkpoints.memory import gpu_memory
+from mergegate.merge_core.system import Capacity, system_memory
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.store import digest
 
 SMALLER = "use a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy if memory runs out.
 
+_UNUSED_PACKAGES = ("boto3", "chardet", "redis", "scipy")
 _SHARE = 0.5  # Share of the memory that models may use. The total is the memory available without any model.
 _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.
+
+
+def import_lean(*modules: str) -> None:
+    """Import ``modules`` in order, as if the unused optional packages were not installed.
+
+    If a part of a package is already imported, it may have probed for the optional packages and stored the result. In
+    that case, the rest of the package can import them too.
+    """
+    for module in modules:
+        is_imported = module.partition(".")[0] in sys.modules
+        hidden = [] if is_imported else [name for name in _UNUSED_PACKAGES if name not in sys.modules]
+        for name in hidden:
+            # With None, both the import statement and find_spec report the package as missing.
+            sys.modules[name] = None  # type: ignore[assignment]
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            importlib.import_module(module)
+        finally:
+            if was_enabled:
+                gc.enable()
+            for name in hidden:
+                del sys.modules[name]
+
+
+def gpu_memory(device: str) -> Capacity | None:
+    """Return the total and free memory of ``cuda`` or ``cuda:N``, or None if the machine has no CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(device if ":" in device else torch.cuda.current_device())
+    return Capacity(total, free)
 
 
 class OutOfModelMemory(InvalidInput):
@@ -71,8 +110,8 @@ _CacheKey = tuple[str, str, str]  # Digest, dtype and device.
 
 _lock = threading.RLock()
 _loaded: dict[_CacheKey, LoadedModel] = {}  # The most recently used model is last.
-_most: int | None = None  # Maximum number of models in memory. None: as many as fit.
-_other_holders: list[Callable[[], None]] = []
+_max_models: int | None = None  # Maximum number of models in memory. None: as many as fit.
+_unload_callbacks: list[Callable[[], None]] = []
 
 
 def on_unload(unload: Callable[[], None]) -> None:
@@ -81,7 +120,7 @@ def on_unload(unload: Callable[[], None]) -> None:
     Code that holds a model in another process registers a function that drops it, because two models may not fit into
     memory at the same time.
     """
-    _other_holders.append(unload)
+    _unload_callbacks.append(unload)
 
 
 @contextmanager
@@ -119,7 +158,7 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
         key = (model.digest, dtype, device)
         if key not in _loaded:
             make_room(_size_of(model, dtype), device)  # Before loading, because both models may not fit together.
-            for unload in _other_holders:
+            for unload in _unload_callbacks:
                 unload()
             _loaded[key] = _load(model, dtype, device)
         _loaded[key] = loaded = _loaded.pop(key)
@@ -133,7 +172,7 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
             unload_models()
             raise OutOfModelMemory(
                 f"{model.name} ({model.directory})",
-                found=f"out of memory on {device}",
+                found=f"the device {device} ran out of memory",
                 remedy=SMALLER,
             ) from error
 
@@ -162,7 +201,7 @@ def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
     """
     with _lock:
         unload_models()
-        for unload in _other_holders:
+        for unload in _unload_callbacks:
             unload()
         return _load(model, dtype, device)
 
@@ -170,12 +209,17 @@ def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
 def make_room(size: int, device: str) -> None:
     """Drop the least recently used models until another one of ``size`` bytes fits next to the rest."""
     with _lock:
-        sizes = {key: _bytes_of(loaded) for key, loaded in _loaded.items()}
+        sizes = {
+            key: sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
+            for key, loaded in _loaded.items()
+        }
         count = len(sizes)
         memory = gpu_memory(device) if device.startswith("cuda") else system_memory()
         capacity = memory.available + _bytes_on(device, sizes) if memory else 0
         for key in tuple(_loaded):
-            if (_most is None or len(_loaded) < _most) and _bytes_on(device, sizes) + size <= _SHARE * capacity:
+            if (_max_models is None or len(_loaded) < _max_models) and _bytes_on(
+                device, sizes
+            ) + size <= _SHARE * capacity:
                 break
             del _loaded[key], sizes[key]
         if len(sizes) < count:
@@ -184,8 +228,8 @@ def make_room(size: int, device: str) -> None:
 
 def hold_at_most(models: int | None) -> None:
     """Limit the number of models in memory, even if more would fit. None: as many as fit."""
-    global _most
-    _most = models
+    global _max_models
+    _max_models = models
 
 
 def unload_models() -> None:
@@ -207,10 +251,6 @@ def _release_memory() -> None:
 
 def _bytes_on(device: str, sizes: Mapping[_CacheKey, int]) -> int:
     return sum(size for (_, _, model_device), size in sizes.items() if model_device == device)
-
-
-def _bytes_of(loaded: LoadedModel) -> int:
-    return sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
 
 
 def _size_of(model: Model, dtype: str) -> int:
@@ -263,18 +303,22 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     except Exception as error:
         if _is_out_of_memory(error):
             raise OutOfModelMemory(
-                location, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16, or more memory"
+                location,
+                found=f"the model does not fit into the memory of {device}",
+                remedy="use dtype: bfloat16, or more memory",
             ) from error
         # A damaged file can make transformers, tokenizers or safetensors raise many different types.
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(
             location,
-            found=f"cannot be loaded: {cause[:300]}",
-            expected="a causal language model of transformers in safetensors, with its tokenizer",
+            found=f"transformers cannot load the model: {cause[:300]}",
+            expected="a causal language model in safetensors, with its tokenizer",
         ) from error
     # transformers would initialize missing tensors with random numbers and continue.
-    bad = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
-    if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise InvalidInput(location, found=f"no tensor that fits {bad[0]}{more}", expected="a complete checkpoint")
+    unusable = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
+    if unusable:
+        more = f" (and {len(unusable) - 1} more tensors)" if len(unusable) > 1 else ""
+        raise InvalidInput(
+            location, found=f"{unusable[0]} is missing or has a wrong shape{more}", expected="a complete checkpoint"
+        )
     return LoadedModel(network, tokenizer)

@@ -44,10 +44,16 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import disk_errors_refused, state_directory
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.checkpoints.lean_imports import import_lean
 from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_cache import SMALLER, OutOfModelMemory, hold_at_most, on_unload, unload_models
+from mergegate.tasks.checkpoints.model_cache import (
+    SMALLER,
+    OutOfModelMemory,
+    hold_at_most,
+    import_lean,
+    on_unload,
+    unload_models,
+)
 from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
 from mergegate.tasks.sandbox import (
     Confinement,

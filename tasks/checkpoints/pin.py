@@ -24,7 +24,7 @@ from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from mergegate.tasks.checkpoints.files import deciding_files, identify_files, without_model
+from mergegate.tasks.checkpoints.files import deciding_files, find_model_problem, identify_files
 from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
 from mergegate.tasks.checkpoints.hub.headers import open_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
@@ -35,7 +35,7 @@ from mergegate.tasks.store import digest as canonical_digest
 # Directory, snapshot and adapter of a reference, or the reason why it cannot be resolved.
 Located = tuple[Path, Snapshot | None, ResolvedAdapter | None] | MergegateError
 # Function of repository, revision and "is an adapter" that returns the snapshot, or the reason why there is none.
-AskHub = Callable[[str, str | None, bool], Snapshot | MergegateError]
+FindSnapshot = Callable[[str, str | None, bool], Snapshot | MergegateError]
 
 
 class ResolvedCheckpoint(BaseModel):
@@ -120,31 +120,31 @@ class PinnedRecipe:
 
 
 @dataclass(frozen=True)
-class Search:
+class ParentSearch:
     """Result of searching for the parents of several recipes.
 
     Args:
-        found: Resolved parents of each recipe, in the order of the recipe.
+        parents: Resolved parents of each recipe, in the order of the recipe.
         problems: One error for each reference that could not be resolved.
     """
 
-    found: tuple[tuple[ResolvedCheckpoint, ...], ...]
+    parents: tuple[tuple[ResolvedCheckpoint, ...], ...]
     problems: tuple[MergegateError, ...]
 
 
-def search_parents(recipes: Sequence[Recipe]) -> Search:
+def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
     """Resolve all checkpoints in the recipes. Local paths are relative to the directory of the recipe.
 
     Each reference is resolved once, so all recipes get the same commit of a branch, even if it moves during the search.
     """
-    ask = cache(_find_snapshot_or_error)
+    find = cache(_find_snapshot_or_error)
     located = {
-        (reference, recipe.directory): _locate(reference, recipe.directory, ask)
+        (reference, recipe.directory): _locate(reference, recipe.directory, find)
         for recipe in recipes
         for reference in recipe.references()
     }
     problems = [location for location in located.values() if isinstance(location, MergegateError)]
-    return Search(tuple(_resolved_parents(recipe, located) for recipe in recipes), tuple(problems))
+    return ParentSearch(tuple(_resolved_parents(recipe, located) for recipe in recipes), tuple(problems))
 
 
 def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
@@ -193,7 +193,7 @@ def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckp
     search = search_parents(recipes)
     if search.problems:
         raise combine_hub_errors(search.problems)
-    return search.found
+    return search.parents
 
 
 def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
@@ -270,7 +270,30 @@ def pin_checkpoints(
     Raises:
         InvalidInput: A directory contains no checkpoint files.
     """
-    return tuple(_pin_parent(parent, hashes, trusted) for parent in parents)
+    pinned = []
+    for parent in parents:
+        files = _hash_files(parent.directory, parent.deciding, hashes)
+        digest, adapter = merkle(files), None
+        if parent.adapter:
+            adapter_files = _hash_adapter_files(parent.adapter, hashes)
+            digest = adapted_digest(digest, merkle(adapter_files))
+            adapter = PinnedAdapter(
+                ref=parent.adapter.ref,
+                directory=parent.adapter.directory,
+                revision=parent.adapter.revision,
+                files=_names_and_hashes(adapter_files),
+            )
+        repo_at_commit = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
+        pinned.append(
+            PinnedCheckpoint(
+                **parent.model_dump(exclude={"snapshot", "adapter", "is_state"}),
+                digest=digest,
+                files=_names_and_hashes(files),
+                adapter=adapter,
+                runs_code=repo_at_commit is not None and repo_at_commit in trusted,
+            )
+        )
+    return tuple(pinned)
 
 
 def find_pinned_checkpoints(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
@@ -308,29 +331,6 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
     return merkle(_hash_files(directory, deciding_files(directory), hashes))
 
 
-def _pin_parent(parent: ResolvedCheckpoint, hashes: HashMemo, trusted: Collection[str]) -> PinnedCheckpoint:
-    files = _hash_files(parent.directory, parent.deciding, hashes)
-    digest, adapter = merkle(files), None
-    if parent.adapter:
-        adapter_files = _hash_adapter_files(parent.adapter, hashes)
-        digest = adapted_digest(digest, merkle(adapter_files))
-        adapter = PinnedAdapter(
-            ref=parent.adapter.ref,
-            directory=parent.adapter.directory,
-            revision=parent.adapter.revision,
-            files=_names_and_hashes(adapter_files),
-        )
-    fields = parent.model_dump(exclude={"snapshot", "adapter", "is_state"})
-    repo_at_commit = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
-    return PinnedCheckpoint(
-        **fields,
-        digest=digest,
-        files=_names_and_hashes(files),
-        adapter=adapter,
-        runs_code=repo_at_commit is not None and repo_at_commit in trusted,
-    )
-
-
 def adapter_digest(directory: Path, hashes: HashMemo) -> str:
     """Return the Merkle digest over name, size and sha256 of the adapter files that determine its behavior.
 
@@ -346,9 +346,8 @@ def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
     Raises:
         InvalidInput: The directory does not contain an adapter.
     """
-    return files_digest(
-        dict(_names_and_hashes(_hash_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes)))
-    )
+    adapter = ResolvedAdapter(ref=str(directory), directory=directory)
+    return files_digest(dict(_names_and_hashes(_hash_adapter_files(adapter, hashes))))
 
 
 def files_digest(files: Mapping[str, str]) -> str:
@@ -359,7 +358,9 @@ def files_digest(files: Mapping[str, str]) -> str:
 def _hash_adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
     names = adapter.deciding
     if sum(not is_own_text(name) for name in names) < 2:
-        raise InvalidInput(str(adapter.directory), found="no adapter", expected="its configuration and its weights")
+        raise InvalidInput(
+            str(adapter.directory), found="the adapter is incomplete", expected="its configuration and its weights"
+        )
     return _hash_files(adapter.directory, names, hashes)
 
 
@@ -376,19 +377,21 @@ def _hash_files(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict
     """Return the size and the sha256 of each file."""
     files = {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}
     if not files:
-        raise InvalidInput(str(directory), found="no checkpoint files", expected="weights, config.json and a tokenizer")
+        raise InvalidInput(
+            str(directory), found="it has no checkpoint files", expected="weights, config.json and a tokenizer"
+        )
     return files
 
 
-def _locate(reference: CheckpointRef, root: Path | None, ask: AskHub) -> Located:
-    model = _locate_repository(reference, root, ask, is_adapter=False)
+def _locate(reference: CheckpointRef, root: Path | None, find: FindSnapshot) -> Located:
+    model = _locate_repository(reference, root, find, is_adapter=False)
     if isinstance(model, MergegateError) or not reference.adapter:
         return model if isinstance(model, MergegateError) else (*model, None)
     try:
         adapter_reference = parse_reference(reference.adapter, f"{reference}: its adapter")
     except MergegateError as error:
         return error
-    adapter = _locate_repository(adapter_reference, root, ask, is_adapter=True)
+    adapter = _locate_repository(adapter_reference, root, find, is_adapter=True)
     if isinstance(adapter, MergegateError):
         return adapter
     directory, snapshot = adapter
@@ -397,7 +400,7 @@ def _locate(reference: CheckpointRef, root: Path | None, ask: AskHub) -> Located
 
 
 def _locate_repository(
-    reference: CheckpointRef, root: Path | None, ask: AskHub, *, is_adapter: bool
+    reference: CheckpointRef, root: Path | None, find: FindSnapshot, *, is_adapter: bool
 ) -> tuple[Path, Snapshot | None] | MergegateError:
     """Return the directory and the snapshot of a model or of an adapter, or the error."""
     try:
@@ -405,9 +408,9 @@ def _locate_repository(
     except MergegateError as error:
         return error
     if local is not None:
-        problem = None if is_adapter else without_model(reference.path, local)
+        problem = None if is_adapter else find_model_problem(reference.path, local)
         return problem or (local.resolve(), None)
-    snapshot = ask(reference.path, reference.revision, is_adapter)
+    snapshot = find(reference.path, reference.revision, is_adapter)
     return snapshot if isinstance(snapshot, MergegateError) else (snapshot.directory, snapshot)
 
 
@@ -423,7 +426,10 @@ def _resolved_parents(
 ) -> tuple[ResolvedCheckpoint, ...]:
     references, merged, states = recipe.references(), set(recipe.merged_references()), set(recipe.states)
     parents = []
-    for reference, name in zip(references, _unique_names(references), strict=True):
+    counts = Counter(map(_name, references))
+    for reference in references:
+        # A name that is not unique is replaced by the full reference.
+        name = _name(reference) if counts[_name(reference)] == 1 else str(reference)
         location = located[reference, recipe.directory]
         if isinstance(location, MergegateError):
             continue
@@ -453,13 +459,6 @@ def _substitute(value: object, digests: Mapping[str, str]) -> object:
     if isinstance(value, (list, tuple)):
         return [_substitute(inner, digests) for inner in value]
     return value
-
-
-def _unique_names(references: Sequence[CheckpointRef]) -> list[str]:
-    """Return the last path component of each reference, or the full reference if that component is not unique."""
-    names = [_name(reference) for reference in references]
-    counts = Counter(names)
-    return [name if counts[name] == 1 else str(reference) for name, reference in zip(names, references, strict=True)]
 
 
 def _name(reference: CheckpointRef) -> str:

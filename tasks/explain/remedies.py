@@ -36,9 +36,9 @@ _OPPOSED = -0.02
 _DENSITIES = (0.5, 0.3, 0.2, 0.1)
 _MORE_WEIGHT = 1.5
 # Recipe keys whose value is a model.
-_NAMES_A_MODEL = frozenset({"model", "base_model"})
+_MODEL_KEYS = frozenset({"model", "base_model"})
 # Ratio up to which distances count as equal; two parents of equal weight are equally far except for rounding.
-_NEARLY = 1.01
+_EQUAL_DISTANCE = 1.01
 
 
 class Remedy(BaseModel):
@@ -92,26 +92,26 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
     return tuple(
         remedy
         for rule in (
-            _move_less,
+            _reduce_movement,
             _leave_one_out,
             _resolve_conflict,
-            _keep_less,
-            _weigh_more,
-            _take_the_base,
-            _move_less_for_perplexity,
+            _lower_density,
+            _raise_weight,
+            _use_named_base,
+            _reduce_movement_for_perplexity,
         )
         for remedy in rule(diagnosis)
     )
 
 
-def _move_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
+def _reduce_movement(diagnosis: Diagnosis) -> Iterator[Remedy]:
     ratio, strength = relative_movement(diagnosis.tally), _strength(diagnosis)
     if ratio is None or strength is None or ratio <= _TOO_FAR:
         return
     yield Remedy(
-        change={"lambda": _two_digits(strength / ratio)},
+        change={"lambda": float(f"{strength / ratio:.2g}")},
         reason=f"The merge moved {ratio:.1f} times as far as the parent that moved farthest; "
-        "this takes it back to where they are.",
+        "this moves it back to the distance of its parents.",
     )
 
 
@@ -128,8 +128,8 @@ def _leave_one_out(diagnosis: Diagnosis) -> Iterator[Remedy]:
         if cosines and max(cosines) < _OPPOSED and len(remaining) == len(models) - 1:
             yield Remedy(
                 change={"models": remaining},
-                reason=f"The task vector of {name} points against those of all others "
-                f"(cosine {max(cosines):.2f} at best): without it they have less to fight.",
+                reason=f"The task vector of {name} opposes all others (largest cosine {max(cosines):.2f}); without it, "
+                "fewer changes cancel.",
             )
 
 
@@ -147,12 +147,12 @@ def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
         additions = {name: value for name, value in remedy_traits.additions.items() if method.parameter(name) is None}
         yield Remedy(
             change={"merge_method": alternative.name, **remedy_traits.settings, **additions},
-            reason=f"{_conflict_words(diagnosis.tally)}; {method.name} adds them up and they cancel, "
+            reason=f"{_conflict_words(diagnosis.tally)}; {method.name} adds opposed changes, which cancel, "
             f"while {alternative.name} {remedy_traits.reason}.",
         )
 
 
-def _keep_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
+def _lower_density(diagnosis: Diagnosis) -> Iterator[Remedy]:
     conflict = diagnosis.tally.conflict
     if not _method(diagnosis).traits.sparse or conflict is None or conflict < _HIGH_CONFLICT:
         return
@@ -161,12 +161,12 @@ def _keep_less(diagnosis: Diagnosis) -> Iterator[Remedy]:
     if lower is not None:
         yield Remedy(
             change={"density": lower},
-            reason=f"{_conflict_words(diagnosis.tally)}; with density {lower:g} instead of {current:g} "
-            "fewer of them meet.",
+            reason=f"{_conflict_words(diagnosis.tally)}; with density {lower:g} instead of {current:g}, "
+            "fewer changes overlap.",
         )
 
 
-def _weigh_more(diagnosis: Diagnosis) -> Iterator[Remedy]:
+def _raise_weight(diagnosis: Diagnosis) -> Iterator[Remedy]:
     """Propose more weight for the parent whose skill was lost, if the merge is farther from it than from the others."""
     models, tally = diagnosis.recipe.get("models"), diagnosis.tally
     distances = {name: tally.merge_distance(index) for index, name in enumerate(diagnosis.names)}
@@ -180,7 +180,7 @@ def _weigh_more(diagnosis: Diagnosis) -> Iterator[Remedy]:
     worst = max(lost, key=lambda guard: guard.drop - guard.max_drop)
     own_distance = distances[worst.reference]
     if own_distance is None or any(
-        distance is None or distance > _NEARLY * own_distance for distance in distances.values()
+        distance is None or distance > _EQUAL_DISTANCE * own_distance for distance in distances.values()
     ):
         return
     entries = [dict(entry) if isinstance(entry, Mapping) else {} for entry in models]
@@ -192,12 +192,12 @@ def _weigh_more(diagnosis: Diagnosis) -> Iterator[Remedy]:
             entry["parameters"] = {**entry["parameters"], "weight": round(increased, 3)}
             yield Remedy(
                 change={"models": entries},
-                reason=f"{worst.task} lost {worst.drop:.1f} points against {worst.reference}, and no parent is farther "
-                "from the merge; more weight brings it nearer.",
+                reason=f"{worst.task} lost {worst.drop:.1f} points against {worst.reference}, and no parent is "
+                "farther from the merge; more weight reduces the distance.",
             )
 
 
-def _take_the_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
+def _use_named_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
     """Propose changes of the common base in place of an average, because such changes need not share one weight."""
     lost = [guard for guard in diagnosis.verdict.guards if guard.outcome == "fail"]
     if not lost or diagnosis.has_base or diagnosis.named_base is None or not _method(diagnosis).traits.adds_up:
@@ -218,20 +218,19 @@ def _take_the_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
         }
         yield Remedy(
             change={**change, "weight": 1.0},
-            reason=f"{worst.task} lost {worst.drop:.1f} points where the models share one average; their cards name "
-            f"{diagnosis.named_base} as what they were made from, "
-            f"and {alternative.name} over it {remedy_traits.reason}.",
+            reason=f"{worst.task} lost {worst.drop:.1f} points in an average of the models; their cards name "
+            f"{diagnosis.named_base} as their base, and {alternative.name} with this base {remedy_traits.reason}.",
         )
 
 
-def _move_less_for_perplexity(diagnosis: Diagnosis) -> Iterator[Remedy]:
+def _reduce_movement_for_perplexity(diagnosis: Diagnosis) -> Iterator[Remedy]:
     drift, strength, ratio = diagnosis.verdict.drift, _strength(diagnosis), relative_movement(diagnosis.tally)
     if drift is None or drift.outcome != "fail" or strength is None or (ratio is not None and ratio > _TOO_FAR):
         return
     yield Remedy(
-        change={"lambda": _two_digits(0.7 * strength)},
-        reason="Perplexity rose over the limit although the merge moved no farther than its parents; "
-        "a shorter way keeps more of what they share.",
+        change={"lambda": float(f"{0.7 * strength:.2g}")},
+        reason="Perplexity rose above the limit although the merge moved no farther than its parents; "
+        "a smaller movement preserves more of what they share.",
     )
 
 
@@ -264,7 +263,7 @@ def normalize_recipe(recipe: Mapping[str, Any], contents: Mapping[str, str]) -> 
     def rename(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {
-                key: contents.get(inner, inner) if key in _NAMES_A_MODEL and isinstance(inner, str) else rename(inner)
+                key: contents.get(inner, inner) if key in _MODEL_KEYS and isinstance(inner, str) else rename(inner)
                 for key, inner in value.items()
             }
         return [rename(inner) for inner in value] if isinstance(value, list) else value
@@ -316,14 +315,9 @@ def _weight(entry: Mapping[str, Any]) -> float | None:
     return float(weight) if isinstance(weight, (int, float)) else None
 
 
-def _two_digits(value: float) -> float:
-    """Round ``value`` to two significant digits, however small it is."""
-    return float(f"{value:.2g}")
-
-
 def _conflict_words(tally: Tally) -> str:
-    share = f"{100 * (tally.conflict or 0):.0f} % of the weights that several parents move are pulled both ways"
-    return share if tally.vectors > 2 else f"{share} ({100 * CHANCE:.0f} % would be chance)"
+    share = f"{100 * (tally.conflict or 0):.0f} % of the weights that several parents change have opposite signs"
+    return share if tally.vectors > 2 else f"{share} ({100 * CHANCE:.0f} % by chance)"
 
 
 def _numbers(value: object, key: str, inside: bool = False) -> Iterator[float]:

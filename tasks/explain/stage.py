@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from mergegate.merge_core.analysis import Interference, measure_interference
 from mergegate.merge_core.errors import ChangedInput, InvalidInput, MergegateError
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
-from mergegate.tasks.explain.base_model import named_base
 from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_remedies
 from mergegate.tasks.gate import GateVerdict, GuardVerdict
+from mergegate.tasks.preflight.licenses import CardSource, read_declaration
 from mergegate.tasks.stage import StageValue, advance, stage
 from mergegate.tasks.store import Artifact
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 TABLE, FLIPS = "interference.parquet", "flips.jsonl"
 _EXAMPLES = 5
-_SHOWN = 600  # Characters of a prompt or a target in a report; the artifact has the full text.
+_MAX_TEXT = 600  # Characters of a prompt or a target in a report; the artifact has the full text.
 
 
 class Weights(StageValue):
@@ -40,19 +41,12 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
-        tally = self.interference.whole
-        ratio = relative_movement(tally)
-        parts = [
-            f"sign conflict {100 * tally.conflict:.0f} %" if tally.conflict is not None else "",
-            _how_far(ratio) if ratio is not None else "",
-        ]
-        return " · ".join(part for part in parts if part) or f"{len(self.interference.spots)} parts compared"
-
-
-def _how_far(ratio: float) -> str:
-    if ratio < 0.005:
-        return "merge is its base, where weights compare"
-    return f"merge moved {ratio:.2f} times as far as any parent"
+        tally = self.interference.network_tally
+        parts = [] if tally.conflict is None else [f"sign conflict {100 * tally.conflict:.0f} %"]
+        if (ratio := relative_movement(tally)) is not None:
+            is_base = ratio < 0.005
+            parts.append("merge equals its base" if is_base else f"merge moved {ratio:.2f} times as far as any parent")
+        return " · ".join(parts) or f"{len(self.interference.spots)} parts compared"
 
 
 class Flip(BaseModel):
@@ -112,13 +106,34 @@ def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) 
     Raises:
         InvalidInput: If a checkpoint is unreadable or has no tensors in common with the others.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     interference = measure_interference(
         open_checkpoint(origin.directory),
         [open_checkpoint(parent.directory) for parent in parents],
         open_checkpoint(merge.directory),
         on_progress=lambda done, total: advance(done, total, "B"),
     )
-    _write_table(out / TABLE, interference)
+    rows = []
+    for spot in interference.spots:
+        tally = spot.tally
+        row: dict[str, Any] = {
+            "stack": spot.stack,
+            "layer": spot.layer,
+            "kind": spot.kind,
+            "elements": tally.elements,
+            "conflict": tally.conflict,
+            "merge_length": tally.merge_length,
+        }
+        for vector in range(tally.vectors):
+            row[f"length_{vector}"] = tally.length(vector)
+            row[f"merge_distance_{vector}"] = tally.merge_distance(vector)
+        for first, second in tally.pairs:
+            row[f"cosine_{first}_{second}"] = tally.cosine(first, second)
+            row[f"conflict_{first}_{second}"] = tally.pair_conflict(first, second)
+        rows.append(row)
+    pq.write_table(pa.Table.from_pylist(rows), out / TABLE, compression="zstd")
     return Weights(interference=interference)
 
 
@@ -177,12 +192,21 @@ def flips(
         )
     lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in flip_list]
     (out / FLIPS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    examples = []
+    for flip in flip_list[:_EXAMPLES]:
+        clipped: dict[str, str] = {}
+        for name in ("prompt", "target", "reference_answer", "merge_answer"):
+            text = getattr(flip, name)
+            if text is not None and len(text) > _MAX_TEXT:  # mostly the end of a prompt, which has the question
+                head = _MAX_TEXT // 3
+                clipped[name] = f"{text[:head]} … {text[head + 3 - _MAX_TEXT :]}"
+        examples.append(flip.model_copy(update=clipped))
     return Flips(
         task=task.name,
         metric=metrics.label,
         lost=len(lost),
         won=sum(drop < 0 for drop in drops.values()),
-        examples=tuple(_shorten(flip) for flip in flip_list[:_EXAMPLES]),
+        examples=tuple(examples),
     )
 
 
@@ -203,9 +227,16 @@ def explain_merge(
         tasks: Tasks that were scored.
     """
     origin, parents = origin_of(pinned.parents)
-    interference = _measure_interference(origin, parents, merged)
+    interference: Interference | None = None
+    try:
+        interference = explain(origin, parents, merged).value.interference if parents else None
+    except ChangedInput:
+        raise
+    except MergegateError as error:
+        log.warning("cannot explain the weights: %s", error)
     remedies: tuple[Remedy, ...] = ()
     if interference is not None and recipe is not None:
+        directory = None if origin.is_base else pinned.recipe.directory
         remedies = suggest_remedies(
             Diagnosis(
                 recipe=recipe,
@@ -213,9 +244,11 @@ def explain_merge(
                 refs=tuple(parent.ref for parent in parents),
                 origin=(origin.name, origin.ref),
                 has_base=origin.is_base,
-                tally=interference.whole,
+                tally=interference.network_tally,
                 verdict=verdict,
-                named_base=None if origin.is_base else _find_named_base(pinned),
+                named_base=named_base((parent.directory for parent in pinned.parents), directory)
+                if directory
+                else None,
             )
         )
     return Explanation(
@@ -237,24 +270,28 @@ def origin_of(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, tu
     return origin, tuple(parent for parent in parents if parent is not origin)
 
 
-def _find_named_base(pinned: PinnedRecipe) -> str | None:
-    """Return the base that the models of a recipe without base were made from, if their cards agree on one."""
-    directory = pinned.recipe.directory
-    return named_base((parent.directory for parent in pinned.parents), directory) if directory else None
+def named_base(models: Iterable[Path], directory: Path) -> str | None:
+    """Return the base that the cards of all models name, in the form that a recipe in ``directory`` would use.
 
+    Returns None if a card names no base or several, if the cards differ, or if the base is one of the models.
 
-def _measure_interference(
-    origin: PinnedCheckpoint, parents: tuple[PinnedCheckpoint, ...], merged: Model
-) -> Interference | None:
-    if not parents:
+    Args:
+        models: Directories of the models.
+    """
+    directories = [model_directory.resolve() for model_directory in models]
+    candidates = set()
+    for model_directory in directories:
+        bases = read_declaration(CardSource(model_directory)).base_model
+        if len(bases) != 1:
+            return None
+        local_path = model_directory / bases[0]
+        candidates.add(local_path.resolve() if local_path.is_dir() else bases[0])
+    if len(candidates) != 1:
         return None
-    try:
-        return explain(origin, parents, merged).value.interference
-    except ChangedInput:
-        raise
-    except MergegateError as error:
-        log.warning("the weights are not explained: %s", error)
-        return None
+    (base,) = candidates
+    if isinstance(base, str):  # a repository of the Hub
+        return base
+    return None if base in directories else os.path.relpath(base, directory.resolve())
 
 
 def _lost_documents(
@@ -269,61 +306,18 @@ def _lost_documents(
         if guard.outcome == "pass" or guard.lost == 0 or guard.task not in by_name:
             continue
         try:
-            reference_scores, merge_scores = (
-                _scores_under(guard, name, scores.get(name, ())) for name in (guard.reference, merged)
-            )
+            parts = []
+            for model in (guard.reference, merged):
+                task_scores = by_task(model, scores.get(model, ())).get(guard.task)
+                if task_scores is None:
+                    raise InvalidInput(f"task {guard.task}", found=f"no scores of {model}")
+                parts.append(task_scores.parts)
             metric = guard.leaf_metrics or guard.metric
-            value = flips(by_name[guard.task], metric, reference_scores.parts, merge_scores.parts).value
+            value = flips(by_name[guard.task], metric, *parts).value
         except ChangedInput:
             raise
         except MergegateError as error:
-            log.warning("lost documents of %s are not shown: %s", guard.task, error)
+            log.warning("cannot show the lost documents of %s: %s", guard.task, error)
             continue
         lost_documents.append(LostDocuments(reference=guard.reference, flips=value))
     return tuple(lost_documents)
-
-
-def _scores_under(guard: GuardVerdict, model: str, parts: Sequence[Artifact[Scores]]) -> TaskScores:
-    """Return the scores that a guard compared."""
-    task_scores = by_task(model, parts).get(guard.task)
-    if task_scores is None:
-        raise InvalidInput(f"task {guard.task}", found=f"no scores of {model}")
-    return task_scores
-
-
-def _shorten(flip: Flip) -> Flip:
-    texts = {name: _clip(getattr(flip, name)) for name in ("prompt", "target", "reference_answer", "merge_answer")}
-    return flip.model_copy(update=texts)
-
-
-def _clip(text: str | None) -> str | None:
-    """Return at most ``_SHOWN`` characters: mostly the end of a long prompt, which contains the question."""
-    if text is None or len(text) <= _SHOWN:
-        return text
-    head = _SHOWN // 3
-    return f"{text[:head]} … {text[head + 3 - _SHOWN :]}"
-
-
-def _write_table(path: Path, interference: Interference) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = []
-    for spot in interference.spots:
-        tally = spot.tally
-        row: dict[str, Any] = {
-            "stack": spot.stack,
-            "layer": spot.layer,
-            "kind": spot.kind,
-            "elements": tally.elements,
-            "conflict": tally.conflict,
-            "merge_length": tally.merge_length,
-        }
-        for vector in range(tally.vectors):
-            row[f"length_{vector}"] = tally.length(vector)
-            row[f"merge_distance_{vector}"] = tally.merge_distance(vector)
-        for first, second in tally.pairs:
-            row[f"cosine_{first}_{second}"] = tally.cosine(first, second)
-            row[f"conflict_{first}_{second}"] = tally.pair_conflict(first, second)
-        rows.append(row)
-    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")

@@ -2,28 +2,37 @@
 
 from mergegate.tasks.gate.alpha_spending import (
     anchor_confidence,
-    anchor_faults,
     count_refusals,
+    damaged_anchor_records,
     is_refused_by_anchor,
     record_refusal,
 )
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
-from mergegate.tasks.gate.discordance import Discordance, PastGuardOutcome, find_past_discordance, known_discordance
+from mergegate.tasks.gate.discordance import Discordance, PastGuardOutcome, estimate_discordance, find_past_discordance
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
-from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
 from mergegate.tasks.gate.power import GatePower, PlannedTask, gate_power, order_by_information, power_finding
 from mergegate.tasks.gate.references import (
     check_guards,
     comparable_parents,
     distinct_guards,
     needs_champion,
+    pin_tasks,
     reference_models,
     with_anchor,
 )
 from mergegate.tasks.gate.regression import GuardVerdict, decide_guard
-from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
+from mergegate.tasks.gate.settings import (
+    ANCHOR,
+    CHAMPION,
+    MARGIN_ABOVE_MAX_DROP,
+    RELEASES,
+    EvaluateSettings,
+    GateRule,
+    Guard,
+)
 from mergegate.tasks.gate.stage import (
+    GatePlan,
     GateVerdict,
     OnInconclusive,
     SkippedGuard,
@@ -45,6 +54,7 @@ __all__ = [
     "Discordance",
     "DriftVerdict",
     "EvaluateSettings",
+    "GatePlan",
     "GatePower",
     "GateRule",
     "GateVerdict",
@@ -56,7 +66,6 @@ __all__ = [
     "SkippedGuard",
     "SuiteVerdict",
     "anchor_confidence",
-    "anchor_faults",
     "binary_difference",
     "cannot_pass",
     "check_clusters",
@@ -64,15 +73,16 @@ __all__ = [
     "clustered_difference",
     "comparable_parents",
     "count_refusals",
+    "damaged_anchor_records",
     "decide_guard",
     "distinct_guards",
+    "estimate_discordance",
     "find_past_discordance",
     "gate",
     "gate_power",
     "graded_difference",
     "graded_documents_needed",
     "is_refused_by_anchor",
-    "known_discordance",
     "needs_champion",
     "normal_quantile",
     "order_by_information",

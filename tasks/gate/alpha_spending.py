@@ -18,7 +18,7 @@ import json
 from pathlib import Path
 
 from mergegate.merge_core.files import Damaged, locked, read_state, set_aside_damaged, state_directory, write_state
-from mergegate.tasks.gate.guards import ANCHOR
+from mergegate.tasks.gate.settings import ANCHOR
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.stage import home
 
@@ -35,47 +35,47 @@ def is_refused_by_anchor(verdict: GateVerdict) -> bool:
     return any(outcome != "pass" for outcome in (*suites, *guards))
 
 
-def count_refusals(anchor: str, but: str = "") -> int:
+def count_refusals(anchor: str, except_merge: str = "") -> int:
     """Return the number of merges that the anchor with this digest has refused.
 
     Args:
-        but: Digest of a merge that does not count, because it is being judged again.
+        except_merge: Digest of a merge that does not count, because it is being judged again.
     """
-    return len(_refused(_record(anchor)) - {but})
+    return len(_read_refusals(_record_path(anchor)) - {except_merge})
 
 
 def record_refusal(anchor: str, merge: str) -> None:
     """Record that the anchor refused a merge, both given by digest. Recording the same merge again changes nothing."""
-    record = _record(anchor)
+    record = _record_path(anchor)
     state_directory(record.parent, private=True)
     with locked(record.parent):
-        refused = _refused(record)
+        refused = _read_refusals(record)
         if merge in refused:
             return
         write_state(record, json.dumps(sorted({*refused, merge}), indent=1).encode())
 
 
-def _record(anchor: str) -> Path:
+def _record_path(anchor: str) -> Path:
     return home() / "anchors" / f"{anchor[:32]}.json"
 
 
-def anchor_faults() -> list[Damaged]:
+def damaged_anchor_records() -> list[Damaged]:
     """Return the unreadable anchor records; with them, counting would start again."""
-    states = (read_state(record, _digests) for record in sorted((home() / "anchors").glob("*.json")))
+    states = (read_state(record, _parse_digests) for record in sorted((home() / "anchors").glob("*.json")))
     return [damage for damage in states if isinstance(damage, Damaged)]
 
 
-def _refused(record: Path) -> set[str]:
+def _read_refusals(record: Path) -> set[str]:
     """Return the recorded digests. A damaged record is set aside and counting starts from an empty set."""
-    digests = read_state(record, _digests)
+    digests = read_state(record, _parse_digests)
     if isinstance(digests, Damaged):
         set_aside_damaged(record, digests.reason)
         return set()
     return digests or set()
 
 
-def _digests(content: bytes) -> set[str]:
+def _parse_digests(content: bytes) -> set[str]:
     digests = json.loads(content)
     if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
-        raise ValueError("no list of digests")
+        raise ValueError("the content is not a list of digests")
     return set(digests)

@@ -34,7 +34,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.statistics import Difference
 
 FALLING = (0.2, 0.25, 0.3, 0.4)  # Shares of the clusters that fall.
-FEWEST_CLUSTERS = 14.0  # Fewest clusters of equal size whose samples nearly always contain one of the falling fifth.
+MIN_CLUSTERS = 14.0  # Fewest clusters of equal size whose samples nearly always contain one of the falling fifth.
 
 _NUMBERS = 4_000_000  # Target number of draws for each kind of clusters.
 _SAMPLES = (20_000, 100_000)  # Fewest and most samples.
@@ -67,24 +67,24 @@ def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
     if not clusters or "" in clusters:
         raise InvalidInput(
             location,
-            found=f"{by!r}, which is not known of every document",
+            found=f"{by!r}, which some documents lack",
             expected="'task', or a field that every document of the task has",
         )
     sizes = Counter(clusters)
-    remedy = "population: new questions, without cluster_by, where the verdict need not speak for other clusters"
+    remedy = "use population: new questions without cluster_by, if the verdict need not cover other clusters"
     if len(sizes) < 2:
         description = f"all documents in one cluster ({clusters[0]})"
         raise InvalidInput(
-            location, found=description, expected=f"{FEWEST_CLUSTERS:g} or more, better dozens", remedy=remedy
+            location, found=description, expected=f"{MIN_CLUSTERS:g} or more, preferably dozens", remedy=remedy
         )
     effective = effective_clusters(list(sizes.values()))
-    if effective < FEWEST_CLUSTERS - 1e-9:
+    if effective < MIN_CLUSTERS - 1e-9:
         name, most = sizes.most_common(1)[0]
         raise InvalidInput(
             location,
             found=f"{len(sizes)} clusters that count as {effective:.1f} of equal size "
             f"({name} has {100 * most / len(clusters):.0f} % of the documents)",
-            expected=f"{FEWEST_CLUSTERS:g} or more: among fewer, those that fall are too easily missed",
+            expected=f"{MIN_CLUSTERS:g} or more, because a smaller sample easily misses the clusters that drop",
             remedy=remedy,
         )
 

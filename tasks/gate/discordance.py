@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import SCORES_FILE, DocumentScore, Scores, choose_metrics, read_document_scores
-from mergegate.tasks.gate.guards import BEST_PARENT, Guard
+from mergegate.tasks.gate.settings import BEST_PARENT, Guard
 from mergegate.tasks.store import Artifact
 
-FEWEST = 20  # Smallest number of documents from which a share is estimated.
-_NIGHTS = 5  # Number of most recent runs that count.
+MIN_DOCUMENTS = 20  # Smallest number of documents from which a share is estimated.
+_MAX_RUNS = 5  # Number of most recent runs that count.
 _COMPARABLE = 0.5  # Smallest comparable score, as a share of the better score.
 
-Judged = Mapping[tuple[str, ...], float]
+DocumentValues = Mapping[tuple[str, ...], float]
 
 
 class PastGuardOutcome(NamedTuple):
@@ -57,59 +58,58 @@ class Discordance(BaseModel):
     nights: int = 0  # Number of runs whose merges were counted.
 
     def __str__(self) -> str:
-        """Return ``7 % of answers differ (as of math and base on 400 documents, but for what one does better)``."""
+        """Return ``7 % of answers differ (from math and base on 400 documents, without the difference in skill)``."""
         if not self.documents:
-            return f"{100 * self.share:g} % of answers differ (a guess)"
+            return f"{100 * self.share:g} % of answers differ (an assumption)"
         share = f"{100 * self.share:.1f}".removesuffix(".0")
-        return f"{share} % of answers differ ({self._basis()})"
+        if self.nights == 1:
+            source = "the merge of the last run"
+        elif self.nights:
+            source = f"the merges of the last {self.nights} runs"
+        else:
+            source = " and ".join(self.models)
+        correction = "" if self.nights else ", without the difference in skill"
+        return f"{share} % of answers differ (from {source} on {self.documents:,} documents{correction})"
 
-    def _basis(self) -> str:
-        documents = f"{self.documents:,} documents"
-        if self.nights:
-            nights = "the last night's merge" if self.nights == 1 else f"the merges of the last {self.nights} nights"
-            return f"as of {nights} on {documents}"
-        return f"as of {' and '.join(self.models)} on {documents}, but for what one does better"
 
-
-def find_past_discordance(guard: Guard, nights: Sequence[PastGuardOutcome]) -> Discordance | None:
+def find_past_discordance(guard: Guard, outcomes: Sequence[PastGuardOutcome]) -> Discordance | None:
     """Return how much recent merges differed from the same reference on the same task, or None without such merges.
 
     The estimate adds one document that counts as half different. No difference in 100 documents does not prove that
     there will never be one.
 
     Args:
-        nights: Outcomes of earlier runs of the profile, oldest first.
+        outcomes: Outcomes of earlier runs of the profile, oldest first.
     """
     matching = [
         outcome
-        for outcome in nights
+        for outcome in outcomes
         if outcome.task == guard.task and guard.guarded_by in (outcome.reference, BEST_PARENT)
     ]
-    recent = matching[-_NIGHTS:]
+    recent = matching[-_MAX_RUNS:]
     documents = sum(outcome.documents for outcome in recent)
-    if documents < FEWEST:
+    if documents < MIN_DOCUMENTS:
         return None
     share = (sum(outcome.differing for outcome in recent) + 0.5) / (documents + 1)
     return Discordance(share=share, documents=documents, nights=len(recent))
 
 
-def known_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Scores]]], guess: float) -> Discordance:
+def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Scores]]], guess: float) -> Discordance:
     """Return how much the guard's reference differs from the model nearest to it, on documents that both share.
 
     Args:
         scores: All stored scores on the guard's task, by model.
-        guess: Share to assume if no other model that is about as good has scores of ``FEWEST`` documents.
+        guess: Share to assume if no other model that is about as good has scores of ``MIN_DOCUMENTS`` documents.
     """
-    by_model = {name: judged for name, parts in scores.items() if (judged := _judged(guard, parts))}
+    by_model = {name: scored for name, parts in scores.items() if (scored := _read_scores(guard, parts))}
     if not by_model:
         return Discordance(share=guess)
     # For the best parent, or a release without scores here, the best model that has scores serves as the reference.
-    reference = (
-        guard.guarded_by if guard.guarded_by in by_model else max(by_model, key=lambda name: _mean(by_model[name]))
-    )
+    means = {name: fmean(scored.values()) for name, scored in by_model.items()}
+    reference = guard.guarded_by if guard.guarded_by in by_model else max(means, key=means.__getitem__)
     reference_scores = by_model.pop(reference)
     pairs = {
-        name: (len(reference_scores.keys() & scored.keys()), _exchanged(reference_scores, scored))
+        name: (len(reference_scores.keys() & scored.keys()), _exchanged_share(reference_scores, scored))
         for name, scored in by_model.items()
     }
     comparable = {name: (n, share) for name, (n, share) in pairs.items() if share is not None}
@@ -120,13 +120,13 @@ def known_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Score
     return Discordance(share=share, documents=documents, models=(reference, nearest))
 
 
-def _exchanged(left: Judged, right: Judged) -> float | None:
+def _exchanged_share(left: DocumentValues, right: DocumentValues) -> float | None:
     """Return the share of documents that are lost in one direction and won in the other, or None if not comparable.
 
     Adds one document, as ``find_past_discordance`` does.
     """
     shared = left.keys() & right.keys()
-    if len(shared) < FEWEST:
+    if len(shared) < MIN_DOCUMENTS:
         return None
     differences = [left[document] - right[document] for document in shared]
     lower, higher = sorted(math.fsum(scored[document] for document in shared) for scored in (left, right))
@@ -137,11 +137,7 @@ def _exchanged(left: Judged, right: Judged) -> float | None:
     return (2 * min(won, lost) + 0.5) / (len(shared) + 1)
 
 
-def _mean(judged: Judged) -> float:
-    return math.fsum(judged.values()) / len(judged)
-
-
-def _judged(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, ...], float]:
+def _read_scores(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, ...], float]:
     """Return the score in [0, 1] of each document under the guard's metric; empty if there is none."""
     rows: dict[tuple[str, int, str], DocumentScore] = {}
     for part in parts:
@@ -151,9 +147,10 @@ def _judged(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, 
         return {}
     low, high = guard.score_range
     try:
-        chosen = choose_metrics(rows.values(), guard.metric, guard.task).chosen(rows.values())
+        rows_of_metric = choose_metrics(rows.values(), guard.metric, guard.task).chosen(rows.values())
     except InvalidInput:  # The gate reports this error; the estimate only goes without these scores.
         return {}
     return {
-        (row.task, str(row.doc_id), row.doc_hash, row.prompt_hash): (row.outcome - low) / (high - low) for row in chosen
+        (row.task, str(row.doc_id), row.doc_hash, row.prompt_hash): (row.outcome - low) / (high - low)
+        for row in rows_of_metric
     }

@@ -62,11 +62,13 @@ def judge_drift(
     """
     finite = {name: parent for name, parent in parents.items() if parent.value.bits_per_byte is not None}
     if not finite:
-        raise InvalidInput("perplexity", found="no parent whose likelihood is finite", expected="working parents")
+        raise InvalidInput(
+            "perplexity", found="no parent with a finite likelihood", expected="at least one working parent"
+        )
     # Bits per byte are comparable across tokenizers, because every model has scored the same text.
     reference = min(finite, key=lambda name: (finite[name].value.bits_per_byte, name))
     parent = finite[reference]
-    _check_same_reading(reference, parent, merge)
+    _require_comparable(reference, parent, merge)
     unit: Literal["token", "byte"] = "token" if parent.value.vocabulary == merge.value.vocabulary else "byte"
     max_ratio, warn_ratio = 1 + limits.max_increase, 1 + limits.warn_increase
     ratio = low = high = None
@@ -79,7 +81,7 @@ def judge_drift(
         broken = ratio > BROKEN_RATIO
         if not broken and not (ratio > max_ratio and low > 1):
             outcome = "pass" if high <= max_ratio else "inconclusive"
-    return DriftVerdict(
+    verdict = DriftVerdict(
         reference=reference,
         documents=len(merge.documents),
         unit=unit,
@@ -91,43 +93,39 @@ def judge_drift(
         outcome=outcome,
         broken=broken,
         warning=ratio is not None and outcome != "fail" and ratio > warn_ratio,
-        reason=_drift_sentence(reference, unit, ratio, low, high, max_ratio, outcome, len(merge.documents)),
+        reason="",
     )
+    return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
-def _check_same_reading(reference: str, parent: ModelLikelihoods, merge: ModelLikelihoods) -> None:
+def _require_comparable(reference: str, parent: ModelLikelihoods, merge: ModelLikelihoods) -> None:
     location = f"perplexity: merge against {reference}"
     if parent.value.window != merge.value.window:
         raise InvalidInput(
             location,
             found=f"windows of {parent.value.window} and {merge.value.window} tokens",
-            expected="one length for all models",
-            remedy=f"perplexity.max_length: {min(w for w in (parent.value.window, merge.value.window) if w)}",
+            expected="the same window for all models",
+            remedy=f"set perplexity.max_length: {min(w for w in (parent.value.window, merge.value.window) if w)}",
         )
     documents = [[(document.doc_id, document.bytes) for document in side.documents] for side in (parent, merge)]
     if documents[0] != documents[1]:
-        raise InvalidInput(location, found="other documents on each side", expected="the same documents")
+        raise InvalidInput(location, found="different documents on each side", expected="the same documents")
     if len(documents[0]) < 2:
-        raise InvalidInput(location, found="1 document", expected="2 or more, better 500", remedy="add held-out text")
+        raise InvalidInput(
+            location, found="1 document", expected="2 or more, preferably 500", remedy="add held-out text"
+        )
 
 
-def _drift_sentence(
-    reference: str,
-    unit: str,
-    ratio: float | None,
-    low: float | None,
-    high: float | None,
-    max_ratio: float,
-    outcome: Outcome,
-    n: int,
-) -> str:
-    if ratio is None or low is None or high is None:
+def _sentence(verdict: DriftVerdict) -> str:
+    """Return ``perplexity: 1.031 times base's [1.012, 1.050], limit 1.05``."""
+    if verdict.ratio is None or verdict.low is None or verdict.high is None:
         return "perplexity: not finite, the merge is broken"
-    per_byte = " per byte" if unit == "byte" else ""
-    interval = f"{_figure(ratio)} times {reference}'s{per_byte} [{_figure(low)}, {_figure(high)}], limit {max_ratio:g}"
-    undecided = f": undecided after {n:,} documents" if outcome == "inconclusive" else ""
+    ratio, low, high = (_format_ratio(value) for value in (verdict.ratio, verdict.low, verdict.high))
+    per_byte = " per byte" if verdict.unit == "byte" else ""
+    undecided = f": undecided after {verdict.documents:,} documents" if verdict.outcome == "inconclusive" else ""
+    interval = f"{ratio} times {verdict.reference}'s{per_byte} [{low}, {high}], limit {verdict.max_ratio:g}"
     return f"perplexity: {interval}{undecided}"
 
 
-def _figure(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.1e}"

@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import Difference, documents_needed, normal_quantile
 
-_BEYOND = 1.1  # The target is this multiple of 1 / alpha, because discrete steps fall a little short.
-_MOST = 0.95  # Share of the largest possible bet, so that no single document can take everything.
+_TARGET_FACTOR = 1.1  # The target is this multiple of 1 / alpha, because discrete steps fall a little short.
+_MAX_BET_SHARE = 0.95  # Share of the largest possible bet, so that no single document can take everything.
 _PRIOR_VARIANCE = 0.25  # Variance of a difference before any document is scored; counts as one document.
 _LARGEST_BET = 1e3
 
@@ -66,9 +66,9 @@ def graded_difference(
     n = len(values)
     planned = tuple(schedule) or (n,)
     if not (np.abs(values) <= 1).all():
-        raise ValueError("differences of scores in [0, 1] lie in [-1, 1]")
+        raise ValueError("a difference of scores in [0, 1] must be in [-1, 1]")
     if not 1 <= n <= planned[-1]:
-        raise ValueError(f"{n} differences where {planned[-1]} were planned")
+        raise ValueError(f"{n} differences, but {planned[-1]} were planned")
     mean = float(values.mean())
     low, high = _bounds(values.tobytes(), confidence, planned)
     variance = float(values.var(ddof=1)) if n > 1 else _PRIOR_VARIANCE
@@ -98,20 +98,20 @@ def refuted(
     shape = np.broadcast_shapes(hypotheses.shape, columns.shape[1:])
     is_refuted = np.zeros(shape, dtype=bool)
     open_indices = np.arange(shape[0])  # Open hypotheses; betting stops when the target is reached.
-    log_wealth = np.full(shape, math.log(alpha / _BEYOND))
+    log_wealth = np.full(shape, math.log(alpha / _TARGET_FACTOR))
     hypotheses = np.broadcast_to(hypotheses, shape)
-    largest = _MOST / (1 - hypotheses)
+    largest = _MAX_BET_SHARE / (1 - hypotheses)
     per_sample = columns.shape[1] > 1
     spread = _spreads(columns)
-    target = -math.log(_BEYOND)
+    target = -math.log(_TARGET_FACTOR)
     for t in range(len(columns)):
         column, sigma = (columns[t][open_indices], spread[t][open_indices]) if per_sample else (columns[t], spread[t])
         bet = np.minimum(np.interp(log_wealth, _LOG_P, slopes[t]) / sigma, largest)
         log_wealth = log_wealth + np.log1p(bet * (hypotheses - column))
-        won = log_wealth >= target
-        if won.any():
-            is_refuted[open_indices[won]] = True
-            open_ = ~won
+        reached = log_wealth >= target
+        if reached.any():
+            is_refuted[open_indices[reached]] = True
+            open_ = ~reached
             open_indices, log_wealth = open_indices[open_], log_wealth[open_]
             hypotheses, largest = hypotheses[open_], largest[open_]
             if not len(open_indices):
@@ -131,7 +131,7 @@ def graded_documents_needed(variance: float, distance: float, confidence: float)
     """
     distance = min(distance, 0.999)
     # Assume the largest bet on each document. Below a fifth of a point the variance decides anyway.
-    least = math.ceil(-math.log(1 - confidence) / math.log1p(_MOST * distance / (1 - distance)))
+    least = math.ceil(-math.log(1 - confidence) / math.log1p(_MAX_BET_SHARE * distance / (1 - distance)))
     if distance >= 0.002:
         candidates = range(least, 2 * least + 100)
         position = bisect_left(
@@ -198,9 +198,7 @@ def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]
             steepness = _between(
                 np.log(left),
                 np.log(knots),
-                np.stack(
-                    [_steepness(_value(float(knot), bound, look.documents, after)) * math.sqrt(knot) for knot in knots]
-                ),
+                np.stack([_steepness(float(knot), bound, look.documents, after) for knot in knots]),
             )
         slopes[first : look.documents] = np.clip(steepness / np.sqrt(left)[:, None], 0.0, _LARGEST_BET)
         after = _value(float(span), bound, look.documents, after)
@@ -214,11 +212,12 @@ class _Value(NamedTuple):
     value: NDArray[np.float64]
 
 
-def _steepness(promise: _Value) -> NDArray[np.float64]:
-    """Return ``d log V / dS`` at ``_LOG_P``."""
+def _steepness(left: float, bound: float, documents: int, after: _Value) -> NDArray[np.float64]:
+    """Return ``d log V / dS`` at ``_LOG_P``, times the root of the documents left."""
+    promise = _value(left, bound, documents, after)
     height = np.log(promise.value)
     slopes: NDArray[np.float64] = np.interp(_LOG_P, height, np.gradient(height, promise.sums))
-    return slopes
+    return slopes * math.sqrt(left)
 
 
 def _between(

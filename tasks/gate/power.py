@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import Finding
-from mergegate.tasks.gate.guards import GateRule, Guard
 from mergegate.tasks.gate.regression import is_within
 from mergegate.tasks.gate.sequential import look_levels
+from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.statistics import POWER, binary_bounds, normal_quantile
 from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, task_weights
 
 UNLIKELY = 0.5  # Chance of publishing an equal merge below which a run is hardly worthwhile.
 _RUNS = 2000  # Number of simulated merges, which gives a chance to within one point.
-_MOST = 64  # Largest multiple of the available documents that is recommended.
+_MAX_FACTOR = 64  # Largest multiple of the available documents that is recommended.
 
 Array = NDArray[np.float64]
 
@@ -77,8 +77,8 @@ class TaskPower(BaseModel):
     basis: str = ""  # Source of the discordance, in words.
 
     def sentence(self) -> str:
-        """Return ``gsm8k: a fall of 2.4 points is found 4 times in 5 with 1,319 documents, if (…)``."""
-        sentence = f"a fall of {self.detectable:.1f} points is found 4 times in 5 with {self.documents:,} documents"
+        """Return ``gsm8k: a drop of 2.4 points is detected 4 times in 5 with 1,319 documents, if (…)``."""
+        sentence = f"a drop of {self.detectable:.1f} points is detected 4 times in 5 with {self.documents:,} documents"
         return f"{self.task}: {sentence}, if {self.basis or f'{100 * self.discordance:g} % of answers differ'}"
 
 
@@ -93,9 +93,9 @@ class GatePower(BaseModel):
     documents_wanted: int | None  # Total documents for a chance of 0.8 if it is lower; None if no number reaches it.
 
     def sentence(self) -> str:
-        """Return ``an equal merge is published in 97 % of nights; a mean fall of 1.4 points is found 4 times in 5``."""
-        fall = f"a {'mean ' if len(self.tasks) > 1 else ''}fall of {self.detectable:.1f} points"
-        return f"an equal merge is published in {100 * self.chance:.0f} % of nights; {fall} is found 4 times in 5"
+        """Return ``an equal merge is published in 97 % of runs; a drop of 1.4 points is detected 4 times in 5``."""
+        drop = f"a {'mean ' if len(self.tasks) > 1 else ''}drop of {self.detectable:.1f} points"
+        return f"an equal merge is published in {100 * self.chance:.0f} % of runs; {drop} is detected 4 times in 5"
 
     def lines(self) -> tuple[str, ...]:
         """Return the forecast as lines: overall, by task, and what more documents would achieve."""
@@ -121,20 +121,26 @@ def gate_power(planned: Sequence[PlannedTask], rule: GateRule, seed: int = 0) ->
         rule: Rule with the confidence of the attempt.
     """
     chance = publication_chance(planned, rule, seed=seed)
+    recommended, times = None, 2
+    while chance < POWER and recommended is None and times <= _MAX_FACTOR:
+        extended = [entry._replace(looks=tuple(times * n for n in entry.looks)) for entry in planned]
+        if publication_chance(extended, rule, seed=seed) >= POWER:
+            recommended = sum(entry.looks[-1] for entry in extended)
+        times *= 2
     return GatePower(
         chance=chance,
-        detectable=detectable_fall(planned, rule),
+        detectable=detectable_mean_drop(planned, rule),
         tasks=tuple(
             TaskPower(
                 task=entry.guard.task,
                 documents=entry.looks[-1],
                 discordance=entry.discordance,
-                detectable=detectable_fall([entry], rule),
+                detectable=detectable_mean_drop([entry], rule),
                 basis=entry.basis,
             )
             for entry in planned
         ),
-        documents_wanted=None if chance >= POWER else _recommended_documents(planned, rule, seed),
+        documents_wanted=recommended,
     )
 
 
@@ -147,13 +153,13 @@ def power_finding(power: GatePower) -> Finding | None:
         "warn",
         "evaluate.tasks",
         found=f"{power.sentence()}, with {power.documents:,} documents",
-        expected="an equal merge published in at least every second night",
-        remedy=f"{advice}, rule: suite, or a wider margin; a lower evaluate.discordance, if that is known to be lower",
+        expected="an equal merge is published in at least every second run",
+        remedy=f"use {advice}, rule: suite, or a wider margin, or lower evaluate.discordance if you know a lower value",
     )
 
 
 def order_by_information(
-    planned: Sequence[PlannedTask], seen: Mapping[str, int], seconds: Mapping[str, float]
+    planned: Sequence[PlannedTask], documents: Mapping[str, int], seconds: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Return tasks in evaluation order: the most informative per second first.
 
@@ -163,28 +169,26 @@ def order_by_information(
     first, and ties keep their order.
 
     Args:
-        seen: Number of documents of each task that will be scored after this look.
+        documents: Number of documents of each task that will be scored after this look.
         seconds: Time that the look will take for each task, in seconds.
     """
     information: dict[str, float] = {}
     for entry in planned:
-        evidence = seen[entry.guard.task] * entry.guard.upper_limit**2 / max(entry.discordance, 1e-9)
+        evidence = documents[entry.guard.task] * entry.guard.upper_limit**2 / max(entry.discordance, 1e-9)
         information[entry.guard.task] = max(evidence, information.get(entry.guard.task, 0.0))
 
-    def information_per_second(task: str) -> float:
-        return information[task] / seconds[task] if seconds[task] else math.inf
-
-    return tuple(sorted(information, key=information_per_second, reverse=True))
+    rates = {task: amount / seconds[task] if seconds[task] else math.inf for task, amount in information.items()}
+    return tuple(sorted(rates, key=rates.__getitem__, reverse=True))
 
 
 def publication_chance(planned: Sequence[PlannedTask], rule: GateRule, drop: float = 0.0, *, seed: int = 0) -> float:
     """Return the share of merges that pass although they are truly ``drop`` points worse on every task."""
     rng = np.random.default_rng(seed)
     drawn = [draw(entry.guard, drop / 100, entry.discordance, entry.looks[-1], _RUNS, rng) for entry in planned]
-    return float(passing(drawn, last_confidence(planned, rule), as_suite=rule.rule == "suite").mean())
+    return float(passing_merges(drawn, last_confidence(planned, rule), as_suite=rule.rule == "suite").mean())
 
 
-def detectable_fall(planned: Sequence[PlannedTask], rule: GateRule) -> float:
+def detectable_mean_drop(planned: Sequence[PlannedTask], rule: GateRule) -> float:
     """Return the smallest true drop of the mean, in points, that is detected with power 0.8."""
     errors = [
         TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 100 * math.sqrt(entry.discordance / entry.looks[-1]))
@@ -196,7 +200,7 @@ def detectable_fall(planned: Sequence[PlannedTask], rule: GateRule) -> float:
     return float(max(limit + power * error, (quantile + power) * error))
 
 
-def passing(samples: Sequence[DrawnDrops], confidence: float, *, as_suite: bool) -> NDArray[np.bool_]:
+def passing_merges(samples: Sequence[DrawnDrops], confidence: float, *, as_suite: bool) -> NDArray[np.bool_]:
     """Return which merges pass: each guard on its own, or the mean if no task has fallen far.
 
     A task's alarm uses the first step of Holm's procedure, because a merge that raises one alarm is stopped anyway.
@@ -235,19 +239,5 @@ def last_confidence(planned: Sequence[PlannedTask], rule: GateRule) -> float:
 
 
 def _mean_of(entries: Sequence[PlannedTask] | Sequence[DrawnDrops], limit: Callable[[Guard], float]) -> float:
-    return float(
-        mean_drop([TaskDrop(entry.guard.task, entry.guard.weight, limit(entry.guard), 0.0, 0.0) for entry in entries])[
-            0
-        ]
-    )
-
-
-def _recommended_documents(planned: Sequence[PlannedTask], rule: GateRule, seed: int) -> int | None:
-    """Double all documents until an equal merge passes 4 times in 5; return their total, or None if it never does."""
-    times = 2
-    while times <= _MOST:
-        extended = [entry._replace(looks=tuple(times * n for n in entry.looks)) for entry in planned]
-        if publication_chance(extended, rule, seed=seed) >= POWER:
-            return sum(entry.looks[-1] for entry in extended)
-        times *= 2
-    return None
+    limits = [TaskDrop(entry.guard.task, entry.guard.weight, limit(entry.guard), 0.0, 0.0) for entry in entries]
+    return float(mean_drop(limits)[0])

@@ -1,4 +1,4 @@
-"""Choose the model that a guard compares the merge with.
+"""Resolve what guards name: pin their tasks, and choose the model that a guard compares the merge with.
 
 A guard names a parent, the best parent on its task, the champion (the release that is published today) or an anchor (a
 release that does not change, however many runs follow).
@@ -11,10 +11,13 @@ scored above the chosen one. It would make an alarm too easy, so there the guard
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.gate.guards import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPION, FINE_TUNES, RELEASES, Guard
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.evaluation import EvalTask, pin_sound_tasks
+from mergegate.tasks.gate.settings import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPION, FINE_TUNES, RELEASES, Guard
 
 
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
@@ -35,13 +38,13 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
                 raise InvalidInput(
                     location,
                     found=f"{guard.guarded_by!r}, which is also the name of a parent",
-                    expected="one meaning",
+                    expected="a parent with a different name",
                     remedy="rename the parent's directory",
                 )
         elif guard.guarded_by not in parents:
             raise InvalidInput(
                 location,
-                found=f"{guard.guarded_by!r}, which is no model of this merge",
+                found=f"{guard.guarded_by!r}, which is not a model in this merge",
                 expected=f"the name of a parent, {BEST_PARENT!r} or {CHAMPION!r}",
                 remedy=suggest(guard.guarded_by, [*parents, BEST_PARENT, CHAMPION]),
             )
@@ -71,7 +74,7 @@ def comparable_parents(
         if name not in parents:
             raise InvalidInput(
                 location,
-                found=f"{name!r}, which is no model of this merge",
+                found=f"{name!r}, which is not a model in this merge",
                 expected=f"{FINE_TUNES!r}, {ALL_PARENTS!r}, or names of parents",
                 remedy=suggest(name, [*parents, FINE_TUNES, ALL_PARENTS]),
             )
@@ -119,7 +122,61 @@ def reference_models(
     return (guard.guarded_by,) if guard.guarded_by in names else ()
 
 
-def best_model(scores: Mapping[str, Sequence[float]], higher_is_better: bool) -> str:
-    """Return the model with the best mean; ties go to the first in the mapping."""
-    sign = 1.0 if higher_is_better else -1.0
-    return max(scores, key=lambda name: sign * sum(scores[name]) / len(scores[name]))
+def pin_tasks(
+    guards: Sequence[Guard],
+    root: Path,
+    hashes: HashMemo,
+    data: Path | None = None,
+    code_tasks: Collection[str] = (),
+) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
+    """Pin the tasks of all guards, and return the guards under the names of those tasks with each task once.
+
+    Args:
+        data: Directory with datasets, relative to ``root``. None means the Hub.
+        code_tasks: Tasks whose generated code may be run.
+
+    Raises:
+        InvalidInput: As ``pin_sound_tasks``; if two definitions share a name; or if two guards of a task prompt
+            differently under one name, or disagree on which of its documents form a cluster.
+    """
+    pinned = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_tasks)
+    # Each task under the guard's name and with the guard's prompt settings.
+    guard_tasks = []
+    for guard in guards:
+        task = pinned[guard.task]
+        if guard.name not in (None, task.name):
+            task = task.model_copy(update={"name": guard.name, "known_as": task.name})
+        guard_tasks.append(task.model_copy(update={"asked": guard.own}) if guard.own else task)
+    tasks: dict[str, EvalTask] = {}
+    for guard, task in zip(guards, guard_tasks, strict=True):
+        first = tasks.setdefault(task.name, task)
+        if first.digest != task.digest:
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}",
+                found=f"the name {task.name!r}, which another task of this profile has too",
+                expected="a different name under 'task'",
+            )
+        if first.asked != task.asked:
+            prompts = (item.asked.described() if item.asked else "the profile's prompts" for item in (first, task))
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}",
+                found=f"two prompt settings under the name {task.name!r}: {' and '.join(prompts)}",
+                expected="one prompt setting per name",
+                remedy=f"set name: {task.name}-2 in one of the guards",
+            )
+    for guard, guard_task in zip(guards, guard_tasks, strict=True):
+        if guard.cluster_by in (None, "task"):  # The task of a document is always available.
+            continue
+        task = tasks[guard_task.name]
+        if task.cluster_field not in (None, guard.cluster_by):
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}: cluster_by",
+                found=f"{guard.cluster_by!r}, and {task.cluster_field!r} in another guard of the task",
+                expected="the same field for all guards of a task",
+            )
+        tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
+    renamed = tuple(
+        guard.model_copy(update={"task": task.name, "name": None})
+        for guard, task in zip(guards, guard_tasks, strict=True)
+    )
+    return renamed, tuple(tasks.values())

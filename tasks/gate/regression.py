@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import PairedScores, TaskData
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_at, plan_looks
+from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, find_look, plan_looks
+from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
     Difference,
     binary_difference,
@@ -127,7 +127,7 @@ class GuardEvidence:
         Raises:
             InvalidInput: If no look was planned after this number of documents.
         """
-        return look_at(self.documents, self.schedule, confidence, f"task {self.guard.task}")
+        return find_look(self.documents, self.schedule, confidence, f"task {self.guard.task}")
 
     def interval(self, confidence: float, level: float | None = None) -> Difference:
         """Return the interval of the mean difference at the current look, one-sided in each direction.
@@ -148,64 +148,63 @@ class GuardEvidence:
         return clustered_difference(self.differences, self.clusters, plain, level)
 
 
+class ReferenceChoice(NamedTuple):
+    """Model that a guard compares with.
+
+    Args:
+        candidates: Number of parents among which it is the best.
+        selection_bias: Largest amount that this choice adds to the drop, in [0, 1].
+    """
+
+    name: str
+    candidates: int = 1
+    selection_bias: float = 0.0
+
+
 def measure_guard(
     guard: Guard,
     metric: str,
     paired: PairedScores,
     higher_is_better: bool,
     *,
-    reference: str | None = None,
-    documents: int | None = None,
+    choice: ReferenceChoice | None = None,
     schedule: Sequence[int] = (),
-    candidates: int = 1,
-    selection_bias: float = 0.0,
-    leaf_metrics: Mapping[str, str] | None = None,
-    data: TaskData | None = None,
 ) -> GuardEvidence:
     """Return the evidence on one guard from paired scores within ``guard.score_range``, in scoring order.
 
     Args:
-        reference: Name of the chosen model. Default: the guard's ``guarded_by``.
-        documents: Number of documents of the task evaluated so far. Default: the number of paired documents.
+        paired: Scores of all documents that were evaluated so far.
+        choice: Chosen reference model. Default: the guard's ``guarded_by``.
         schedule: Number of documents after each planned look. Empty means that this look is the only one.
-        candidates: Number of parents among which the reference is the best.
-        selection_bias: Largest amount that this choice adds to the drop, in [0, 1].
-        leaf_metrics: Metric by task below a group, if they differ.
-        data: Evaluated data, if known.
 
     Raises:
-        InvalidInput: If there are too few documents or clusters, an evaluated document has no score, the cluster of a
-            document is unknown, or a score is not a number within the guard's range.
+        InvalidInput: If there are too few documents or clusters, the cluster of a document is unknown, or a score is
+            not a number within the guard's range.
     """
+    choice = choice or ReferenceChoice(guard.guarded_by)
     sign = 1.0 if higher_is_better else -1.0
     n = len(paired.documents)
     if n < 2:
-        raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, better hundreds")
-    documents = documents or n
-    if n != documents:
-        raise InvalidInput(
-            f"task {guard.task}",
-            found=f"{n:,} documents with a score under {metric}",
-            expected=f"all {documents:,} that were asked",
-            remedy="judge by a metric that every document has",
-        )
-    theirs = _mapped(guard, metric, paired, paired.reference, reference or guard.guarded_by)
-    ours = _mapped(guard, metric, paired, paired.merge, "the merge")
+        raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, preferably hundreds")
+    reference = _rescaled(guard, metric, paired, paired.reference, choice.name)
+    merge = _rescaled(guard, metric, paired, paired.merge, "the merge")
+    clusters = None
+    if guard.clustered_by is not None:
+        clusters = tuple(task for task, _ in paired.documents) if guard.clustered_by == "task" else paired.clusters
+        check_clusters(clusters, guard.clustered_by, guard.task)
     return GuardEvidence(
         guard=guard,
         metric=metric,
-        reference=reference or guard.guarded_by,
-        reference_score=sum(theirs) / n,
-        merge_score=sum(ours) / n,
-        differences=tuple(sign * (left - right) for left, right in zip(theirs, ours, strict=True)),
-        binary=set(theirs) | set(ours) <= {0.0, 1.0},
-        documents=documents,
-        schedule=tuple(schedule) or (documents,),
-        clusters=_clusters(guard, paired),
-        candidates=candidates,
-        selection_bias=selection_bias,
-        leaf_metrics=dict(leaf_metrics or {}),
-        data=data,
+        reference=choice.name,
+        reference_score=sum(reference) / n,
+        merge_score=sum(merge) / n,
+        differences=tuple(sign * (left - right) for left, right in zip(reference, merge, strict=True)),
+        binary=set(reference) | set(merge) <= {0.0, 1.0},
+        documents=n,
+        schedule=tuple(schedule) or (n,),
+        clusters=clusters,
+        candidates=choice.candidates,
+        selection_bias=choice.selection_bias,
     )
 
 
@@ -213,14 +212,10 @@ def decide_guard(
     drop: float, low: float, high: float, max_drop: float, margin: float, *, last_look: bool = True
 ) -> Outcome:
     """Apply the rule in the module docstring to a drop with its interval; all values in points."""
-    if is_worse(drop, low, max_drop if last_look else margin):
+    # Above the limit, and not noise.
+    if drop > (max_drop if last_look else margin) and low > 0:
         return "fail"
     return "pass" if is_within(drop, high, max_drop, margin) else "inconclusive"
-
-
-def is_worse(drop: Points, low: Points, limit: float) -> Any:
-    """Return whether a drop, or each of many, exceeds the limit and is not noise."""
-    return (drop > limit) & (low > 0)
 
 
 def is_within(drop: Points, high: Points, max_drop: float, margin: float) -> Any:
@@ -287,15 +282,11 @@ def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float, pend
         for i in waiting:
             questions = (len(waiting) + pending) * measured[i].candidates
             confidences[i] = confidence if questions == 1 else 1 - (1 - confidence) / questions
-        dropped = [i for i in waiting if _low(measured[i], confidences[i]) > 0]
+        dropped = [i for i in waiting if measured[i].interval(confidences[i]).low > 0]
         waiting = [i for i in waiting if i not in dropped]
         if not dropped:
             break
     return confidences
-
-
-def _low(evidence: GuardEvidence, confidence: float) -> float:
-    return evidence.interval(confidence).low
 
 
 def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: int, *, as_suite: bool) -> GuardVerdict:
@@ -304,7 +295,7 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
     estimate = evidence.interval(confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
     last_look = look.number == look.of
-    sure_low = 100 * _low(evidence, alarm)
+    sure_low = 100 * evidence.interval(alarm).low
     if as_suite:
         outcome = decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
     else:
@@ -387,7 +378,9 @@ def _chance_left(
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
-def _mapped(guard: Guard, metric: str, paired: PairedScores, scores: Sequence[float], model: str) -> tuple[float, ...]:
+def _rescaled(
+    guard: Guard, metric: str, paired: PairedScores, scores: Sequence[float], model: str
+) -> tuple[float, ...]:
     """Return the scores of one model on a scale from 0 to 1, on which ``max_drop`` counts hundredths."""
     low, high = guard.score_range
     rounding = 1e-9 * (high - low)  # In floating point, 0.1 + 0.2 is more than 0.3.
@@ -397,19 +390,11 @@ def _mapped(guard: Guard, metric: str, paired: PairedScores, scores: Sequence[fl
                 f"{guard.task}: {metric} of {model}",
                 found=f"{score:g} for document {doc_id} of {task}",
                 expected=f"a number from {low:g} to {high:g}",
-                remedy="state the least and greatest score in the guard's score_range"
+                remedy="set the lowest and highest possible score in the guard's score_range"
                 if math.isfinite(score)
-                else "look at the model's answer to this document: a merge that answers so is broken",
+                else "inspect the model's answer to this document: the merge is probably broken",
             )
     return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
-
-
-def _clusters(guard: Guard, paired: PairedScores) -> tuple[str, ...] | None:
-    if guard.clustered_by is None:
-        return None
-    clusters = tuple(task for task, _ in paired.documents) if guard.clustered_by == "task" else paired.clusters
-    check_clusters(clusters, guard.clustered_by, guard.task)
-    return clusters
 
 
 def _sentence(verdict: GuardVerdict, questions: int) -> str:
@@ -427,15 +412,15 @@ def _sentence(verdict: GuardVerdict, questions: int) -> str:
     interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
     sentence = f"{verdict.task}: {difference} {reference} {interval}, limit {limit:.{digits}f}"
     if verdict.candidates > 1:
-        sentence += f" (choosing the best makes up to {verdict.selection_bias:.1f} of it)"
+        sentence += f" (up to {verdict.selection_bias:.1f} of it comes from choosing the best)"
     look = verdict.look
     total = look.documents + verdict.documents_left if look else verdict.n
-    seen = f"{look.documents:,} of {total:,}" if look and look.of > 1 else f"{total:,}"
+    evaluated = f"{look.documents:,} of {total:,}" if look and look.of > 1 else f"{total:,}"
     if verdict.limit is not None and verdict.outcome == "fail":
         sentence = f"{sentence.rpartition(', limit')[0]}, shown to be more than {verdict.max_drop:g}"
     if verdict.outcome != "inconclusive":
-        return f"{sentence}, after {seen} documents" if verdict.documents_left else sentence
-    sentence += f": undecided after {seen} documents"
+        return f"{sentence}, after {evaluated} documents" if verdict.documents_left else sentence
+    sentence += f": undecided after {evaluated} documents"
     if verdict.limit is None and verdict.low > 0 and drop > (verdict.margin if verdict.documents_left else limit):
-        sentence += f", where one of {questions} comparisons may be off by chance"
+        sentence += f", because one of {questions} comparisons may deviate by chance"
     return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")

@@ -56,7 +56,7 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
         confidence: One-sided confidence of all looks together, in (0.5, 1).
     """
     if not schedule or schedule[0] < 1 or any(b <= a for a, b in pairwise(schedule)):
-        raise ValueError(f"looks after {schedule} documents: numbers must rise from at least 1")
+        raise ValueError(f"looks after {schedule} documents: the numbers must increase, from at least 1")
     levels = look_levels(tuple(documents / schedule[-1] for documents in schedule), confidence)
     return tuple(
         InterimLook(number=number, of=len(levels), documents=documents, confidence=level)
@@ -64,7 +64,7 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
     )
 
 
-def look_at(documents: int, schedule: Sequence[int], confidence: float, location: str) -> InterimLook:
+def find_look(documents: int, schedule: Sequence[int], confidence: float, location: str) -> InterimLook:
     """Return the look that is reached with this number of documents.
 
     Args:
@@ -78,8 +78,8 @@ def look_at(documents: int, schedule: Sequence[int], confidence: float, location
             return look
     raise InvalidInput(
         location,
-        found=f"{documents:,} documents scored",
-        expected=f"as many as at a planned look: {', '.join(f'{planned:,}' for planned in schedule)}",
+        found=f"{documents:,} evaluated documents",
+        expected=f"the number of documents of a planned look: {', '.join(f'{planned:,}' for planned in schedule)}",
         remedy="evaluate up to the next look",
     )
 
@@ -108,15 +108,15 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
     all_nodes, weights = _quadrature()
     nodes, mass = np.zeros(1), np.ones(1)  # Before the first look S is 0; mass is density times weight.
     last_share, spent_before = 0.0, 0.0
-    for share, so_far in zip(shares, spent, strict=True):
+    for share, spent_until in zip(shares, spent, strict=True):
         step = math.sqrt(share - last_share)
-        bound = _crossed_with(so_far - spent_before, nodes, mass, step)
+        bound = _find_bound(spent_until - spent_before, nodes, mass, step)
         bounds.append(bound / math.sqrt(share))
         low = -_FAR * math.sqrt(share)
         new_nodes = low + (bound - low) * (all_nodes + 1) / 2
         kernel = np.exp(-0.5 * ((new_nodes[:, None] - nodes) / step) ** 2) / (step * math.sqrt(2 * math.pi))
         nodes, mass = new_nodes, (kernel @ mass) * weights * (bound - low) / 2
-        last_share, spent_before = share, so_far
+        last_share, spent_before = share, spent_until
     return bounds
 
 
@@ -127,7 +127,7 @@ def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return nodes, weights
 
 
-def _crossed_with(probability: float, nodes: NDArray[np.float64], mass: NDArray[np.float64], step: float) -> float:
+def _find_bound(probability: float, nodes: NDArray[np.float64], mass: NDArray[np.float64], step: float) -> float:
     """Find by bisection the value that the next sum exceeds with ``probability``."""
     from scipy.special import ndtr
 

@@ -1,23 +1,179 @@
-"""Define the ``evaluate`` section of a profile, and pin the tasks that it names."""
+"""Define the ``evaluate`` section of a profile: one guard per task, the rule that combines them, and the confidence."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import Self
+import math
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation import (
-    EvalTask,
     EvaluationSettings,
-    pin_sound_tasks,
+    MeanOver,
+    PromptSettings,
     require_evaluated,
     resolve_prompt_settings,
 )
-from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
+
+MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
+CATASTROPHE = 11.0  # Largest drop of any task in a suite, in points, unless its guard sets a limit; see docs/gates.md.
+
+# Population that a verdict generalizes to. New questions: a group has strata of fixed weights, and each question
+# represents others of its subject. New subjects: the subjects of a group are a sample, and the loss of one subject is
+# one observation.
+Population = Literal["new questions", "new subjects"]
+
+# Values of ``guarded_by`` other than the name of a parent; see ``tasks.gate.references``.
+BEST_PARENT = "best parent"
+CHAMPION = "champion"
+ANCHOR = "anchor"
+RELEASES = (CHAMPION, ANCHOR)
+
+# Parents that 'best parent' and the perplexity check choose from if a profile names none.
+FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
+
+
+class Guard(PromptSettings):
+    """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
+
+    task: str = Field(description="Name of an lm-eval task, or a YAML file relative to the profile.")
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$",
+        max_length=100,
+        description="Name of the task in this profile, if it is evaluated with two prompts. Default: lm-eval's name.",
+    )
+    guarded_by: str = Field(
+        description="Model that the merge is compared with: the name of a parent, 'best parent', 'champion' (the "
+        "release that is published today), or 'anchor' (the release that the profile names)."
+    )
+    max_drop: float = Field(
+        default=2.0, ge=0, le=100, description="Largest allowed drop in points. A larger drop fails if it is not noise."
+    )
+    margin: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Largest upper bound that still passes, in points. Default: max_drop + 1.",
+    )
+    weight: float = Field(default=1.0, gt=0, le=1000, description="Weight of the task in the mean of a suite.")
+    limit: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="With rule: suite, largest drop of this task alone, in points. Default: 11, or a larger margin.",
+    )
+    score_range: tuple[float, float] = Field(
+        default=(0.0, 1.0), description="Lowest and highest possible score: [0, 100] for ROUGE, [1, 10] for marks."
+    )
+    population: Population = Field(
+        default="new questions",
+        description="Population of the verdict: new questions on the same subjects, or new subjects as well.",
+    )
+    metric: str | dict[str, str] | None = Field(
+        default=None,
+        description="lm-eval's label, such as 'acc,none'. For a group also a mapping from its tasks, or patterns of "
+        "tasks, to labels. Default: the metric of each task (see default_metric).",
+    )
+    cluster_by: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Source of the clusters of documents: 'task' (subjects of a group), or a field of the document.",
+    )
+
+    mean_over: MeanOver | None = Field(
+        default=None,
+        description="documents: score a group by the mean over its documents, even if its own score gives each task "
+        "the same weight.",
+    )
+
+    @field_validator("score_range")
+    @classmethod
+    def _check_score_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
+        low, high = score_range
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"[{low:g}, {high:g}] is not a range: the lowest score must come first")
+        return score_range
+
+    @model_validator(mode="after")
+    def _check_margins(self) -> Self:
+        if self.margin is not None and self.margin < self.max_drop:
+            raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
+        if self.limit is not None and self.limit < self.upper_limit:
+            raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
+        return self
+
+    def content_key(self) -> object:
+        # Prompt settings are part of the key of the scores, and the rest of these fields does not affect a verdict.
+        excluded = {*PromptSettings.model_fields, "name", "mean_over"}
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in excluded}
+
+    @property
+    def clustered_by(self) -> str | None:
+        """Independent unit: 'task', a field of the document, or None if each document is independent.
+
+        New subjects are new leaves of a group, unless a field declares the subject of a document.
+        """
+        return self.cluster_by or ("task" if self.population == "new subjects" else None)
+
+    @property
+    def upper_limit(self) -> float:
+        """Non-inferiority margin in points: the drop that must be ruled out to pass."""
+        return self.margin if self.margin is not None else self.max_drop + MARGIN_ABOVE_MAX_DROP
+
+    @property
+    def catastrophe(self) -> float:
+        """Drop in points that must be ruled out for this task alone if the suite is judged as a whole."""
+        return self.limit if self.limit is not None else max(CATASTROPHE, self.upper_limit)
+
+
+class GateRule(BaseModel):
+    """Required confidence of a verdict, and the consequence if the evidence does not reach it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rule: Literal["suite", "each"] = Field(
+        default="suite",
+        description="suite: the mean drop over all tasks must be within its margin, and no task may drop by more than "
+        "its limit. each: every task must be within its own margin.",
+    )
+    reference: str | tuple[str, ...] = Field(
+        default=FINE_TUNES,
+        description="Parents that 'best parent' chooses from: fine-tunes (merged models; the base only if it has a "
+        "weight of its own), all, or names.",
+    )
+    anchor: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Release that every guard against the champion is also compared with, so that small losses do not "
+        "add up over many releases: 'first', or a version.",
+    )
+    discordance: float = Field(
+        default=0.10,
+        gt=0,
+        le=1,
+        description="Assumed share of documents on which merge and reference disagree, for the forecast of `check`. "
+        "Typical for a merge and its parent: .05 to .20.",
+    )
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided confidence over all looks together.")
+    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is undecided.")
+    on_inconclusive: Literal["block", "warn", "pass"] = Field(
+        default="block", description="Consequence if the documents do not suffice to decide."
+    )
+
+    def for_attempt(self, number: int, attempts: int) -> GateRule:
+        """Return the rule for one of several attempts, which run in turn until one passes.
+
+        Any attempt could pass by chance, so they share the error that the run may make. The first attempt, which is
+        usually the only one, gets half of it, and the others share the other half equally. By Bonferroni's inequality a
+        run publishes a merge at its margin no more often than a single attempt would.
+
+        Args:
+            number: Number of the attempt, from 1.
+            attempts: Number of attempts that the run may make.
+        """
+        share = 1.0 if attempts == 1 else 0.5 if number == 1 else 0.5 / (attempts - 1)
+        return self.model_copy(update={"confidence": 1 - (1 - self.confidence) * share})
 
 
 class EvaluateSettings(EvaluationSettings, GateRule):
@@ -34,16 +190,16 @@ class EvaluateSettings(EvaluationSettings, GateRule):
     def _check_anchor(self) -> Self:
         guards = {guard.guarded_by for guard in self.tasks}
         if self.anchor is not None and not {CHAMPION, ANCHOR} & guards:
-            raise ValueError("anchor is for guards against the champion, and there is none")
+            raise ValueError("'anchor' requires a guard with guarded_by: champion")
         if self.anchor is None and ANCHOR in guards:
-            raise ValueError("guarded_by: anchor needs 'anchor: first', or a version")
+            raise ValueError("guarded_by: anchor requires 'anchor: first' or a version")
         return self
 
     @model_validator(mode="after")
     def _check_multiturn(self) -> Self:
         for guard in self.tasks:
             if guard.fewshot_as_multiturn is not None and not resolve_prompt_settings(guard.own, self).is_chat:
-                raise ValueError(f"{guard.task}: fewshot_as_multiturn is for a chat template, and there is none")
+                raise ValueError(f"{guard.task}: fewshot_as_multiturn requires a chat template")
         return self
 
     @property
@@ -55,64 +211,3 @@ class EvaluateSettings(EvaluationSettings, GateRule):
     def gate_rule(self) -> GateRule:
         """Settings that determine the verdict."""
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
-
-
-def pin_tasks(
-    guards: Sequence[Guard],
-    root: Path,
-    hashes: HashMemo,
-    data: Path | None = None,
-    code_of: Collection[str] = (),
-) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
-    """Pin the tasks of all guards, and return the guards under the names of those tasks with each task once.
-
-    Args:
-        data: Directory with datasets, relative to ``root``. None means the Hub.
-        code_of: Tasks whose generated code may be run.
-
-    Raises:
-        InvalidInput: As ``pin_sound_tasks``; if two definitions share a name; or if two guards of a task prompt
-            differently under one name, or disagree on which of its documents form a cluster.
-    """
-    pinned = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_of)
-    guard_tasks = [_apply_guard(pinned[guard.task], guard) for guard in guards]
-    tasks: dict[str, EvalTask] = {}
-    for guard, task in zip(guards, guard_tasks, strict=True):
-        first = tasks.setdefault(task.name, task)
-        if first.digest != task.digest:
-            raise InvalidInput(
-                f"evaluate.tasks: {guard.task}",
-                found=f"calls itself {task.name!r}, as does another task of this profile",
-                expected="a name of its own under 'task'",
-            )
-        if first.asked != task.asked:
-            ways = (each.asked.described() if each.asked else "as the profile says of all" for each in (first, task))
-            raise InvalidInput(
-                f"evaluate.tasks: {guard.task}",
-                found=f"asked in two ways as {task.name!r}: {' and '.join(ways)}",
-                expected="one way of asking under each name",
-                remedy=f"name: {task.name}-2 in one of them",
-            )
-    for guard, guard_task in zip(guards, guard_tasks, strict=True):
-        if guard.cluster_by in (None, "task"):  # The task of a document is always available.
-            continue
-        task = tasks[guard_task.name]
-        if task.cluster_field not in (None, guard.cluster_by):
-            raise InvalidInput(
-                f"evaluate.tasks: {guard.task}: cluster_by",
-                found=f"{guard.cluster_by!r}, and {task.cluster_field!r} in another guard of the task",
-                expected="one field for all guards of a task",
-            )
-        tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
-    renamed = tuple(
-        guard.model_copy(update={"task": task.name, "name": None})
-        for guard, task in zip(guards, guard_tasks, strict=True)
-    )
-    return renamed, tuple(tasks.values())
-
-
-def _apply_guard(task: EvalTask, guard: Guard) -> EvalTask:
-    """Return ``task`` under the guard's name and with the guard's prompt settings."""
-    if guard.name not in (None, task.name):
-        task = task.model_copy(update={"name": guard.name, "known_as": task.name})
-    return task.model_copy(update={"asked": guard.own}) if guard.own else task

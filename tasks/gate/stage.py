@@ -10,7 +10,8 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -18,15 +19,14 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
-from mergegate.tasks.gate.references import best_model, check_guards, reference_models
-from mergegate.tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
+from mergegate.tasks.gate.references import check_guards, reference_models
+from mergegate.tasks.gate.regression import GuardEvidence, GuardVerdict, ReferenceChoice, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import FUTILE
+from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
 from mergegate.tasks.stage import (
-    JointVerdict,
     Outcome,
     Section,
     StageValue,
@@ -78,7 +78,7 @@ class GateVerdict(StageValue):
         if not self.publishable:
             return self.reasons[0]
         if self.outcome != "pass":
-            return f"let through although {self.outcome}: {self.reasons[0]}"
+            return f"publishable although {self.outcome}: {self.reasons[0]}"
         if self.suites:
             return f"{self.suites[0].tasks} tasks together: {self.suites[0].word}"
         if self.guards:
@@ -99,23 +99,49 @@ class GateVerdict(StageValue):
             section=Section(title="Gate", sentences=self.reasons or (self.summary(),)),
         )
 
-    def joined_by(self, joint: JointVerdict) -> GateVerdict:
-        """Return this decision with the joint outcome of all verdicts on the merge."""
-        return self.model_copy(update=joint._asdict())
+
+@dataclass(frozen=True)
+class GatePlan:
+    """Rule of the gate, and what is known about one merge before its evidence.
+
+    Args:
+        merged: Name of the merge among the models.
+        schedule: Number of documents after each planned look, by task. A task without a schedule has a single look.
+        first_release: Whether there is no champion yet, so that guards against it are skipped.
+        parents: Parents that 'best parent' chooses from. None means all models except the merge and releases.
+        anchor_confidence: Confidence of comparisons with the anchor, if it differs from the rule's.
+    """
+
+    rule: GateRule
+    merged: str = "merge"
+    schedule: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    first_release: bool = False
+    parents: tuple[str, ...] | None = None
+    anchor_confidence: float | None = None
+
+    def content_key(self) -> object:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def judged(self, guards: Sequence[Guard]) -> tuple[Guard, ...]:
+        """Return the guards without those against a champion that does not exist yet."""
+        return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
+
+    def is_suite(self, guards: Sequence[Guard]) -> bool:
+        """Return whether the mean over all tasks is judged; a single task is its own suite."""
+        return self.rule.rule == "suite" and len({guard.task for guard in guards}) > 1
+
+    def confidence(self, *, is_anchor: bool) -> float:
+        """Return the confidence of comparisons with the anchor, or of all others."""
+        return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
 
 
-@value_stage("gate", version=4)
+@value_stage("gate", version=5)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     likelihoods: Mapping[str, Artifact[Likelihoods]],
     limits: DriftLimits | None,
-    rule: GateRule,
-    merged: str = "merge",
-    schedule: Mapping[str, tuple[int, ...]] | None = None,
-    first_release: bool = False,
-    parents: tuple[str, ...] | None = None,
-    anchor_confidence: float | None = None,
+    plan: GatePlan,
     waiting: tuple[str, ...] = (),
 ) -> GateVerdict:
     """Judge one merge on perplexity and, unless perplexity shows it broken, by its guards.
@@ -125,60 +151,49 @@ def gate(
         scores: Scores by model, including the merge; may be empty if perplexity shows the merge broken. A task may come
             in several parts, which are judged together.
         likelihoods: Likelihoods by model, including the merge; may be empty if ``limits`` is None.
-        merged: Name of the merge in both.
-        schedule: Number of documents after each planned look, by task. A task without a schedule has a single look.
-        first_release: Whether there is no champion yet, so that guards against it are skipped.
-        parents: Parents that 'best parent' chooses from. None means all models except the merge and releases.
-        anchor_confidence: Confidence of comparisons with the anchor, if it differs from the rule's.
         waiting: Tasks that were not evaluated, or not up to this look, because a task that was evaluated already rules
             out publication (see ``cannot_pass``). Then there is no mean over all tasks to judge.
 
     Raises:
         InvalidInput: For a guard whose model, task or metric does not exist, or evidence that is not comparable.
     """
-    drifted = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
-    if drifted is not None and drifted.broken:
-        return gate_verdict((), drifted, rule.on_inconclusive)
+    rule, merged = plan.rule, plan.merged
+    drift = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
+    if drift is not None and drift.broken:
+        return gate_verdict((), drift, rule.on_inconclusive)
     check_guards(guards, set(scores) - {merged, CHAMPION, ANCHOR})
-    scores_by_task = {
-        (model, task): task_scores
-        for model, parts in scores.items()
-        for task, task_scores in by_task(model, parts).items()
-    }
-    judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
-    plan = schedule or {}
+    scores_by_task = _scores_by_task(scores)
+    judged = plan.judged(guards)
     pending = [guard for guard in judged if guard.task in waiting and (merged, guard.task) not in scores_by_task]
-    measured = []
-    for guard in judged:
-        if guard not in pending:
-            models = reference_models(guard, scores, merged, parents) or (guard.guarded_by,)
-            measured.append(_measure(guard, scores_by_task, models, merged, plan.get(guard.task, ())))
-    notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
-    is_suite = _is_suite(judged, rule)
+    measured = [_measure(guard, scores, scores_by_task, plan) for guard in judged if guard not in pending]
+    notes = tuple(f"{guard.task}: no release to compare with yet" for guard in guards if guard not in judged)
+    is_suite = plan.is_suite(judged)
     suites: list[SuiteVerdict] = []
     verdicts: list[GuardVerdict] = []
-    for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
+    for is_anchor in (False, True):
+        confidence = plan.confidence(is_anchor=is_anchor)
         if group := [evidence for evidence in measured if (evidence.guard.guarded_by == ANCHOR) == is_anchor]:
             suites += [judge_suite(group, confidence)] if is_suite and not waiting else []
             pending_count = sum((guard.guarded_by == ANCHOR) == is_anchor for guard in pending)
             verdicts += judge_guards(group, confidence, as_suite=is_suite, pending=pending_count)
     failed_task = next((verdict.task for verdict in verdicts if verdict.outcome == "fail"), "")
     if waiting and not failed_task:
-        raise ValueError(f"{', '.join(waiting)} not asked although nothing is decided")
-    not_run = tuple(_not_run(guard, failed_task, plan, is_suite=is_suite) for guard in pending)
-    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites, not_run)
+        raise ValueError(f"{', '.join(waiting)} not evaluated although nothing is decided")
+    not_run = tuple(
+        SkippedGuard(
+            task=guard.task,
+            reference=guard.guarded_by,
+            limit=guard.catastrophe if is_suite else guard.max_drop,
+            decided_by=failed_task,
+            documents=plan.schedule[guard.task][-1] if guard.task in plan.schedule else 0,
+        )
+        for guard in pending
+    )
+    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run)
 
 
 def cannot_pass(
-    task: str,
-    guards: tuple[Guard, ...],
-    scores: Mapping[str, Sequence[Artifact[Scores]]],
-    rule: GateRule,
-    merged: str = "merge",
-    schedule: Mapping[str, tuple[int, ...]] | None = None,
-    first_release: bool = False,
-    parents: tuple[str, ...] | None = None,
-    anchor_confidence: float | None = None,
+    task: str, guards: Sequence[Guard], scores: Mapping[str, Sequence[Artifact[Scores]]], plan: GatePlan
 ) -> bool:
     """Return whether a guard on ``task`` has failed regardless of the other guards, which rules out publication.
 
@@ -187,29 +202,18 @@ def cannot_pass(
     look, regardless of the order of tasks.
 
     Args:
-        scores: Scores by model, on this task at least. The other arguments are those of ``gate``.
+        scores: Scores by model, on this task at least.
     """
-    judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
-    scores_by_task = {
-        (model, task): task_scores[task]
-        for model, parts in scores.items()
-        if task in (task_scores := by_task(model, parts))
-    }
-    for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
+    judged = plan.judged(guards)
+    scores_by_task = _scores_by_task(scores)
+    for is_anchor in (False, True):
         group = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]
-        measured = [
-            _measure(
-                guard,
-                scores_by_task,
-                reference_models(guard, scores, merged, parents) or (guard.guarded_by,),
-                merged,
-                (schedule or {}).get(task, ()),
-            )
-            for guard in group
-            if guard.task == task
-        ]
+        measured = [_measure(guard, scores, scores_by_task, plan) for guard in group if guard.task == task]
         verdicts = judge_guards(
-            measured, confidence, as_suite=_is_suite(judged, rule), pending=len(group) - len(measured)
+            measured,
+            plan.confidence(is_anchor=is_anchor),
+            as_suite=plan.is_suite(judged),
+            pending=len(group) - len(measured),
         )
         if any(verdict.outcome == "fail" for verdict in verdicts):
             return True
@@ -265,7 +269,16 @@ def gate_verdict(
     outcome = worst_verdict(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # Stable: drift first, then the order of the profile.
-    drop, low, high = (suites[0].drop, suites[0].low, suites[0].high) if suites else _overall(guards)
+    drop: float | None = None
+    low: float | None = None
+    high: float | None = None
+    if suites:
+        drop, low, high = suites[0].drop, suites[0].low, suites[0].high
+    elif guards:
+        # A distance at an early look is at the higher confidence of that look, which can only widen the interval.
+        drop, low, high = mean_drop(
+            [TaskDrop(guard.task, guard.weight, guard.drop, guard.low, guard.high) for guard in guards]
+        )
     return GateVerdict(
         outcome=outcome,
         publishable=outcome == "pass" or (outcome == "inconclusive" and on_inconclusive != "block"),
@@ -282,76 +295,58 @@ def gate_verdict(
     )
 
 
-def _is_suite(judged: Sequence[Guard], rule: GateRule) -> bool:
-    """Return whether the mean over all tasks is judged; a single task is its own suite."""
-    return rule.rule == "suite" and len({guard.task for guard in judged}) > 1
-
-
-def _not_run(guard: Guard, decided_by: str, plan: Mapping[str, tuple[int, ...]], *, is_suite: bool) -> SkippedGuard:
-    return SkippedGuard(
-        task=guard.task,
-        reference=guard.guarded_by,
-        limit=guard.catastrophe if is_suite else guard.max_drop,
-        decided_by=decided_by,
-        documents=plan[guard.task][-1] if guard.task in plan else 0,
-    )
+def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tuple[str, str], TaskScores]:
+    return {
+        (model, task): task_scores
+        for model, parts in scores.items()
+        for task, task_scores in by_task(model, parts).items()
+    }
 
 
 def _measure(
-    guard: Guard,
-    scores_by_task: Mapping[tuple[str, str], TaskScores],
-    models: Sequence[str],
-    merged: str,
-    schedule: Sequence[int],
+    guard: Guard, models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], plan: GatePlan
 ) -> GuardEvidence:
-    location = f"{guard.task}: {merged} against {guard.guarded_by}"
-    sides = {name: _scores_on(guard.task, name, scores_by_task, location) for name in models}
-    ours = _scores_on(guard.task, merged, scores_by_task, location)
-    for theirs in sides.values():
-        if theirs.lm_eval_version != ours.lm_eval_version:
-            versions = f"{theirs.lm_eval_version} and {ours.lm_eval_version}"
+    location = f"{guard.task}: {plan.merged} against {guard.guarded_by}"
+    names = reference_models(guard, models, plan.merged, plan.parents) or (guard.guarded_by,)
+    for name in (*names, plan.merged):
+        if (name, guard.task) not in scores_by_task:
+            raise InvalidInput(location, found=f"no scores for {name}", expected="both models evaluated on this task")
+    references = {name: scores_by_task[name, guard.task] for name in names}
+    merge = scores_by_task[plan.merged, guard.task]
+    for reference in references.values():
+        if reference.lm_eval_version != merge.lm_eval_version:
+            versions = f"{reference.lm_eval_version} and {merge.lm_eval_version}"
             raise InvalidInput(location, found=f"scores of lm-eval {versions}", expected="one version on both sides")
-        if theirs.data and ours.data and theirs.data.digest != ours.data.digest:
+        if reference.data and merge.data and reference.data.digest != merge.data.digest:
             raise InvalidInput(
                 location,
                 found="scores on different data",
                 expected="the same documents, examples and templates on both sides",
-                remedy="the task's dataset was exchanged: evaluate both again",
+                remedy="evaluate both models again, because the dataset of the task has changed",
             )
-    metrics = next(iter(sides.values())).metrics(guard.metric)
-    judged = ours.judged(metrics)
+    metrics = next(iter(references.values())).metrics(guard.metric)
+    merge_scores = merge.judged(metrics)
     paired = {
-        name: pair_documents(theirs.judged(metrics), judged, metrics.label, location) for name, theirs in sides.items()
+        name: pair_documents(reference.judged(metrics), merge_scores, metrics.label, location)
+        for name, reference in references.items()
     }
-    chosen = best_model({name: pair.reference for name, pair in paired.items()}, metrics.higher_is_better)
-    return measure_guard(
+    # The parent with the best mean; ties go to the first.
+    sign = 1.0 if metrics.higher_is_better else -1.0
+    best = max(paired, key=lambda name: sign * sum(paired[name].reference) / len(paired[name].reference))
+    if (scored := len(paired[best].documents)) != merge.requested_documents:
+        raise InvalidInput(
+            f"task {guard.task}",
+            found=f"{scored:,} documents with a score for {metrics.label}",
+            expected=f"scores for all {merge.requested_documents:,} evaluated documents",
+            remedy="choose a metric that every document has",
+        )
+    bias = selection_bias([pair.reference for pair in paired.values()])
+    evidence = measure_guard(
         guard,
         metrics.label,
-        paired[chosen],
+        paired[best],
         metrics.higher_is_better,
-        reference=chosen,
-        documents=ours.requested_documents,
-        leaf_metrics=metrics.differing,
-        data=ours.data,
-        schedule=schedule,
-        candidates=len(paired),
-        selection_bias=selection_bias([pair.reference for pair in paired.values()]),
+        choice=ReferenceChoice(best, len(paired), bias),
+        schedule=plan.schedule.get(guard.task, ()),
     )
-
-
-def _scores_on(
-    task: str, model: str, scores_by_task: Mapping[tuple[str, str], TaskScores], location: str
-) -> TaskScores:
-    if (model, task) in scores_by_task:
-        return scores_by_task[model, task]
-    raise InvalidInput(location, found=f"no scores of {model}", expected="both models evaluated on this task")
-
-
-def _overall(guards: Sequence[GuardVerdict]) -> tuple[float | None, float | None, float | None]:
-    """Return the mean drop over tasks with its interval, in points.
-
-    A distance at an early look is taken at the higher confidence of that look, which can only widen the interval.
-    """
-    if not guards:
-        return None, None, None
-    return mean_drop([TaskDrop(guard.task, guard.weight, guard.drop, guard.low, guard.high) for guard in guards])
+    return replace(evidence, leaf_metrics=dict(metrics.differing), data=merge.data)

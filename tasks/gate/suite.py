@@ -27,9 +27,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
+from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
 from mergegate.tasks.stage import Outcome, verdict_word
 
@@ -92,7 +92,7 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
     Raises:
         InvalidInput: If tasks have been evaluated to a point where no look was planned.
     """
-    look = suite_look(measured, confidence)
+    look = reached_look(measured, confidence)
     estimates = [100 * np.asarray(evidence.interval(confidence, look.confidence)[:3]) for evidence in measured]
     mean_interval = mean_drop(
         [_task_drop(evidence, *estimate) for evidence, estimate in zip(measured, estimates, strict=True)]
@@ -125,30 +125,31 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
         pooled=pooled_drops(measured, confidence),
     )
     if outcome == "inconclusive":
-        chance = _chance_left(measured, verdict, error)
-        verdict = verdict.model_copy(
-            update={"documents_needed": _documents_to_decide(verdict, error), "chance_left": chance}
-        )
+        update = {
+            "documents_needed": _documents_to_decide(verdict, error),
+            "chance_left": _chance_left(measured, verdict, error),
+        }
+        verdict = verdict.model_copy(update=update)
     return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
-def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> InterimLook:
+def reached_look(measured: Sequence[GuardEvidence], confidence: float) -> InterimLook:
     """Return the look that the suite has reached. Its tasks are extended together while they have documents.
 
     Raises:
         InvalidInput: If the tasks have been evaluated to different looks.
     """
-    seen = {evidence.guard.task: evidence.documents for evidence in measured}
+    documents = {evidence.guard.task: evidence.documents for evidence in measured}
     planned = _steps({evidence.guard.task: evidence.schedule for evidence in measured})
     levels = look_levels(suite_information(measured), confidence)
     for number, (step, level) in enumerate(zip(planned, levels, strict=True), start=1):
-        if step == seen:
-            return InterimLook(number=number, of=len(planned), documents=sum(seen.values()), confidence=level)
+        if step == documents:
+            return InterimLook(number=number, of=len(planned), documents=sum(documents.values()), confidence=level)
     raise InvalidInput(
         "evaluate.tasks",
-        found="tasks scored to different looks: " + ", ".join(f"{task} {n:,}" for task, n in seen.items()),
-        expected="all tasks of a suite at the same look: " + " or ".join(_planned(step) for step in planned),
-        remedy="evaluate up to the next look, or rule: each",
+        found=f"tasks at different looks: {_format_counts(documents)}",
+        expected=f"all tasks of a suite at the same look: {' or '.join(map(_format_counts, planned))}",
+        remedy="evaluate up to the next look, or set rule: each",
     )
 
 
@@ -187,11 +188,11 @@ def mean_drop(parts: Sequence[TaskDrop]) -> tuple[Any, Any, Any]:
     drop: Any = 0.0
     below: Any = 0.0
     above: Any = 0.0
-    for task, same in by_task.items():
-        share = weights[task] / len(same)
-        drop += share * sum(part.drop for part in same)
-        below += (share * sum(part.drop - part.low for part in same)) ** 2
-        above += (share * sum(part.high - part.drop for part in same)) ** 2
+    for task, task_drops in by_task.items():
+        share = weights[task] / len(task_drops)
+        drop += share * sum(part.drop for part in task_drops)
+        below += (share * sum(part.drop - part.low for part in task_drops)) ** 2
+        above += (share * sum(part.high - part.drop for part in task_drops)) ** 2
     return drop, drop - below**0.5, drop + above**0.5
 
 
@@ -263,7 +264,7 @@ def _chance_left(measured: Sequence[GuardEvidence], verdict: SuiteVerdict, error
     return chance_to_decide(verdict.drop, error, share, pass_below, max(verdict.max_drop, quantile * last_error))
 
 
-def _planned(documents: dict[str, int]) -> str:
+def _format_counts(documents: dict[str, int]) -> str:
     return ", ".join(f"{task} {n:,}" for task, n in documents.items())
 
 

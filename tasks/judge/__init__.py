@@ -14,7 +14,7 @@ orders.
 
 from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, Order
 from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
-from mergegate.tasks.judge.recorded_answers import (
+from mergegate.tasks.judge.questions import (
     PairScore,
     RecordedAnswerPair,
     judge_digest,

@@ -7,7 +7,7 @@ penalties) are set aside, so that both models decode in the same way. Each model
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -52,21 +52,21 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
     Raises:
         InvalidInput: If the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
     """
-    answered = call_model_process(
+    conversations = call_model_process(
         _answer_all,
         (model, read_prompts(prompts), generation, runtime.device),
         location=f"answers of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "answers"),
     )
-    rows = ({"id": item.id, "answers": item.answers, "cut_off": item.cut_off} for item in answered)
+    rows = ({"id": item.id, "answers": item.answers, "cut_off": item.cut_off} for item in conversations)
     (out / FILE).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return AnswerSummary(
         model=model.name,
-        prompts=len(answered),
-        answers=sum(len(item.answers) for item in answered),
-        cut_off=sum(sum(item.cut_off) for item in answered),
-        characters=sum(len(text) for item in answered for text in item.answers),
+        prompts=len(conversations),
+        answers=sum(len(item.answers) for item in conversations),
+        cut_off=sum(sum(item.cut_off) for item in conversations),
+        characters=sum(len(text) for item in conversations for text in item.answers),
     )
 
 
@@ -87,37 +87,33 @@ class _Question(NamedTuple):
 def _answer_all(
     model: Model, prompts: Sequence[Prompt], generation: Generation, device: str, on_progress: TellProgress
 ) -> list[ConversationAnswers]:
-    with load_model(model, dtype=generation.dtype, device=device) as loaded:
-        return _converse(loaded, model.name, prompts, generation, on_progress)
-
-
-def _converse(
-    loaded: LoadedModel, name: str, prompts: Sequence[Prompt], generation: Generation, on_progress: TellProgress
-) -> list[ConversationAnswers]:
-    if generation.chat_template and not loaded.tokenizer.chat_template:
-        raise InvalidInput(
-            "judge.chat_template",
-            found=f"a tokenizer without one ({name})",
-            remedy="chat_template: false",
-        )
     answers: list[list[str]] = [[] for _ in prompts]
     cut_off: list[list[bool]] = [[] for _ in prompts]
     total, done = sum(len(prompt.turns) for prompt in prompts), 0
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        questions = [
-            _Question(row, _encode(loaded.tokenizer, prompt, answers[row], generation.chat_template))
-            for row, prompt in enumerate(prompts)
-            if turn < len(prompt.turns)
-        ]
-        for batch in _batches(questions, generation.batch_size):
-            longest = prompts[batch[0].row]
-            for question, (text, is_cut) in zip(
-                batch, _generate(loaded, batch, generation.max_new_tokens, f"prompt {longest.id}"), strict=True
-            ):
-                answers[question.row].append(text)
-                cut_off[question.row].append(is_cut)
-            done += len(batch)
-            on_progress(done, total)
+    with load_model(model, dtype=generation.dtype, device=device) as loaded:
+        if generation.chat_template and not loaded.tokenizer.chat_template:
+            raise InvalidInput(
+                "judge.chat_template",
+                found=f"the tokenizer of {model.name} has no chat template",
+                remedy="chat_template: false",
+            )
+        for turn in range(max(len(prompt.turns) for prompt in prompts)):
+            questions = [
+                _Question(row, _encode(loaded.tokenizer, prompt, answers[row], generation.chat_template))
+                for row, prompt in enumerate(prompts)
+                if turn < len(prompt.turns)
+            ]
+            # Batches of similar length, longest first, so that memory runs out immediately or never.
+            questions.sort(key=lambda question: len(question.tokens), reverse=True)
+            for start in range(0, len(questions), generation.batch_size):
+                batch = questions[start : start + generation.batch_size]
+                location = f"prompt {prompts[batch[0].row].id}"
+                texts = _generate(loaded, batch, generation.max_new_tokens, location)
+                for question, (text, is_cut) in zip(batch, texts, strict=True):
+                    answers[question.row].append(text)
+                    cut_off[question.row].append(is_cut)
+                done += len(batch)
+                on_progress(done, total)
     return [
         ConversationAnswers(prompt.id, tuple(answers[row]), tuple(cut_off[row])) for row, prompt in enumerate(prompts)
     ]
@@ -138,17 +134,10 @@ def _encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], chat_templat
     return list(tokenizer(text, add_special_tokens=False).input_ids)  # The template already contains special tokens.
 
 
-def _batches(questions: Sequence[_Question], size: int) -> Iterator[list[_Question]]:
-    """Group questions of similar length, longest first, so that memory runs out immediately or never."""
-    ordered = sorted(questions, key=lambda question: len(question.tokens), reverse=True)
-    for start in range(0, len(ordered), size):
-        yield ordered[start : start + size]
-
-
 def _generate(
     loaded: LoadedModel, batch: Sequence[_Question], token_limit: int, location: str
 ) -> list[tuple[str, bool]]:
-    """Return the greedy answer to each question, and whether it ended at ``most`` tokens or the end of the context."""
+    """Return the greedy answer to each question, and whether it ended at the token limit or the end of the context."""
     import torch
     import transformers
 
@@ -158,7 +147,7 @@ def _generate(
         raise InvalidInput(
             location,
             found=f"{longest} tokens",
-            expected=f"between 1 and the {loaded.context} of the model, with room for an answer",
+            expected=f"at least 1 token, and fewer than the {loaded.context} of the model's context",
         )
     token_limit = token_limit if loaded.context is None else min(token_limit, loaded.context - longest)
     default_config: Any = network.generation_config
@@ -181,10 +170,10 @@ def _generate(
             out = network.generate(input_ids=ids.to(network.device), attention_mask=mask.to(network.device))
     finally:
         network.generation_config = default_config
-    return [_until_end(tokenizer, row[longest:].tolist(), end_tokens) for row in out]
-
-
-def _until_end(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> tuple[str, bool]:
-    end = next((position for position, token in enumerate(tokens) if token in end_tokens), None)
-    text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-    return str(text).strip(), end is None
+    answers = []
+    for row in out:
+        tokens = row[longest:].tolist()
+        end = next((position for position, token in enumerate(tokens) if token in end_tokens), None)
+        text = str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
+        answers.append((text.strip(), end is None))
+    return answers

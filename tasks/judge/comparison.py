@@ -40,6 +40,11 @@ class Judgment(BaseModel):
     reply: str  # Reply in the judge's own words.
     judge: str  # Name of the judge, as reported by the server.
 
+    @property
+    def key(self) -> tuple[str, int, Order]:
+        """Prompt, turn and order, which identify a judgment of a run."""
+        return self.prompt, self.turn, self.order
+
 
 class Pair(NamedTuple):
     """One pair of answers after both orders."""
@@ -117,16 +122,16 @@ class AnswerStatistics(NamedTuple):
     cut_off: int
 
 
-def settle(judgements: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
+def settle(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
     """Combine judgments into pairs of answers after both orders.
 
     Args:
-        judgements: Judgments, one for each pair and order.
+        judgments: Judgments, one for each pair and order.
         identical: ``(prompt, turn)`` of pairs that were not judged because both answers are equal.
     """
     by_pair: dict[tuple[str, int], list[Judgment]] = defaultdict(list)
-    for judgement in judgements:
-        by_pair[judgement.prompt, judgement.turn].append(judgement)
+    for judgment in judgments:
+        by_pair[judgment.prompt, judgment.turn].append(judgment)
     settled = [
         Pair(prompt, turn, _winner([j.winner for j in both]), _is_consistent([j.winner for j in both]))
         for (prompt, turn), both in by_pair.items()
@@ -138,7 +143,7 @@ def answers_verdict(
     judge: str,
     reference: AnswerStatistics,
     merge: AnswerStatistics,
-    judgements: Sequence[Judgment],
+    judgments: Sequence[Judgment],
     identical: Sequence[tuple[str, int]],
     rule: JudgeRule,
 ) -> JudgeVerdict:
@@ -147,7 +152,7 @@ def answers_verdict(
     Raises:
         InvalidInput: If there are too few prompts for a decision.
     """
-    pairs = settle(judgements, identical)
+    pairs = settle(judgments, identical)
     shortfall = _shortfall(pairs, rule.confidence)
     judged = [pair for pair in pairs if pair.consistent is not None]
     consistency = sum(bool(pair.consistent) for pair in judged) / len(judged) if judged else None
@@ -163,11 +168,20 @@ def answers_verdict(
     if consistency is not None and consistency < rule.min_consistency:
         outcome, needed = "inconclusive", None
         reason = (
-            f"judge: agrees with itself on {100 * consistency:.0f} % of the pairs when they are swapped, "
-            f"{100 * rule.min_consistency:.0f} % are needed; {reason.removeprefix('judge: ')}, decides nothing"
+            f"judge: makes the same choice in both orders for {100 * consistency:.0f} % of the pairs, "
+            f"{100 * rule.min_consistency:.0f} % are required; {reason.removeprefix('judge: ')}, is not a verdict"
         )
-    decided = [j for j in judgements if j.winner in ("reference", "merge")]
+    decided = [j for j in judgments if j.winner in ("reference", "merge")]
     first = [j for j in decided if (j.winner == "reference") == (j.order == "reference first")]
+    # Win rates by dimension, over pairs, by the same rule as the verdict: a win in both orders.
+    winners_by_dimension: dict[str, dict[tuple[str, int], list[Winner | None]]] = defaultdict(lambda: defaultdict(list))
+    for judgment in judgments:
+        for name, winner in judgment.dimensions.items():
+            winners_by_dimension[name][judgment.prompt, judgment.turn].append(winner)
+    rates = []
+    for name, by_pair in winners_by_dimension.items():
+        scores = [SCORES[_winner(winners)] for winners in by_pair.values()] + [0.5] * len(identical)
+        rates.append(DimensionRate(name=name, win_rate=sum(scores) / len(scores)))
     return JudgeVerdict(
         reference=reference.name,
         judge=judge,
@@ -187,11 +201,11 @@ def answers_verdict(
         consistency=consistency,
         min_consistency=rule.min_consistency,
         first_position=len(first) / len(decided) if decided else None,
-        unreadable=sum(judgement.winner is None for judgement in judgements),
+        unreadable=sum(judgment.winner is None for judgment in judgments),
         length_ratio=merge.characters / reference.characters if reference.characters else None,
         reference_cut_off=reference.cut_off,
         merge_cut_off=merge.cut_off,
-        dimensions=_dimension_rates(judgements, identical),
+        dimensions=tuple(rates),
         outcome=outcome,
         on_inconclusive=rule.on_inconclusive,
         reason=reason,
@@ -214,26 +228,13 @@ def _shortfall(pairs: Sequence[Pair], confidence: float) -> Difference:
     for pair in pairs:
         by_prompt[pair.prompt].append(SCORES[pair.winner])
     if len(by_prompt) < 2:
-        raise InvalidInput("judge", found=f"{len(by_prompt)} prompt", expected="2 or more, better hundreds")
+        raise InvalidInput("judge", found=f"{len(by_prompt)} prompt", expected="at least 2, preferably hundreds")
     # Losses minus wins, in [-1, 1] like any paired difference of scores. The shortfall is half of it.
     # The order must be independent of the scores, and equal answers come last and are all ties, so shuffle by hash.
     shuffled = sorted(by_prompt, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
     lead = [1.0 - 2.0 * sum(by_prompt[prompt]) / len(by_prompt[prompt]) for prompt in shuffled]
     difference = graded_difference(lead, confidence)
     return Difference(difference.mean / 2, difference.low / 2, difference.high / 2, difference.variance / 4)
-
-
-def _dimension_rates(judgements: Sequence[Judgment], identical: Sequence[tuple[str, int]]) -> tuple[DimensionRate, ...]:
-    """Return win rates over pairs, by the same rule as the verdict: a win in both orders."""
-    winners_by_dimension: dict[str, dict[tuple[str, int], list[Winner | None]]] = defaultdict(lambda: defaultdict(list))
-    for judgement in judgements:
-        for name, winner in judgement.dimensions.items():
-            winners_by_dimension[name][judgement.prompt, judgement.turn].append(winner)
-    rates = []
-    for name, by_pair in winners_by_dimension.items():
-        scores = [SCORES[_winner(winners)] for winners in by_pair.values()] + [0.5] * len(identical)
-        rates.append(DimensionRate(name=name, win_rate=sum(scores) / len(scores)))
-    return tuple(rates)
 
 
 def _sentence(

@@ -98,32 +98,35 @@ def read_prompts(prompts: Prompts, references: References | None = None) -> tupl
     for location, line in _lines(prompts.path, prompts.sha256):
         prompt = _prompt(line, location)
         if prompt.id in by_id:
-            raise InvalidInput(location, found=f"a second prompt {prompt.id}", expected="ids that are unique")
+            raise InvalidInput(location, found=f"a second prompt with id {prompt.id}", expected="unique ids")
         by_id[prompt.id] = prompt
-    answers = _answers(references) if references else {}
-    ordered = sorted(by_id, key=lambda name: hashlib.sha256(f"{prompts.seed}/{name}".encode()).digest())
-    selected = set(ordered[: prompts.sample])
+    for location, line in _lines(references.path, references.sha256) if references else ():
+        try:
+            texts = line["choices"][0]["turns"]
+        except (KeyError, IndexError, TypeError):
+            texts = None
+        if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+            raise InvalidInput(
+                location,
+                found="no reference answer",
+                expected="the format of MT-Bench: question_id, choices: [{turns: [...]}]",
+            )
+        if matched := by_id.get(_id(line)):
+            padded = (*texts[: len(matched.turns)], *[None] * (len(matched.turns) - len(texts)))
+            by_id[matched.id] = Prompt(matched.id, matched.turns, padded, matched.category)
+    shuffled = sorted(by_id, key=lambda name: hashlib.sha256(f"{prompts.seed}/{name}".encode()).digest())
+    selected = set(shuffled[: prompts.sample])
     if len(selected) < 2:
-        raise InvalidInput(str(prompts.path), found=f"{len(selected)} prompts", expected="2 or more, better hundreds")
-    return tuple(_with_references(prompt, answers) for prompt in by_id.values() if prompt.id in selected)
-
-
-def _answers(references: References) -> dict[str, tuple[str, ...]]:
-    return dict(_reference(line, location) for location, line in _lines(references.path, references.sha256))
-
-
-def _with_references(prompt: Prompt, answers: Mapping[str, tuple[str, ...]]) -> Prompt:
-    reference = answers.get(prompt.id)
-    if reference is None:
-        return prompt
-    padded: list[str | None] = [*reference[: len(prompt.turns)], *[None] * (len(prompt.turns) - len(reference))]
-    return Prompt(prompt.id, prompt.turns, tuple(padded), prompt.category)
+        raise InvalidInput(
+            str(prompts.path), found=f"{len(selected)} prompts", expected="at least 2, preferably hundreds"
+        )
+    return tuple(prompt for prompt in by_id.values() if prompt.id in selected)
 
 
 def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     content = read_plain(path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
+        raise InvalidInput(str(path), found="a file that changed during the run", remedy="run again")
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
@@ -144,21 +147,11 @@ def _prompt(line: Mapping[str, Any], location: str) -> Prompt:
     if len(references_by_turn) > len(turns) or not all(
         text is None or isinstance(text, str) for text in references_by_turn
     ):
-        raise InvalidInput(location, found=f"reference {reference!r:.80}", expected="a text, or one for each turn")
+        raise InvalidInput(
+            location, found=f"reference {reference!r:.80}", expected="a text, or a list with a text for each turn"
+        )
     references = tuple([text or None for text in references_by_turn] + [None] * (len(turns) - len(references_by_turn)))
     return Prompt(_id(line), tuple(turns), references, str(line.get("category", "")))
-
-
-def _reference(line: Mapping[str, Any], location: str) -> tuple[str, tuple[str, ...]]:
-    try:
-        turns = line["choices"][0]["turns"]
-    except (KeyError, IndexError, TypeError):
-        turns = None
-    if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise InvalidInput(
-            location, found="no answer", expected="MT-Bench's form: question_id, choices: [{turns: [...]}]"
-        )
-    return _id(line), tuple(turns)
 
 
 def _id(line: Mapping[str, Any]) -> str:

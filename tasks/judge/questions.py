@@ -1,21 +1,24 @@
 """Send pairs of answers to the judge, one request per pair and order, and yield each judgment as it arrives.
 
-Callers store the judgments in their own way: a stage in its artifact, the shadow in its ledger.
+Callers store the judgments in their own way: a stage in its artifact, the shadow in its ledger. The shadow compares
+recorded answers to one user question. A question is a whole conversation that both sides share, so each pair is one
+turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from itertools import islice
 from typing import NamedTuple
 
-from mergegate.tasks.judge.comparison import ORDERS, Judgment, Order, Winner
+from mergegate.tasks.judge.comparison import ORDERS, SCORES, Judgment, Order, Winner, settle
 from mergegate.tasks.judge.prompts import Prompt
-from mergegate.tasks.judge.rubric import Choice, JudgedTurn, messages, parse, response_format
+from mergegate.tasks.judge.rubric import INSTRUCTIONS, Choice, JudgedTurn, messages, parse_reply, response_format
 from mergegate.tasks.judge.server import ChatServer
 from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
+from mergegate.tasks.store import digest
 
 
 class JudgeQuestion(NamedTuple):
@@ -65,7 +68,8 @@ def ask_judge(
 
         def submit(count: int) -> set[Future[Judgment]]:
             return {
-                pool.submit(_ask, connection, question, judging, instructions) for question in islice(pending, count)
+                pool.submit(_judge_question, connection, question, judging, instructions)
+                for question in islice(pending, count)
             }
 
         pending = iter(questions)
@@ -77,28 +81,90 @@ def ask_judge(
                 waiting |= submit(1)
 
 
-def _ask(connection: ChatServer, question: JudgeQuestion, judging: JudgmentSettings, instructions: str) -> Judgment:
+def _judge_question(
+    connection: ChatServer, question: JudgeQuestion, judging: JudgmentSettings, instructions: str
+) -> Judgment:
     reply = connection.ask(
         judging.model,
         messages(question.exchange, judging.dimensions, instructions),
         response_format(judging.dimensions),
         judging.max_tokens,
     )
-    vote = parse(reply.text, judging.dimensions)
+    vote = parse_reply(reply.text, judging.dimensions)
+
+    def winner_of(choice: Choice) -> Winner:  # the model that wrote the preferred answer
+        if choice == "tie":
+            return "tie"
+        return "reference" if (choice == "A") == (question.order == "reference first") else "merge"
+
     return Judgment(
         prompt=question.exchange.prompt.id,
         turn=question.exchange.turn,
         order=question.order,
-        winner=_winner(vote.verdict, question.order) if vote else None,
-        dimensions={name: _winner(choice, question.order) for name, choice in vote.dimensions.items()} if vote else {},
+        winner=winner_of(vote.verdict) if vote else None,
+        dimensions={name: winner_of(choice) for name, choice in vote.dimensions.items()} if vote else {},
         reasoning=vote.reasoning if vote else "",
         reply=reply.text,
         judge=reply.model,
     )
 
 
-def _winner(choice: Choice, order: Order) -> Winner:
-    """Return which model wrote the preferred answer."""
-    if choice == "tie":
-        return "tie"
-    return "reference" if (choice == "A") == (order == "reference first") else "merge"
+class RecordedAnswerPair(NamedTuple):
+    """Two recorded answers to one question."""
+
+    id: str
+    question: str
+    reference: str
+    merge: str
+
+
+def judge_recorded_pairs(
+    pairs: Sequence[RecordedAnswerPair],
+    judging: JudgmentSettings,
+    server: JudgeServer,
+    judged: Collection[tuple[str, Order]] = (),
+) -> Iterator[Judgment]:
+    """Yield the judgment on each pair in each order as it arrives. Equal answers are not sent to the judge.
+
+    Args:
+        judged: ``(id, order)`` of earlier judgments, which are not requested again.
+
+    Raises:
+        InvalidInput: If the server cannot be reached.
+    """
+    questions = [
+        question
+        for pair in pairs
+        if pair.reference != pair.merge
+        for question in both_orders(Prompt(pair.id, (pair.question,), (None,)), 0, (pair.reference,), (pair.merge,))
+        if (pair.id, question.order) not in judged
+    ]
+    return ask_judge(questions, judging, server, INSTRUCTIONS)
+
+
+class PairScore(NamedTuple):
+    """Score of one pair after both orders, and whether the judge agreed with itself.
+
+    Args:
+        score: 1 if the merge's answer is better, 0 if the reference's is better, else 1/2.
+        consistent: Whether both orders led to the same choice.
+    """
+
+    score: float
+    consistent: bool
+
+
+def score_pair(judgments: Sequence[Judgment]) -> PairScore:
+    """Combine the two judgments of one pair into its score."""
+    (pair,) = settle(judgments)
+    return PairScore(SCORES[pair.winner], bool(pair.consistent))
+
+
+def judge_digest(judging: JudgmentSettings) -> str:
+    """Return 64 hex digits of everything that determines a judgment. A different digest means a different judge."""
+    return digest(
+        {
+            "judging": judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields)),
+            "instructions": INSTRUCTIONS,
+        }
+    )

@@ -87,14 +87,21 @@ def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "judgement", "strict": True, "schema": schema}}
 
 
-def parse(reply: str, dimensions: Mapping[str, str]) -> JudgeVote | None:
+def parse_reply(reply: str, dimensions: Mapping[str, str]) -> JudgeVote | None:
     """Return the judge's vote, or None if the reply does not state one clearly.
 
     The parser tries, in this order: JSON that is the entire reply; the last JSON object in it (after thoughts, or in a
     code fence); the verdict of slightly malformed JSON; the last ``verdict: A`` or ``[[A]]`` of plain text.
     """
     text = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL).strip()
-    for document in (_json(reply), _json(text), *reversed(_objects(text))):
+    decoder, objects, position = json.JSONDecoder(strict=False), list[object](), 0
+    while (position := text.find("{", position)) >= 0:  # JSON objects in the text, none nested in another
+        try:
+            document, position = decoder.raw_decode(text, position)
+            objects.append(document)
+        except (ValueError, RecursionError):
+            position += 1
+    for document in (_json(reply), _json(text), *reversed(objects)):
         if isinstance(document, dict) and (verdict := _choice(document.get("verdict"))) is not None:
             parsed = {name: _choice(document.get(name)) for name in dimensions}
             choices = {name: choice for name, choice in parsed.items() if choice is not None}
@@ -127,15 +134,3 @@ def _json(text: str) -> object:
         return json.loads(text, strict=False)  # Judges write line breaks into strings.
     except (ValueError, RecursionError):
         return None
-
-
-def _objects(text: str) -> list[object]:
-    """Return the JSON objects in ``text``, none nested in another."""
-    decoder, objects, position = json.JSONDecoder(strict=False), list[object](), 0
-    while (position := text.find("{", position)) >= 0:
-        try:
-            document, position = decoder.raw_decode(text, position)
-            objects.append(document)
-        except (ValueError, RecursionError):
-            position += 1
-    return objects

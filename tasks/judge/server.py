@@ -47,8 +47,15 @@ class ChatServer:
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.time,
     ) -> None:
+        key = os.environ.get(server.api_key_env or "", "").strip()
+        if server.api_key_env is not None and not key:
+            raise InvalidInput(
+                f"judge.api_key_env: {server.api_key_env}",
+                found="an environment variable that is not set, or empty",
+                expected="the key of the judge's server in this environment variable",
+            )
         self._server = server
-        self._http = JsonClient(server.url, server.timeout, _key(server), connections=server.concurrency)
+        self._http = JsonClient(server.url, server.timeout, key, connections=server.concurrency)
         self._retrying = retry_transient(server.attempts, statuses=_RETRIED_STATUSES, sleep=sleep, now=now)
         self._schemas = True  # Until the server rejects one.
 
@@ -96,15 +103,15 @@ class ChatServer:
             f"{_LOCATION}: {self._server.url}",
             found=f"{problem}, after {self._server.attempts} attempts",
             expected="a server that answers",
-            remedy="see that it runs; finished judgements are kept, so run again",
+            remedy="start the server and run again; finished judgments are stored",
         )
 
     def _read(self, answer: Answer, model: str) -> Reply:
         if not answer.ok:
             remedies = {
-                401: "name the variable that holds the key under judge.api_key_env",
-                403: "name the variable that holds the key under judge.api_key_env",
-                404: "see that judge.url ends where /chat/completions begins, and that judge.model is served there",
+                401: "set judge.api_key_env to the environment variable that holds the key",
+                403: "set judge.api_key_env to the environment variable that holds the key",
+                404: "check that judge.url is the part before /chat/completions, and that the server has judge.model",
             }
             raise InvalidInput(
                 f"{_LOCATION}: {self._server.url}",
@@ -121,16 +128,3 @@ class ChatServer:
                 found=f"no chat completion: {answer.message}",
                 expected="an OpenAI-compatible server",
             ) from None
-
-
-def _key(server: JudgeServer) -> str:
-    if server.api_key_env is None:
-        return ""
-    key = os.environ.get(server.api_key_env, "").strip()
-    if not key:
-        raise InvalidInput(
-            f"judge.api_key_env: {server.api_key_env}",
-            found="not set, or empty",
-            expected="the key of the judge's server in this environment variable",
-        )
-    return key

@@ -24,8 +24,12 @@ class Generation(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_new_tokens: int = Field(default=512, ge=1, description="Tokens an answer may have.")
-    chat_template: bool = Field(default=True, description="false: the prompt is continued as plain text.")
+    max_new_tokens: int = Field(default=512, ge=1, description="Largest number of tokens in an answer. Default: 512.")
+    chat_template: bool = Field(
+        default=True,
+        description="Apply the chat template of each model. If false, models continue the prompt as plain text. "
+        "Default: true.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=8, ge=1)
 
@@ -35,17 +39,24 @@ class JudgmentSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(min_length=1, description="What the server calls the judge.")
+    model: str = Field(min_length=1, description="Name of the judge on the server.")
     dimensions: Mapping[str, str] = Field(
-        default=DIMENSIONS, min_length=1, description="What is judged: a name, and what a good answer does."
+        default=DIMENSIONS,
+        min_length=1,
+        description="Dimensions to judge: a name, and a description of a good answer. Default: correctness, relevance, "
+        "clarity.",
     )
-    max_tokens: int | None = Field(default=2048, ge=1, description="Of a judgement; null: as the server has it.")
+    max_tokens: int | None = Field(
+        default=2048,
+        ge=1,
+        description="Largest number of tokens in a judgment. null: the limit of the server. Default: 2048.",
+    )
 
     @field_validator("dimensions")
     @classmethod
     def _check_dimension_names(cls, dimensions: Mapping[str, str]) -> Mapping[str, str]:
-        if taken := sorted({"reasoning", "verdict"} & set(dimensions)):
-            raise ValueError(f"{taken[0]} is part of every judgement, not a dimension")
+        if reserved := sorted({"reasoning", "verdict"} & set(dimensions)):
+            raise ValueError(f"{reserved[0]!r} is a reserved name: it is part of every judgment")
         return dimensions
 
 
@@ -54,16 +65,31 @@ class JudgeRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_shortfall: float = Field(default=3.0, ge=0, le=50, description="Points below even; more, and not noise, fails.")
-    margin: float | None = Field(
-        default=None, gt=0, le=50, description="Points that the upper bound may reach; default: max_shortfall + 1."
+    max_shortfall: float = Field(
+        default=3.0,
+        ge=0,
+        le=50,
+        description="Largest win-rate shortfall below even, in points, that passes. Default: 3.",
     )
-    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way.")
+    margin: float | None = Field(
+        default=None,
+        gt=0,
+        le=50,
+        description="Largest upper bound of the shortfall that passes, in points. Default: max_shortfall + 1.",
+    )
+    confidence: float = Field(
+        default=0.95, gt=0.5, lt=1, description="One-sided confidence of each bound. Default: 0.95."
+    )
     min_consistency: float = Field(
-        default=0.7, ge=0, le=1, description="Share of pairs judged alike in both orders; below it nothing is decided."
+        default=0.7,
+        ge=0,
+        le=1,
+        description="Smallest share of pairs with the same choice in both orders; below it, the verdict is "
+        "inconclusive. Default: 0.7.",
     )
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
-        default="block", description="What to do when the prompts do not suffice to decide."
+        default="block",
+        description="Effect of an inconclusive verdict: block publication, warn, or pass. Default: block.",
     )
 
     @model_validator(mode="after")
@@ -83,13 +109,24 @@ class JudgeServer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: Annotated[str, NotInKey] = Field(description="Of an OpenAI-compatible server: http://localhost:8000/v1")
-    api_key_env: Annotated[str | None, NotInKey] = Field(
-        default=None, min_length=1, description="Environment variable that holds the key; absent: no key is sent."
+    url: Annotated[str, NotInKey] = Field(
+        description="Address of an OpenAI-compatible server, such as http://localhost:8000/v1."
     )
-    timeout: Annotated[float, NotInKey] = Field(default=120.0, gt=0, description="Seconds of one request.")
-    attempts: Annotated[int, NotInKey] = Field(default=6, ge=1, description="Of one request, on 429, 5xx and silence.")
-    concurrency: Annotated[int, NotInKey] = Field(default=4, ge=1, le=256, description="Requests at a time.")
+    api_key_env: Annotated[str | None, NotInKey] = Field(
+        default=None, min_length=1, description="Environment variable that holds the API key. Default: send no key."
+    )
+    timeout: Annotated[float, NotInKey] = Field(
+        default=120.0, gt=0, description="Time limit of one request, in seconds. Default: 120."
+    )
+    attempts: Annotated[int, NotInKey] = Field(
+        default=6,
+        ge=1,
+        description="Largest number of attempts per request, which is repeated after status 429, 5xx or no answer. "
+        "Default: 6.",
+    )
+    concurrency: Annotated[int, NotInKey] = Field(
+        default=4, ge=1, le=256, description="Number of concurrent requests. Default: 4."
+    )
 
     @field_validator("url")
     @classmethod
@@ -100,13 +137,15 @@ class JudgeServer(BaseModel):
 class JudgeSettings(Generation, JudgmentSettings, JudgeRule, JudgeServer):
     """Prompts, models, judge and passing rule, in a profile under ``judge``."""
 
-    prompts: LocalPath = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
-    references: LocalPath | None = Field(
-        default=None, description="MT-Bench's reference answers, in a file of their own."
+    prompts: LocalPath = Field(
+        description="jsonl file with prompt (or turns) and optionally reference in each line, or MT-Bench's questions."
     )
-    guarded_by: str = Field(min_length=1, description="Name of the model whose answers the merge's are compared with.")
-    sample: int | None = Field(default=None, ge=2, description="A fixed random sample of so many prompts; absent: all.")
-    seed: int = Field(default=0, ge=0, description="Of the sample.")
+    references: LocalPath | None = Field(default=None, description="File with MT-Bench's reference answers.")
+    guarded_by: str = Field(min_length=1, description="Model whose answers the merge's answers are compared with.")
+    sample: int | None = Field(
+        default=None, ge=2, description="Number of prompts in a fixed random sample. Default: all prompts."
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the sample. Default: 0.")
 
     @property
     def generation(self) -> Generation:

@@ -74,8 +74,8 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
         if gram is None and not all(broken):
             raise InvalidInput(
                 f"{base.name} ({base.directory})",
-                found="numbers that are not finite",
-                expected="a base that task vectors can be measured from",
+                found="NaN or infinity",
+                expected="a base with finite numbers, from which task vectors are measured",
                 remedy="get the checkpoint again",
             )
     return ModelDistances(
@@ -101,7 +101,7 @@ def _products(base: PinnedCheckpoint, opened: Sequence[Checkpoint]) -> Sequence[
         if not any(map(_non_finite, opened)):  # Non-finite numbers can also leave nothing to compare.
             raise
         return None
-    return None if any(item.reason == NOT_FINITE for item in interference.skipped) else interference.whole.gram
+    return None if any(item.reason == NOT_FINITE for item in interference.skipped) else interference.network_tally.gram
 
 
 def _non_finite(checkpoint: Checkpoint) -> int:
@@ -135,22 +135,36 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
     Raises:
         InvalidInput: If no model remains, or a model contains NaN or infinity and no rule leaves it out.
     """
-    return recipe.map_documents(lambda document: _with_own_distances(document, find, measure))
+
+    def complete(document: Recipe) -> Recipe:
+        if not document.needs_distances or document.distances is not None:
+            return document
+        refs = [str(source.model) for source in document.sources if source.model != document.base]
+        models = tuple(find(ref) for ref in refs)
+        distances = (measure or model_distances.build)(find(str(document.base)), models).value
+        return _apply_distances(document, refs, distances)
+
+    return recipe.map_documents(complete)
 
 
-def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
-    if not recipe.needs_distances or recipe.distances is not None:
-        return recipe
-    refs = [str(source.model) for source in recipe.sources if source.model != recipe.base]
-    models = tuple(find(ref) for ref in refs)
-    distances = (measure or model_distances.build)(find(str(recipe.base)), models).value
+def _apply_distances(recipe: Recipe, refs: Sequence[str], distances: ModelDistances) -> Recipe:
+    """Return one recipe document without the models that its rule leaves out, and with the shares that follow.
+
+    Args:
+        recipe: Recipe document.
+        refs: References of its models without the base.
+        distances: Their distances, in the same order.
+    """
     left_out = {
         refs[index]: f"{count:,} numbers that are not finite" for index, count in enumerate(distances.broken) if count
     }
     if left_out and recipe.leave_out_beyond is None:
         first = next(iter(left_out))
         raise InvalidInput(
-            first, found=left_out[first], expected="numbers", remedy="remove it, or say leave_out_beyond in the recipe"
+            first,
+            found=left_out[first],
+            expected="finite numbers",
+            remedy="remove the model, or set leave_out_beyond in the recipe",
         )
     remaining = list(distances.sound)
     if recipe.leave_out_beyond is not None:
@@ -163,8 +177,8 @@ def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint],
     if not remaining:
         raise InvalidInput(
             recipe.location,
-            found=f"no model is left: {next(iter(left_out))}: {next(iter(left_out.values()))}",
-            expected="one at least that is sound",
+            found=f"all models are left out: {next(iter(left_out))}: {next(iter(left_out.values()))}",
+            expected="at least one intact model",
         )
     shares = None
     if recipe.method.traits.weights_by_distance:
@@ -172,11 +186,10 @@ def _with_own_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint],
         gram = [[distances.gram[i][j] for j in rows] for i in rows]
         weights = [recipe.model_weight(refs[index]) for index in remaining]
         shares = dict(zip([refs[index] for index in remaining], geometric_median(gram, weights), strict=True))
-    measured = dict(
-        zip(distances.sound, normalized_lengths_and_distances(distances.gram) if distances.gram else [], strict=True)
-    )
-    places = {}
+    lengths = normalized_lengths_and_distances(distances.gram) if distances.gram else []
+    measured = dict(zip(distances.sound, lengths, strict=True))
+    relative_distances = {}
     for index, ref in enumerate(refs):
-        length, apart = measured.get(index, (None, None))
-        places[ref] = RelativeDistance(length, apart, left_out.get(ref, ""))
-    return select_models(recipe, places, shares)
+        length, distance = measured.get(index, (None, None))
+        relative_distances[ref] = RelativeDistance(length, distance, left_out.get(ref, ""))
+    return select_models(recipe, relative_distances, shares)

@@ -30,14 +30,14 @@ class ExpertProduct(NamedTuple):
     Args:
         parameter: Name of the parameter that contains all experts.
         number: Number of the expert.
-        given: Input of the product, ``[tokens, in]``.
+        inputs: Input of the product, ``[tokens, in]``.
         positions: Positions of these tokens in the window, or None if they cannot be determined.
         inputs_first: Whether the matrix is ``[in, out]`` in memory.
     """
 
     parameter: str
     number: int
-    given: torch.Tensor
+    inputs: torch.Tensor
     positions: torch.Tensor | None
     inputs_first: bool
 
@@ -52,44 +52,48 @@ class ExpertProducts(TorchFunctionMode):
 
     def __init__(self, parameters: Mapping[str, Any], on_product: Callable[[ExpertProduct], None]) -> None:
         super().__init__()
-        self._seen = on_product
+        self._on_product = on_product
         self._sizes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._at = {
+        self._experts_by_address = {
             parameter[number].data_ptr(): (name, number)
             for name, parameter in parameters.items()
             for number in range(len(parameter))
         }
         # Most recent row indices used to index a tensor: the positions of the tokens that are routed to an expert.
-        self._taken: torch.Tensor | None = None
+        self._token_indices: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         function = getattr(func, "__name__", "")
         if len(args) > 1 and (function in _BY_ROWS or function in _BY_COLUMNS):
-            self._inspect(args[0], args[1], inputs_first=function in _BY_COLUMNS)
+            self._report_product(args[0], args[1], inputs_first=function in _BY_COLUMNS)
         elif function == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.long:
-            self._taken = args[1] if args[1].ndim == 1 else self._taken
+            self._token_indices = args[1] if args[1].ndim == 1 else self._token_indices
         return func(*args, **(kwargs or {}))
 
-    def _inspect(self, inputs: Any, matrix: Any, *, inputs_first: bool) -> None:
-        expert = self._at.get(matrix.data_ptr()) if isinstance(matrix, torch.Tensor) else None
+    def _report_product(self, inputs: Any, matrix: Any, *, inputs_first: bool) -> None:
+        expert = self._experts_by_address.get(matrix.data_ptr()) if isinstance(matrix, torch.Tensor) else None
         if expert is None:
             return
         name, number = expert
         experts, *sizes = self._sizes[name]
         if list(matrix.shape) == sizes:
-            has_positions = self._taken is not None and inputs.ndim == 2 and len(self._taken) == len(inputs)
-            self._seen(ExpertProduct(name, number, inputs, self._taken if has_positions else None, inputs_first))
+            has_positions = (
+                self._token_indices is not None and inputs.ndim == 2 and len(self._token_indices) == len(inputs)
+            )
+            self._on_product(
+                ExpertProduct(name, number, inputs, self._token_indices if has_positions else None, inputs_first)
+            )
         elif list(matrix.shape) == [experts, *sizes] and inputs.ndim == 3 and len(inputs) == experts:
             # Each expert receives all tokens. The tokens that the router did not send to it are zero.
             for number, rows in enumerate(inputs):
                 positions = rows.any(-1).nonzero()[:, 0]
-                self._seen(ExpertProduct(name, number, rows[positions], positions, inputs_first))
+                self._on_product(ExpertProduct(name, number, rows[positions], positions, inputs_first))
 
 
 @contextmanager
-def experts_one_by_one(modules: Iterable[Any]) -> Iterator[None]:
+def eager_experts(modules: Iterable[Any]) -> Iterator[None]:
     """Select the eager implementation of experts within the context.
 
     Modules of families for which transformers has only one implementation stay as they are.

@@ -31,7 +31,7 @@ from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import is_embedding
 from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import GateRows, Mixture
+from mergegate.merge_core.recipe import GateRows
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, load_model
 from mergegate.tasks.stage import Runtime, StageValue, advance, runtime, value_stage
 from mergegate.tasks.store import StoredValue
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.floating[Any]]
 
 # A difference shorter than this share of the positive mean is rounding error, so its direction is meaningless.
-_NOTHING_LEFT = 1e-6
+_MIN_LENGTH = 1e-6
 
 
 class PromptPair(BaseModel):
@@ -55,7 +55,7 @@ class PromptPair(BaseModel):
     negative: tuple[str, ...]
 
 
-class GateQuestion(BaseModel):
+class GateRequest(BaseModel):
     """Request for the router rows of all experts, with one pair of prompt lists per expert.
 
     The answer has one row per pair and layer. The rows of an expert without prompts are zero.
@@ -83,50 +83,52 @@ class RouterRows(StageValue):
         return f"{self.rows} rows of {self.width} in {self.layers} layers"
 
 
-Ask: TypeAlias = "Callable[[Model, GateQuestion, Runtime], StoredValue[RouterRows]]"
+ComputeRows: TypeAlias = "Callable[[Model, GateRequest, Runtime], StoredValue[RouterRows]]"
 
 
-def with_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None = None) -> Recipe:
+def with_gates(recipe: Recipe, find: Callable[[str], Model], compute: ComputeRows | None = None) -> Recipe:
     """Return ``recipe`` with the router rows for its prompts filled in, in all of its documents.
 
     Args:
         find: Function that returns the pinned model of a reference. It is only called for bases, and only if there are
             rows to compute.
-        ask: :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
+        compute: :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
 
     Raises:
         InvalidInput: If the base cannot be loaded, or if its states do not distinguish positive from negative prompts.
     """
-    return recipe.map_documents(lambda document: _with_own_gates(document, find, ask))
+
+    def complete(document: Recipe) -> Recipe:
+        mixture = document.mixture
+        if mixture is None or not mixture.needs_prompts or mixture.gates is not None:
+            return document
+        mode = "hidden" if mixture.gate_mode == "hidden_last" else mixture.gate_mode
+        experts = mixture.all_experts
+        pairs = tuple(PromptPair(positive=expert.positive, negative=expert.negative) for expert in experts)
+        request = GateRequest(mode=mode, experts=pairs)
+        rows = (compute or router_rows.build)(find(str(document.base)), request, runtime()).value
+        gates = GateRows(rows.layers, rows.rows, rows.width, base64.b64decode(rows.data))
+        _require_valid_rows(gates, len(experts), str(document.base))
+        return replace(document, mixture=replace(mixture, gates=gates))
+
+    return recipe.map_documents(complete)
 
 
-def _with_own_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None) -> Recipe:
-    mixture = recipe.mixture
-    if mixture is None or not mixture.needs_prompts or mixture.gates is not None:
-        return recipe
-    rows = (ask or router_rows.build)(find(str(recipe.base)), _question(mixture), runtime()).value
-    gates = GateRows(rows.layers, rows.rows, rows.width, base64.b64decode(rows.data))
-    _require_rows(gates, len(mixture.all_experts), str(recipe.base))
-    return replace(recipe, mixture=replace(mixture, gates=gates))
-
-
-def _require_rows(gates: GateRows, rows: int, base: str) -> None:
+def _require_valid_rows(gates: GateRows, experts: int, base: str) -> None:
     """Raise InvalidInput if the rows have a wrong size or are not finite, because the model process is not trusted."""
     import numpy as np
 
     values = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
-    if gates.rows != rows or values.size != gates.layers * rows * gates.width or not np.isfinite(values).all():
-        raise InvalidInput(f"router rows of {base}", found="numbers that are none", expected=f"{rows} rows a layer")
-
-
-def _question(mixture: Mixture) -> GateQuestion:
-    mode = "hidden" if mixture.gate_mode == "hidden_last" else mixture.gate_mode
-    pairs = (PromptPair(positive=expert.positive, negative=expert.negative) for expert in mixture.all_experts)
-    return GateQuestion(mode=mode, experts=tuple(pairs))
+    if gates.rows != experts or values.size != gates.layers * experts * gates.width or not np.isfinite(values).all():
+        raise InvalidInput(
+            f"router rows of {base}",
+            found="rows of the wrong size, or NaN or infinity",
+            expected=f"{experts} finite rows per layer",
+        )
 
 
 @value_stage("gates", version=1, subject="model")
-def router_rows(model: Model, question: GateQuestion, runtime: Runtime) -> RouterRows:
+def router_rows(model: Model, question: GateRequest, runtime: Runtime) -> RouterRows:
     """Return the router rows that ``question`` requests from ``model``.
 
     Raises:
@@ -151,11 +153,11 @@ class SerializedRouterRows(NamedTuple):
     data: str
 
 
-def compute_rows(model: Model, question: GateQuestion, device: str, on_progress: TellProgress) -> SerializedRouterRows:
+def compute_rows(model: Model, question: GateRequest, device: str, on_progress: TellProgress) -> SerializedRouterRows:
     """Return the router rows of all experts. This function runs in the model process."""
     import numpy as np
 
-    with _Reader(model, question.mode, device) as read:
+    with _StateReader(model, question.mode, device) as reader:
         total = sum(len(pair.positive) + len(pair.negative) for pair in question.experts)
         done, rows = 0, []
         for number, pair in enumerate(question.experts):
@@ -163,11 +165,11 @@ def compute_rows(model: Model, question: GateQuestion, device: str, on_progress:
             for prompts in (pair.positive, pair.negative):
                 states = []
                 for prompt in prompts:
-                    states.append(read.states(prompt))
+                    states.append(reader.states(prompt))
                     on_progress(done := done + 1, total)
                 means.append(np.mean(states, axis=0) if states else None)
             rows.append(
-                _row(means, f"{model.name}: prompts of expert {number}", of_sums=question.mode == "cheap_embed")
+                _router_row(means, f"{model.name}: prompts of expert {number}", of_sums=question.mode == "cheap_embed")
             )
         computed = next(row for row in rows if row is not None)
         stacked = np.stack([np.zeros_like(computed) if row is None else row for row in rows], axis=1)
@@ -176,7 +178,7 @@ def compute_rows(model: Model, question: GateQuestion, device: str, on_progress:
     return SerializedRouterRows(layers, count, width, data)
 
 
-def _row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Array | None:
+def _router_row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Array | None:
     """Return the rows of one expert, ``[layers, width]`` of length one, or None if it has no positive prompts.
 
     Args:
@@ -193,13 +195,13 @@ def _row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Arra
     if negative is None:
         return direction
     difference = direction - _normalized(negative, location) if of_sums else positive - negative
-    is_significant = _lengths(difference) > _NOTHING_LEFT * (1.0 if of_sums else _lengths(positive))
+    is_significant = _lengths(difference) > _MIN_LENGTH * (1.0 if of_sums else _lengths(positive))
     if not is_significant.any():
         raise InvalidInput(
             location,
-            found="nothing is left of them: positive and negative prompts give the same states",
-            expected="texts that the base tells apart",
-            remedy="write other prompts, or set gate_mode: random",
+            found="positive and negative prompts with the same states",
+            expected="prompts that the base distinguishes",
+            remedy="change the prompts, or set gate_mode: random",
         )
     return np.where(is_significant, difference / np.where(is_significant, _lengths(difference), 1.0), direction)
 
@@ -217,18 +219,18 @@ def _normalized(states: Array, location: str) -> Array:
     lengths = _lengths(states)
     if not np.isfinite(lengths).all() or (lengths == 0).any():
         raise InvalidInput(
-            location, found="hidden states that are zero or not finite", expected="a base that computes something"
+            location, found="hidden states that are zero, NaN or infinite", expected="finite hidden states"
         )
     return states / lengths
 
 
-class _Reader:
+class _StateReader:
     """Reader of the states of a model for a prompt, float64 ``[layers, width]``. Use it as a context manager."""
 
     def __init__(self, model: Model, mode: str, device: str) -> None:
         self._model, self._mode, self._device = model, mode, device
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _StateReader:
         if self._mode == "cheap_embed":
             self._embedding = _Embedding(self._model)
         else:
@@ -251,8 +253,8 @@ class _Reader:
             raise InvalidInput(
                 f"{self._model.name}: the prompt {prompt[:40]!r}",
                 found=f"{len(tokens)} tokens",
-                expected=f"at most {limit}, for which the model was made",
-                remedy="shorten it",
+                expected=f"at most {limit}, the context length of the model",
+                remedy="shorten the prompt",
             )
         with torch.inference_mode():
             ids = torch.tensor([tokens], device=self._device)
@@ -273,7 +275,11 @@ class _Embedding:
         checkpoint = open_checkpoint(model.directory)
         tables = [tensor for tensor in checkpoint.stored() if is_embedding(tensor.name)]
         if len(tables) != 1 or tables[0].dtype.kind != "float":
-            raise InvalidInput(location, found=f"{len(tables)} tables of embeddings", expected="one, of floating point")
+            raise InvalidInput(
+                location,
+                found=f"{len(tables)} embedding tables",
+                expected="one embedding table in a floating-point format",
+            )
         self._model, self._table = model, tables[0]
         self._layers = int(checkpoint.config.get("num_hidden_layers", 1))
         try:
@@ -283,7 +289,7 @@ class _Embedding:
         except Exception as error:  # A damaged checkpoint can make transformers raise any exception.
             cause = " ".join(str(error).split()) or type(error).__name__
             raise InvalidInput(
-                location, found=f"no tokenizer: {cause[:300]}", expected="one that can be loaded"
+                location, found=f"no tokenizer: {cause[:300]}", expected="a tokenizer that transformers can load"
             ) from error
 
     def sum(self, prompt: str) -> Array:
@@ -313,5 +319,7 @@ def _tokens(tokenizer: Any, prompt: str, model: str) -> list[int]:
     if begin is not None and tokens[:1] != [begin]:
         tokens = [int(begin), *tokens]
     if not tokens:
-        raise InvalidInput(f"{model}: the prompt {prompt[:40]!r}", found="no tokens", expected="a text with some")
+        raise InvalidInput(
+            f"{model}: the prompt {prompt[:40]!r}", found="no tokens", expected="a prompt with at least one token"
+        )
     return tokens

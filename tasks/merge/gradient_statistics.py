@@ -15,7 +15,7 @@ an unknown layout on disk are listed by name, and their merge falls back to the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,20 +24,16 @@ from mergegate.merge_core.adapters import ExpertSlice, StoredNames
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import importance_file_name, open_checkpoint, write_importance
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalLocation, open_journal
-from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from mergegate.tasks.merge.layer_windows import (
+    CalibrationJob,
     ReadWindow,
-    entry_of_run,
-    in_runs,
-    is_entry_of_run,
-    kept_runs,
+    measure_in_runs,
     require_numbers,
-    unseen_experts,
-    windows_of,
+    split_into_windows,
+    unmeasured_experts,
 )
-from mergegate.tasks.perplexity import HeldOutText, read_documents_verbatim
+from mergegate.tasks.perplexity import read_documents_verbatim
 from mergegate.tasks.stage import StageValue
 from mergegate.tasks.store import NotInKey
 
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceStatistics(StageValue):
-    """Summary of the measured importance. See :mod:`merge_core.checkpoint.importance` for the files of the artifact."""
+    """Summary of the measured importance. :mod:`merge_core.checkpoint.measurements` describes the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -57,7 +53,7 @@ class ImportanceStatistics(StageValue):
 
     def summary(self) -> str:
         text = f"{self.positions:,} positions of {self.documents} documents · {self.parameters:,} parameters"
-        return text + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
+        return text + (f" · not measured, so merged by the mean: {', '.join(self.unseen)}" if self.unseen else "")
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,12 @@ class _Part:
     pieces: tuple[ExpertSlice, ...] = ()
 
     @property
-    def owner(self) -> dict[str, str]:
+    def sum_bytes(self) -> int:
+        """Size of the sums in bytes."""
+        return 4 * int(self.parameter.numel())
+
+    @property
+    def owners(self) -> dict[str, str]:
         """Name of the tensor in the artifact for each of ``names``. Tied tensors share the first one."""
         return {name: name for name in self.names} if self.pieces else dict.fromkeys(self.names, self.names[0])
 
@@ -93,12 +94,12 @@ class _SquaredGradients:
     """
 
     def __init__(self, model: Model, network: Any, run: Sequence[_Part]) -> None:
-        self.of: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, torch.Tensor] = {}
         self._model, self._network, self._run = model, network, run
 
     def __enter__(self) -> _SquaredGradients:
-        self._asking = [(parameter, parameter.requires_grad) for parameter in self._network.parameters()]
-        for parameter, _ in self._asking:
+        self._previous = [(parameter, parameter.requires_grad) for parameter in self._network.parameters()]
+        for parameter, _ in self._previous:
             parameter.requires_grad_(False)
         for part in self._run:
             part.parameter.requires_grad_(True)
@@ -113,7 +114,7 @@ class _SquaredGradients:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        for parameter, requires_grad in self._asking:
+        for parameter, requires_grad in self._previous:
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
 
@@ -134,7 +135,7 @@ class _SquaredGradients:
             if not own.any():
                 return
             logits = self._network(input_ids=ids, use_cache=False).logits[0, -window.new :][own].float()
-            require_numbers(logits, "what it would say next", self._model)
+            require_numbers(logits, "its predictions", self._model)
             sampled = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(device)
             loss = torch.nn.functional.cross_entropy(logits, sampled, reduction="sum")
             if loss.requires_grad:
@@ -143,82 +144,57 @@ class _SquaredGradients:
     def _add(self, name: str, parameter: Any) -> None:
         square = parameter.grad.float().square()
         parameter.grad = None
-        self.of[name] = self.of[name].add_(square) if name in self.of else square
+        self.sums[name] = self.sums[name].add_(square) if name in self.sums else square
 
 
-def read_gradients(
-    model: Model,
-    text: HeldOutText,
-    reading: CalibrationReading,
-    dtype: str,
-    device: str,
-    out: Path,
-    journal_place: JournalLocation,
-    on_progress: TellProgress,
-) -> ImportanceStatistics:
-    """Measure how much each element of ``model`` matters to its predictions on ``text`` and write it to ``out``.
+def read_gradients(job: CalibrationJob, on_progress: TellProgress) -> ImportanceStatistics:
+    """Measure how much each element of a model matters to its predictions on a text, and write the importance.
 
     Args:
-        model: Model that reads the text.
-        text: Calibration text of the model.
-        reading: Number of documents and window length.
-        dtype: Format that the model is computed in, or ``auto`` for the format of its checkpoint.
-        device: Device that computes the model.
-        out: Directory of the artifact.
-        journal_place: Location and key of the journal of finished runs.
+        job: Model, text and directory.
         on_progress: Callback that receives the number of windows read and their total number.
 
     Raises:
         InvalidInput: If the model cannot be loaded or cannot read the text, has no parameter with a known name, or
             computes NaN or infinity.
     """
-    documents = read_documents_verbatim(text, reading.documents)
-    with (
-        load_model(model, dtype=dtype, device=device) as loaded,
-        open_journal(journal_place, is_entry_of_run) as journal,
-    ):
-        windows = list(windows_of(loaded, model, documents, reading.max_length))
+    documents = read_documents_verbatim(job.text, job.reading.documents)
+    with load_model(job.model, dtype=job.dtype, device=job.device) as loaded:
+        windows = list(split_into_windows(loaded, job.model, documents, job.reading.max_length))
         positions = sum(sum(window.own) for window in windows)
         if not positions:
             raise InvalidInput(
-                str(text.path),
-                found=f"nothing that {model.name} would say",
-                expected="texts, or conversations with messages of the role 'assistant'",
+                str(job.text.path),
+                found=f"no text that {job.model.name} would write",
+                expected="plain documents, or conversations with messages of the role 'assistant'",
             )
-        stored = split_experts(open_checkpoint(model.directory))
+        stored = split_experts(open_checkpoint(job.model.directory))
         parts = _parts(loaded, StoredNames(stored))
-        done = kept_runs(journal.records, out, importance_file_name)
-        owner = {name: own for record in done for name, own in record["owner"].items()}
-        runs = in_runs((part for part in parts if part.names[0] not in owner), lambda part: 4 * part.parameter.numel())
-        total = len(windows) * max(len(runs), 1)
-        for number, run in enumerate(runs):
-            with _SquaredGradients(model, loaded.network, run) as squares:
+
+        def measure(run: Sequence[_Part], path: Path, report: Callable[[int], None]) -> dict[str, str]:
+            from safetensors.torch import save_file
+
+            with _SquaredGradients(job.model, loaded.network, run) as squares:
                 for count, window in enumerate(windows):
                     squares.read(window, seed=count)
-                    on_progress(number * len(windows) + count + 1, total)
-            path = out / importance_file_name(len(done) + number)
-            reached = [part for part in run if part.names[0] in squares.of]
-            sums = {name: total for part in reached for name, total in part.split(squares.of[part.names[0]]).items()}
-            _write(path, sums, positions=positions, model=model)
-            own = {name: stored_name for part in reached for name, stored_name in part.owner.items()}
-            journal.append(entry_of_run(path, own))
-            owner |= own
-        if not owner:
-            raise InvalidInput(
-                f"{model.name} ({model.directory})",
-                found="no parameter that matters to what it says",
-                expected="a transformer with parameters under names that are known",
-                remedy="merge it with a method that reads no text",
-            )
-        write_importance(out, owner, positions)
-        return ImportanceStatistics(
-            model=model.name,
-            documents=len(documents),
-            positions=positions,
-            tensors=len(set(owner.values())),
-            parameters=sum(part.parameter.numel() for part in parts if part.names[0] in owner),
-            unseen=unseen_experts(stored, owner),
-        )
+                    report(count + 1)
+            reached = [part for part in run if part.names[0] in squares.sums]
+            sums = {name: total for part in reached for name, total in part.split(squares.sums[part.names[0]]).items()}
+            for name, total in sums.items():
+                require_numbers(total, name, job.model)
+            save_file({name: (total / positions).cpu().contiguous() for name, total in sums.items()}, path)
+            return {name: owner for part in reached for name, owner in part.owners.items()}
+
+        owners = measure_in_runs(job, parts, len(windows), importance_file_name, measure, on_progress)
+    write_importance(job.out, owners, positions)
+    return ImportanceStatistics(
+        model=job.model.name,
+        documents=len(documents),
+        positions=positions,
+        tensors=len(set(owners.values())),
+        parameters=sum(part.parameter.numel() for part in parts if part.names[0] in owners),
+        unseen=unmeasured_experts(stored, owners),
+    )
 
 
 def _parts(loaded: LoadedModel, names: StoredNames) -> list[_Part]:
@@ -228,20 +204,16 @@ def _parts(loaded: LoadedModel, names: StoredNames) -> list[_Part]:
     for path, parameter in loaded.network.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             continue
+        module, _, last = path.rpartition(".")
         stored = names.find(path)
         if stored is not None and stored.shape == tuple(parameter.shape):
             own = parts.setdefault(id(parameter), (parameter, []))[1]
             if stored.name not in own:
                 own.append(stored.name)
-        elif stored is None and (pieces := _pieces(parameter, names.find_parameter(*_split(path)))):
+        elif stored is None and (pieces := _pieces(parameter, names.find_parameter(module, last))):
             parts[id(parameter)] = (parameter, [piece.tensor.name for piece in pieces])
             experts[id(parameter)] = pieces
     return [_Part(parameter, tuple(own), experts.get(key, ())) for key, (parameter, own) in parts.items()]
-
-
-def _split(path: str) -> tuple[str, str]:
-    module, _, last = path.rpartition(".")
-    return module, last
 
 
 def _pieces(parameter: Any, pieces: tuple[ExpertSlice, ...]) -> tuple[ExpertSlice, ...]:
@@ -257,11 +229,3 @@ def _slice_of_piece(parameter: Any, piece: ExpertSlice) -> Any:
     expert, shape = parameter[piece.expert], piece.tensor.shape
     rows = expert[piece.first_row : piece.first_row + shape[0]]
     return expert.T if rows.shape != shape and expert.T.shape == shape else rows
-
-
-def _write(path: Path, sums: dict[str, torch.Tensor], *, positions: int, model: Model) -> None:
-    from safetensors.torch import save_file
-
-    for name, total in sums.items():
-        require_numbers(total, name, model)
-    save_file({name: (total / positions).cpu().contiguous() for name, total in sums.items()}, path)

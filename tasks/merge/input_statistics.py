@@ -18,7 +18,7 @@ falls back to the mean of the models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,21 +35,16 @@ from mergegate.merge_core.checkpoint import (
     pack_moments,
     write_inputs,
 )
-from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import JournalLocation, open_journal
-from mergegate.merge_core.recipe import CalibrationReading
-from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
+from mergegate.tasks.checkpoints import LoadedModel, TellProgress, load_model
 from mergegate.tasks.merge.layer_windows import (
+    CalibrationJob,
     ReadWindow,
-    entry_of_run,
-    in_runs,
-    is_entry_of_run,
-    kept_runs,
+    measure_in_runs,
     require_numbers,
-    unseen_experts,
-    windows_of,
+    split_into_windows,
+    unmeasured_experts,
 )
-from mergegate.tasks.perplexity import HeldOutText, read_documents_verbatim
+from mergegate.tasks.perplexity import read_documents_verbatim
 from mergegate.tasks.stage import StageValue
 from mergegate.tasks.store import NotInKey
 
@@ -60,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class InputStatistics(StageValue):
-    """Summary of the measured input moments. See :mod:`merge_core.checkpoint.moments` for the files of the artifact."""
+    """Summary of the measured input moments. :mod:`merge_core.checkpoint.measurements` describes the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -74,15 +69,10 @@ class InputStatistics(StageValue):
 
     def summary(self) -> str:
         text = f"{self.positions:,} positions of {self.documents} documents · {self.inputs} inputs"
-        # Directions that the text does not cover fall back to the mean of the models.
-        text += f", the widest of {self.widest:,}: a longer text tells more" if self.is_thin else ""
-        text += f" · {self.unreached} of experts that no position reached" if self.unreached else ""
-        return text + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
-
-    @property
-    def is_thin(self) -> bool:
-        """Whether the text has fewer positions than its widest input has numbers."""
-        return self.positions < self.widest
+        # With fewer positions than numbers in the widest input, some directions fall back to the mean of the models.
+        text += f", up to {self.widest:,} wide; use a longer text" if self.positions < self.widest else ""
+        text += f" · {self.unreached} of unused experts" if self.unreached else ""
+        return text + (f" · not observed, so merged by the mean: {', '.join(self.unseen)}" if self.unseen else "")
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class _ExpertMatrix:
         # If the matrix is [in, out] on disk but not in memory, only a matrix that is not square shows that it was
         # transposed when it was loaded.
         has_same_input = product.inputs_first or not is_inputs_first(name) or shape[0] != shape[1]
-        return product.given.ndim == 2 and product.given.shape[-1] == self.width and has_same_input
+        return product.inputs.ndim == 2 and product.inputs.shape[-1] == self.width and has_same_input
 
 
 @dataclass
@@ -118,31 +108,33 @@ class _Part:
     """Smallest unit of a run: all linear layers of one layer of the network, or all matrices of one expert.
 
     Args:
+        limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
         modules: Linear layers by the names of their matrices on disk.
         matrices: Slices of one expert, one for each parameter of its layer.
     """
 
+    limit: int
     modules: dict[str, Any] = field(default_factory=dict)
     matrices: list[_ExpertMatrix] = field(default_factory=list)
 
     @property
-    def widths(self) -> dict[str, int]:
-        """Width of the input of each matrix, by name."""
-        own = {name: int(module.weight.shape[1]) for name, module in self.modules.items()}
-        return own | {name: matrix.width for matrix in self.matrices for name, _ in matrix.stored}
+    def names(self) -> list[str]:
+        """Names of the matrices on disk."""
+        return [*self.modules, *(name for matrix in self.matrices for name, _ in matrix.stored)]
 
-    def size(self, limit: int) -> int:
-        """Return the size of all sums in bytes, if no two modules share an input."""
+    @property
+    def sum_bytes(self) -> int:
+        """Size of all sums in bytes, if no two modules share an input."""
         widths = [int(module.weight.shape[1]) for module in self.modules.values()]
         widths += [matrix.width for matrix in self.matrices]
-        return sum(8 * (width**2 if width <= limit else width) for width in widths)
+        return sum(8 * (width**2 if width <= self.limit else width) for width in widths)
 
 
 class _RunIsMeasured(Exception):
     """Signal that the last layer of the run has its input, so the rest of the network can be skipped."""
 
 
-class _Sums:
+class _InputSums:
     """Sums of ``x x'`` over the inputs of all parts of a run. Use it as a context manager.
 
     Args:
@@ -153,8 +145,8 @@ class _Sums:
     """
 
     def __init__(self, loaded: LoadedModel, run: Sequence[_Part], experts: Mapping[str, Any], limit: int) -> None:
-        self.of: dict[str, torch.Tensor] = {}
-        self.owner: dict[str, str] = {}
+        self.sums: dict[str, torch.Tensor] = {}
+        self.owners: dict[str, str] = {}
         self.unreached: dict[str, int] = {}  # Width by name.
         self._network, self._limit = loaded.network, limit
         self._modules = {name: module for part in run for name, module in part.modules.items()}
@@ -162,159 +154,139 @@ class _Sums:
         # One matrix per parameter: all matrices of a parameter have the same sizes.
         self._kinds = {matrix.parameter: matrix for matrix in self._matrices.values()}
         self._parameters = {name: experts[name] for name in self._kinds}
-        self._fitting: set[str] = set()  # Parameters with at least one observed product, of any expert.
+        self._observed: set[str] = set()  # Parameters with at least one observed product, of any expert.
         self._new, self._overlap = slice(None), 0
         # Most recent input and the matrix that received it, for linear layers (key None) and for each expert.
         self._last: dict[int | None, tuple[Any, str]] = {}
-        self._left: set[str] = set()
+        self._pending: set[str] = set()
 
-    def __enter__(self) -> _Sums:
+    def __enter__(self) -> _InputSums:
         self._hooks = [
-            module.register_forward_pre_hook(lambda _, inputs, name=name: self._observe(name, inputs[0]))
+            module.register_forward_pre_hook(lambda _, inputs, name=name: self._add_linear_input(name, inputs[0]))
             for name, module in self._modules.items()
         ]
-        self._around = ExitStack()
+        self._contexts = ExitStack()
         if self._parameters:
-            from mergegate.tasks.merge.expert_products import ExpertProducts, experts_one_by_one
+            from mergegate.tasks.merge.expert_products import ExpertProducts, eager_experts
 
             modules = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._parameters}
             for name, module in modules.items():
-                self._hooks.append(module.register_forward_hook(lambda *_, name=name: self._finish(name)))
-            self._around.enter_context(experts_one_by_one(modules.values()))
-            self._around.enter_context(ExpertProducts(self._parameters, self._observe_expert))
+                self._hooks.append(module.register_forward_hook(lambda *_, name=name: self._end_module(name)))
+            self._contexts.enter_context(eager_experts(modules.values()))
+            self._contexts.enter_context(ExpertProducts(self._parameters, self._add_expert_input))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._around.close()
+        self._contexts.close()
         for hook in self._hooks:
             hook.remove()
         for matrix in self._matrices.values():
             (own, _), *rest = matrix.stored
-            if matrix.parameter in self._fitting and own not in self.owner:
-                self.owner |= dict.fromkeys((own, *(name for name, _ in rest)), own)
+            if matrix.parameter in self._observed and own not in self.owners:
+                self.owners |= dict.fromkeys((own, *(name for name, _ in rest)), own)
                 self.unreached[own] = matrix.width
 
     def read(self, window: ReadWindow) -> None:
         """Add the positions of ``window`` that no earlier window contained."""
         import torch
 
-        self._last, self._left = {}, self._modules.keys() | self._parameters.keys()
+        self._last, self._pending = {}, self._modules.keys() | self._parameters.keys()
         self._overlap = len(window.tokens) - window.new
         self._new = slice(self._overlap, None)
         ids = torch.tensor([window.tokens], device=self._network.device)
         with torch.inference_mode(), suppress(_RunIsMeasured):
             self._network(input_ids=ids, use_cache=False)
 
-    def _observe(self, name: str, inputs: torch.Tensor) -> None:
+    def _add_linear_input(self, name: str, inputs: torch.Tensor) -> None:
         # Tokens that are routed to an expert are not in text order, so the overlap cannot be removed here.
         self._add(None, name, inputs, inputs[0, self._new] if inputs.ndim == 3 else inputs)
-        self._finish(name)
+        self._end_module(name)
 
-    def _observe_expert(self, product: ExpertProduct) -> None:
+    def _add_expert_input(self, product: ExpertProduct) -> None:
         if not self._kinds[product.parameter].matches(product):
             return
-        self._fitting.add(product.parameter)
+        self._observed.add(product.parameter)
         matrix = self._matrices.get((product.parameter, product.number))
         if matrix is None:  # The expert belongs to another run.
             return
-        rows = product.given
+        rows = product.inputs
         if self._overlap and product.positions is not None:
             rows = rows[product.positions >= self._overlap]
         own = matrix.stored[0][0]
-        if len(rows) or own in self.owner:
-            self._add(product.number, own, product.given, rows)
-            self.owner |= {name: self.owner[own] for name, _ in matrix.stored}
+        if len(rows) or own in self.owners:
+            self._add(product.number, own, product.inputs, rows)
+            self.owners |= {name: self.owners[own] for name, _ in matrix.stored}
 
     def _add(self, expert: int | None, name: str, inputs: torch.Tensor, rows: torch.Tensor) -> None:
         last = self._last.get(expert)
         if last is None or last[0] is not inputs:
             last = self._last[expert] = (inputs, name)
-        owner = self.owner.setdefault(name, last[1])
+        owner = self.owners.setdefault(name, last[1])
         if owner == name:
             rows = rows.reshape(-1, inputs.shape[-1]).double()
             new = rows.T @ rows if inputs.shape[-1] <= self._limit else rows.square().sum(0)
-            self.of[name] = self.of[name].add_(new) if name in self.of else new
+            self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
-    def _finish(self, name: str) -> None:
-        self._left.discard(name)
-        if not self._left:
+    def _end_module(self, name: str) -> None:
+        self._pending.discard(name)
+        if not self._pending:
             raise _RunIsMeasured
 
 
-def read_inputs(
-    model: Model,
-    text: HeldOutText,
-    reading: CalibrationReading,
-    dtype: str,
-    device: str,
-    out: Path,
-    journal_place: JournalLocation,
-    on_progress: TellProgress,
-) -> InputStatistics:
-    """Measure the inputs of each matrix of ``model`` while it reads ``text``, and write their moments to ``out``.
+def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatistics:
+    """Measure the inputs of each matrix of a model while it reads a text, and write their moments.
 
     Args:
-        model: Model that reads the text.
-        text: Calibration text of the model.
-        reading: Number of documents, window length and the width above which only the diagonal is stored.
-        dtype: Format that the model is computed in, or ``auto`` for the format of its checkpoint.
-        device: Device that computes the model.
-        out: Directory of the artifact.
-        journal_place: Location and key of the journal of finished runs.
+        job: Model, text and directory.
         on_progress: Callback that receives the number of windows read and their total number.
 
     Raises:
         InvalidInput: If the model cannot be loaded or cannot read the text, has no linear layer with a known name, or
             computes NaN or infinity.
     """
-    documents = read_documents_verbatim(text, reading.documents)
-    stored = split_experts(open_checkpoint(model.directory))
-    limit = reading.diagonal_above
-    with (
-        load_model(model, dtype=dtype, device=device) as loaded,
-        open_journal(journal_place, is_entry_of_run) as journal,
-    ):
-        windows = list(windows_of(loaded, model, documents, reading.max_length))
+    documents = read_documents_verbatim(job.text, job.reading.documents)
+    stored = split_experts(open_checkpoint(job.model.directory))
+    limit = job.reading.diagonal_above
+    with load_model(job.model, dtype=job.dtype, device=job.device) as loaded:
+        windows = list(split_into_windows(loaded, job.model, documents, job.reading.max_length))
         positions = sum(window.new for window in windows)
-        parts, experts = _parts(loaded, StoredNames(stored))
-        done = kept_runs(journal.records, out, moments_file_name)
-        owner = {name: own for record in done for name, own in record["owner"].items()}
-        remaining = [part for part in parts if not part.widths.keys() <= owner.keys()]
-        runs = in_runs(remaining, lambda part: part.size(limit))
-        total = len(windows) * max(len(runs), 1)
-        for number, run in enumerate(runs):
-            with _Sums(loaded, run, experts, limit) as sums:
+        parts, experts = _parts(loaded, StoredNames(stored), limit)
+
+        def measure(run: Sequence[_Part], path: Path, report: Callable[[int], None]) -> dict[str, str]:
+            import torch
+            from safetensors.torch import save_file
+
+            with _InputSums(loaded, run, experts, limit) as measured:
                 for count, window in enumerate(windows, start=1):
-                    sums.read(window)
-                    on_progress(number * len(windows) + count, total)
-            path = out / moments_file_name(len(done) + number)
-            _write(path, sums, limit, positions=positions, model=model)
-            journal.append(entry_of_run(path, sums.owner))
-            owner |= sums.owner
-        if not owner:
-            raise InvalidInput(
-                f"{model.name} ({model.directory})",
-                found="no linear layer through which the text flows",
-                expected="a transformer with linear layers under names that are known",
-                remedy="merge it with a method that reads no text",
-            )
-        write_inputs(out, owner, positions)
-        moments = open_moments(out)
-        inputs = [moments[name] for name in set(owner.values())]
-        return InputStatistics(
-            model=model.name,
-            documents=len(documents),
-            positions=positions,
-            inputs=len(inputs),
-            matrices=len(owner),
-            widest=max(stored_input.width for stored_input in inputs),
-            squares=sum(stored_input.is_diagonal for stored_input in inputs),
-            unreached=sum(stored_input.is_empty for stored_input in inputs),
-            unseen=unseen_experts(stored, owner),
-        )
+                    measured.read(window)
+                    report(count)
+            packed = {}
+            for name, total in measured.sums.items():
+                require_numbers(total, name, job.model)
+                packed[name] = pack_moments((total / positions).cpu().numpy())
+            for name, width in measured.unreached.items():
+                packed[name] = empty_moments(width, is_diagonal=width > limit)
+            save_file({name: torch.from_numpy(values) for name, values in packed.items()}, path)
+            return measured.owners
+
+        owners = measure_in_runs(job, parts, len(windows), moments_file_name, measure, on_progress)
+    write_inputs(job.out, owners, positions)
+    moments = open_moments(job.out)
+    inputs = [moments[name] for name in set(owners.values())]
+    return InputStatistics(
+        model=job.model.name,
+        documents=len(documents),
+        positions=positions,
+        inputs=len(inputs),
+        matrices=len(owners),
+        widest=max(stored_input.width for stored_input in inputs),
+        squares=sum(stored_input.is_diagonal for stored_input in inputs),
+        unreached=sum(stored_input.is_empty for stored_input in inputs),
+        unseen=unmeasured_experts(stored, owners),
+    )
 
 
-def _parts(loaded: LoadedModel, names: StoredNames) -> tuple[list[_Part], dict[str, Any]]:
+def _parts(loaded: LoadedModel, names: StoredNames, limit: int) -> tuple[list[_Part], dict[str, Any]]:
     """Return the parts of the network in network order, and the parameters that contain experts by name in memory.
 
     Linear layers with weights on disk are grouped by layer of the network. Each expert of a layer is its own part.
@@ -329,8 +301,8 @@ def _parts(loaded: LoadedModel, names: StoredNames) -> tuple[list[_Part], dict[s
             if stored is None or not is_projection(stored.name) or stored.shape != tuple(module.weight.shape):
                 continue
             layer = parse_layer_place(stored.name)
-            assert layer is not None, "a projection stands in a layer"
-            parts.setdefault((layer.stack, layer.index, None), _Part()).modules[stored.name] = module
+            assert layer is not None, "a projection is in a layer"
+            parts.setdefault((layer.stack, layer.index, None), _Part(limit)).modules[stored.name] = module
             continue
         for last, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{last}"
@@ -340,8 +312,8 @@ def _parts(loaded: LoadedModel, names: StoredNames) -> tuple[list[_Part], dict[s
             experts[name] = parameter
             for matrix in matrices:
                 layer = parse_layer_place(matrix.stored[0][0])
-                assert layer is not None, "a projection stands in a layer"
-                parts.setdefault((layer.stack, layer.index, matrix.number), _Part()).matrices.append(matrix)
+                assert layer is not None, "a projection is in a layer"
+                parts.setdefault((layer.stack, layer.index, matrix.number), _Part(limit)).matrices.append(matrix)
     return list(parts.values()), experts
 
 
@@ -354,14 +326,3 @@ def _matrices(parameter: str, pieces: Sequence[ExpertSlice]) -> list[_ExpertMatr
         stored.setdefault(piece.expert, []).append((piece.tensor.name, piece.tensor.shape))
     widths = {input_width(*tensor) for tensors in stored.values() for tensor in tensors}
     return [_ExpertMatrix(parameter, number, tuple(own)) for number, own in stored.items()] if len(widths) == 1 else []
-
-
-def _write(path: Path, sums: _Sums, limit: int, *, positions: int, model: Model) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    for name, total in sums.of.items():
-        require_numbers(total, name, model)
-    packed = {name: pack_moments((total / positions).cpu().numpy()) for name, total in sums.of.items()}
-    packed |= {name: empty_moments(width, is_diagonal=width > limit) for name, width in sums.unreached.items()}
-    save_file({name: torch.from_numpy(values) for name, values in packed.items()}, path)

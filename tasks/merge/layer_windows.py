@@ -8,23 +8,62 @@ journal, so a killed stage resumes after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from mergegate.merge_core.architecture import is_projection, is_routed_expert
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import sha256_file
+from mergegate.merge_core.files import JournalLocation, open_journal, sha256_file
+from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.merge_core.system import system_memory
-from mergegate.tasks.checkpoints import LoadedModel, Model
-from mergegate.tasks.perplexity import ChatMessage, OwnDocument, encode_text
+from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress
+from mergegate.tasks.perplexity import ChatMessage, HeldOutText, OwnDocument, encode_text
 
 if TYPE_CHECKING:
     import torch
 
 # Memory for the sums: a share of the memory that is available when the model is loaded, but at least this many bytes.
 _SHARE, _LEAST = 0.5, 256 << 20
-_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class CalibrationJob:
+    """A model and its calibration text, and the directory for the measured statistics.
+
+    Args:
+        model: Model that reads the text.
+        text: Calibration text of the model.
+        reading: Number of documents, window length and the width above which only the diagonal is stored.
+        dtype: Format that the model is computed in, or ``auto`` for the format of its checkpoint.
+        device: Device that computes the model.
+        out: Directory of the artifact.
+        journal: Location and key of the journal of finished runs.
+    """
+
+    model: Model
+    text: HeldOutText
+    reading: CalibrationReading
+    dtype: str
+    device: str
+    out: Path
+    journal: JournalLocation
+
+
+class MeasurablePart(Protocol):
+    """Part of a network whose statistics are measured together."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of the stored tensors of the part."""
+
+    @property
+    def sum_bytes(self) -> int:
+        """Size of the sums of the part, in bytes."""
+
+
+_Part = TypeVar("_Part", bound=MeasurablePart)
 
 
 class ReadWindow(NamedTuple):
@@ -44,7 +83,7 @@ class ReadWindow(NamedTuple):
         return len(self.own)
 
 
-def windows_of(
+def split_into_windows(
     loaded: LoadedModel, model: Model, documents: Sequence[OwnDocument], max_length: int
 ) -> Iterator[ReadWindow]:
     """Yield windows that contain each token of each document exactly once as a new token.
@@ -68,13 +107,15 @@ def windows_of(
             tokens = encode_text(loaded, model, document, with_specials=True)
             own = [True] * len(tokens)
         else:
-            tokens, own = _in_template(loaded, model, document)
+            tokens, own = _encode_conversation(loaded, model, document)
         for start in range(0, len(tokens), length):
             end = min(start + length, len(tokens))
             yield ReadWindow(tokens[max(0, end - length) : end], own[start:end])
 
 
-def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
+def _encode_conversation(
+    loaded: LoadedModel, model: Model, messages: Sequence[ChatMessage]
+) -> tuple[list[int], list[bool]]:
     """Return the tokens of a rendered conversation and, for each, whether the model writes the next token."""
 
     def render(conversation: Sequence[ChatMessage], *, add_prompt: bool = False) -> str:
@@ -86,9 +127,9 @@ def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[ChatMessa
     if not loaded.tokenizer.chat_template:
         raise InvalidInput(
             location,
-            found="none",
-            expected="one, for texts that are conversations",
-            remedy="name texts of plain documents",
+            found="missing",
+            expected="a chat template, because the text has conversations",
+            remedy="use a text with plain documents",
         )
     try:
         full_text = render(messages)
@@ -103,7 +144,7 @@ def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[ChatMessa
     except Exception as error:  # A template is untrusted code and can raise anything.
         first = str(error).partition("\n")[0]
         raise InvalidInput(
-            location, found=f"{type(error).__name__}: {first:.100}", expected="one that takes it"
+            location, found=f"{type(error).__name__}: {first:.100}", expected="a template that accepts the conversation"
         ) from None
 
     def size(text: str) -> int:
@@ -117,69 +158,84 @@ def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[ChatMessa
     return tokens, own
 
 
-def in_runs(parts: Iterable[_T], size_of: Callable[[_T], int]) -> list[list[_T]]:
-    """Split the parts of a network into runs whose sums fit into memory together, with at least one part per run.
+def measure_in_runs(
+    job: CalibrationJob,
+    parts: Sequence[_Part],
+    windows: int,
+    file_name: Callable[[int], str],
+    measure: Callable[[Sequence[_Part], Path, Callable[[int], None]], Mapping[str, str]],
+    on_progress: TellProgress,
+) -> dict[str, str]:
+    """Measure the parts of a network in runs whose sums fit into memory. Finished runs are not repeated.
 
     Args:
+        job: Directory of the artifact, and journal of the finished runs.
         parts: Parts in network order.
-        size_of: Function that returns the size of the sums of a part, in bytes.
+        windows: Number of windows that each run reads.
+        file_name: Function that returns the name of the file of a run, by its number.
+        measure: Function that measures the parts of a run, writes the file of the run, and calls its last argument with
+            the number of windows read. It returns the owners of the run.
+        on_progress: Callback that receives the number of windows read and their total number.
+
+    Returns:
+        Owners: name of the tensor in the files that has the statistics of a stored tensor, by the name of that tensor.
+
+    Raises:
+        InvalidInput: The text reached no part.
     """
-    memory = system_memory()
-    capacity = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
-    runs: list[list[_T]] = []
-    used = 0
-    for part in parts:
-        size = size_of(part)
-        if not runs or used + size > capacity:
-            runs.append([])
-            used = 0
-        runs[-1].append(part)
-        used += size
-    return runs
+    with open_journal(job.journal, _is_finished_run) as journal:
+        finished = _find_finished_runs(journal.records, job.out, file_name)
+        owners = {name: owner for record in finished for name, owner in record["owner"].items()}
+        memory = system_memory()
+        capacity = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
+        runs: list[list[_Part]] = []
+        used_bytes = 0
+        for part in parts:
+            if set(part.names) <= owners.keys():
+                continue
+            if not runs or used_bytes + part.sum_bytes > capacity:
+                runs.append([])
+                used_bytes = 0
+            runs[-1].append(part)
+            used_bytes += part.sum_bytes
+        total = windows * max(len(runs), 1)
+        for number, run in enumerate(runs):
+            path, before = job.out / file_name(len(finished) + number), number * windows
+            new_owners = measure(run, path, lambda count, before=before: on_progress(before + count, total))  # type: ignore[misc]
+            journal.append({"file": path.name, "sha256": sha256_file(path), "owner": dict(new_owners)})
+            owners |= new_owners
+    if not owners:
+        raise InvalidInput(
+            f"{job.model.name} ({job.model.directory})",
+            found="no tensor that contributes to the output for its text",
+            expected="a transformer whose layers have known names",
+            remedy="merge it with a method that needs no calibration text",
+        )
+    return owners
 
 
-def is_entry_of_run(record: object) -> bool:
-    """Return whether a journal record describes a finished run, see :func:`entry_of_run`."""
+def _is_finished_run(record: object) -> bool:
     match record:
         case {"file": str(), "sha256": str(), "owner": dict()}:
             return True
     return False
 
 
-def entry_of_run(path: Path, owner: Mapping[str, str]) -> dict[str, Any]:
-    """Return the journal record of a finished run.
-
-    Args:
-        path: File with the tensors of the run.
-        owner: Name of the tensor in the file that holds the statistics of each matrix or parameter, by its name.
-    """
-    return {"file": path.name, "sha256": sha256_file(path), "owner": dict(owner)}
-
-
-def kept_runs(
-    records: Iterable[Mapping[str, Any]], out: Path, file_of: Callable[[int], str]
+def _find_finished_runs(
+    records: Iterable[Mapping[str, Any]], out: Path, file_name: Callable[[int], str]
 ) -> list[Mapping[str, Any]]:
-    """Return the records of the finished runs that a restarted stage can keep.
-
-    These are all records before the first one whose file is missing or has changed. All other safetensors files in
-    ``out`` are deleted.
-
-    Args:
-        records: Records of the journal.
-        out: Directory of the artifact.
-        file_of: Function that returns the file name for the number of a run.
-    """
-    done: list[Mapping[str, Any]] = []
+    """Return all records before the first one whose file is missing or has changed, and delete other safetensors."""
+    finished: list[Mapping[str, Any]] = []
     for record in records:
-        path = out / file_of(len(done))
+        path = out / file_name(len(finished))
         if record["file"] != path.name or not path.is_file() or sha256_file(path) != record["sha256"]:
             break
-        done.append(record)
-    expected = {record["file"] for record in done}
+        finished.append(record)
+    expected = {record["file"] for record in finished}
     for path in out.glob("*.safetensors"):
         if path.name not in expected:
             path.unlink()
-    return done
+    return finished
 
 
 def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
@@ -189,25 +245,25 @@ def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
     if not torch.isfinite(total).all():
         raise InvalidInput(
             f"{model.name}: {name}",
-            found="numbers that are not finite, of its own text",
-            expected="numbers",
-            remedy="the model is damaged, or computed in a format that is too narrow for it",
+            found="NaN or infinity for its own text",
+            expected="finite numbers",
+            remedy="check whether the model is damaged, or compute it in a wider format",
         )
 
 
-def unseen_experts(stored: Checkpoint, owner: Mapping[str, str]) -> tuple[str, ...]:
+def unmeasured_experts(stored: Checkpoint, owners: Mapping[str, str]) -> tuple[str, ...]:
     """Return name patterns of the expert matrices that no statistics were measured for.
 
     Args:
         stored: Checkpoint with the weights of the model.
-        owner: Measured matrices: name of the tensor that holds the statistics, by name of the matrix.
+        owners: Owners of the measured matrices, see :func:`measure_in_runs`.
 
     Returns:
         Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the layer and expert numbers.
     """
     patterns = set()
     for name, tensor in stored.tensors.items():
-        if name not in owner and len(tensor.shape) == 2 and is_routed_expert(name) and is_projection(name):
+        if name not in owners and len(tensor.shape) == 2 and is_routed_expert(name) and is_projection(name):
             words = name.split(".")
             patterns.add(".".join("*" if word.isdecimal() else word for word in words))
     return tuple(sorted(patterns))

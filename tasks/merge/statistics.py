@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
@@ -22,13 +22,15 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
-from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, files_fingerprint
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.merge.layer_windows import CalibrationJob
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 from mergegate.tasks.store import Artifact
 
+_Statistics = TypeVar("_Statistics", InputStatistics, ImportanceStatistics)
 Measure: TypeAlias = Callable[[Model, HeldOutText, CalibrationReading, str, Runtime], Artifact[Any]]
 
 
@@ -44,14 +46,8 @@ def input_statistics(
         InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_MOMENTS)
-    key = input_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
-    return call_model_process(
-        read_inputs,
-        (model, text, reading, dtype, runtime.device, out, JournalLocation(out / JOURNAL, key)),
-        location=f"statistics of {model.name}",
-        models=[model],
-        on_progress=lambda done, total: advance(done, total, "texts"),
-    )
+    journal = JournalLocation(out / JOURNAL, input_statistics.key(model, text, reading, dtype, runtime))
+    return _measure(read_inputs, CalibrationJob(model, text, reading, dtype, runtime.device, out, journal))
 
 
 @stage("importance", version=2, subject="model", resumable=True)
@@ -66,12 +62,18 @@ def importance_statistics(
         InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_IMPORTANCE)
-    key = importance_statistics.key(model, text, reading, dtype, runtime) + files_fingerprint([model])
+    journal = JournalLocation(out / JOURNAL, importance_statistics.key(model, text, reading, dtype, runtime))
+    return _measure(read_gradients, CalibrationJob(model, text, reading, dtype, runtime.device, out, journal))
+
+
+def _measure(read: Callable[[CalibrationJob, TellProgress], _Statistics], job: CalibrationJob) -> _Statistics:
+    """Call ``read`` in the model process, with a journal that only serves the same files of the model."""
+    journal = JournalLocation(job.journal.path, job.journal.key + files_fingerprint([job.model]))
     return call_model_process(
-        read_gradients,
-        (model, text, reading, dtype, runtime.device, out, JournalLocation(out / JOURNAL, key)),
-        location=f"importance of {model.name}",
-        models=[model],
+        read,
+        [replace(job, journal=journal)],
+        location=f"statistics of {job.model.name}",
+        models=[job.model],
         on_progress=lambda done, total: advance(done, total, "texts"),
     )
 
@@ -101,7 +103,7 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
         path = next((candidate for candidate in candidates if candidate.is_file()), candidates[0]).absolute()
         location, setting = f"{recipe.location}: text of {ref}: {text_path}", "statistics.field"
         field = recipe.reading.field
-        pinned = pin_text(path, field, hashes, where=location, relative_to="recipe", named=setting, conversations=True)
+        pinned = pin_text(path, field, hashes, TextSetting(location, setting, "recipe"), conversations=True)
         yield str(ref), pinned
 
 
@@ -119,25 +121,25 @@ def with_statistics(
     Raises:
         InvalidInput: If a text does not exist, or its model cannot read it.
     """
-    return recipe.map_documents(lambda document: _with_own_statistics(document, find, call))
 
-
-def _with_own_statistics(recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure]) -> Recipe:
-    if not recipe.texts or recipe.measured is not None:
-        return recipe
-    wants_importance = _wants_importance(recipe)
-    measure = call(importance_statistics if wants_importance else input_statistics)
-    current_runtime, measured = runtime(), {}
-    for ref, text in tuple(pin_calibration_texts(recipe, store().hashes)):
-        model = find(ref)
-        artifact = measure(model, text, recipe.reading, _dtype(model, current_runtime), current_runtime)
-        if wants_importance:
-            measured[ref] = InputMeasurements(
-                artifact.digest, text.sha256, importance=open_importance(artifact.directory)
+    def complete(document: Recipe) -> Recipe:
+        if not document.texts or document.measured is not None:
+            return document
+        wants_importance = _wants_importance(document)
+        measure = call(importance_statistics if wants_importance else input_statistics)
+        current_runtime, measured = runtime(), {}
+        for ref, text in tuple(pin_calibration_texts(document, store().hashes)):
+            model = find(ref)
+            artifact = measure(model, text, document.reading, _dtype(model, current_runtime), current_runtime)
+            opened: dict[str, Any] = (
+                {"importance": open_importance(artifact.directory)}
+                if wants_importance
+                else {"moments": open_moments(artifact.directory)}
             )
-        else:
-            measured[ref] = InputMeasurements(artifact.digest, text.sha256, moments=open_moments(artifact.directory))
-    return replace(recipe, measured=measured)
+            measured[ref] = InputMeasurements(artifact.digest, text.sha256, **opened)
+        return replace(document, measured=measured)
+
+    return recipe.map_documents(complete)
 
 
 def _dtype(model: Model, current_runtime: Runtime) -> str:

@@ -24,13 +24,13 @@ from mergegate.tasks.perplexity import HeldOutText
 
 # Name of the shared input of each kind of matrix.
 _INPUT: dict[TensorKind, str] = {
-    **dict.fromkeys(("q", "k", "v", "qkv"), "into attention"),
-    "o": "out of attention",
-    **dict.fromkeys(("gate", "up", "gate_up"), "into the feed-forward network"),
-    "down": "out of it",
+    **dict.fromkeys(("q", "k", "v", "qkv"), "attention input"),
+    "o": "attention output",
+    **dict.fromkeys(("gate", "up", "gate_up"), "feed-forward input"),
+    "down": "feed-forward output",
 }
 _NUMBER = re.compile(r"\.experts\.([0-9]+)\.")
-_BYTES_A_TOKEN = 4.0  # English text with the vocabularies of current models
+_BYTES_PER_TOKEN = 4.0  # English text with the vocabularies of current models
 _REACHED = 0.6  # share of the rate of a single large product that a complete pass reaches
 
 
@@ -69,9 +69,9 @@ class StatisticsNeeds:
         return (runs if self.backwards else (runs + 1) / 2) * self.operations / (_REACHED * rates.products)
 
     def summary(self) -> str:
-        """Return a one-line summary, such as ``2 texts · about 3,000 positions · 12 inputs a model``."""
+        """Return a one-line summary, such as ``2 texts · about 3,000 positions · 12 inputs per model``."""
         unit = "tensors" if self.backwards else "inputs"
-        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} {unit} a model"
+        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} {unit} per model"
 
 
 def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | None:
@@ -84,7 +84,7 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
     texts = [text for _, text in pin_calibration_texts(recipe, hashes)]
     if not texts:
         return None
-    positions = sum(_positions(text, recipe.reading.documents) for text in texts)
+    positions = sum(_estimate_positions(text, recipe.reading.documents) for text in texts)
     if plan.method.traits.reads_text == "importance":
         measured = [job.output for job in plan.jobs if job.importance]
         size = 4 * sum(tensor.numel for tensor in measured)
@@ -112,7 +112,10 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
 def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
     """Return the width of each distinct input of one model, and the share of all positions that reach it."""
     inputs: dict[tuple[str, str], tuple[int, float]] = {}
-    routed_share = _share_of_experts(plan)
+    numbers = {int(match[1]) for job in plan.jobs if (match := _NUMBER.search(job.output.name))}
+    counts = (part.get("num_experts_per_tok") or 0 for part in config_parts(plan.config))
+    # Share of the experts of a layer that process a position, or 1 if the configuration does not specify it.
+    routed_share = next((count / len(numbers) for count in counts if 0 < count <= len(numbers)), 1.0)
     for job in plan.jobs:
         name, shape = job.output.name, job.output.shape
         if len(shape) == 2 and is_projection(name):
@@ -122,18 +125,11 @@ def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
     return list(inputs.values())
 
 
-def _share_of_experts(plan: MergePlan) -> float:
-    """Return the share of the experts of a layer that process a position, or 1 if the configuration does not say."""
-    numbers = {int(match[1]) for job in plan.jobs if (match := _NUMBER.search(job.output.name))}
-    counts = (part.get("num_experts_per_tok") or 0 for part in config_parts(plan.config))
-    return next((count / len(numbers) for count in counts if 0 < count <= len(numbers)), 1.0)
-
-
-def _positions(text: HeldOutText, documents: int) -> float:
+def _estimate_positions(text: HeldOutText, documents: int) -> float:
     """Estimate the number of tokens in the documents from the first lines and the size of the file."""
     with open_buffered(text.path) as file:
         lines = [len(line) for line in file.readlines(1 << 20) if line.strip()]
     if not lines:
         return 0.0
     size, per_document = text.path.stat().st_size, sum(lines) / len(lines)
-    return min(size, documents * per_document) / _BYTES_A_TOKEN
+    return min(size, documents * per_document) / _BYTES_PER_TOKEN

@@ -29,7 +29,6 @@ from mergegate.tasks.checkpoints import (
 )
 from mergegate.tasks.perplexity.measurement import (
     TextMeasurement,
-    TextWindow,
     WindowSettings,
     batches_of,
     divide_documents,
@@ -62,7 +61,7 @@ def ensemble_likelihoods(
         InvalidInput: See ``perplexity``; also if the models do not divide text into the same tokens and windows.
     """
     if len(models) < 2:
-        raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
+        raise InvalidInput("perplexity.ensemble", found=f"{len(models)} parent", expected="at least two parents")
     keep_only_journal(out)
     key = ensemble_likelihoods.key(models, documents, windows, runtime)
     journal = JournalLocation(out / JOURNAL, key + files_fingerprint(models))
@@ -85,6 +84,7 @@ def _measure_together(
     location: JournalLocation,
     on_progress: TellProgress,
 ) -> TextMeasurement:
+    import numpy as np
     import torch
 
     texts = read_texts(documents, windows.documents)
@@ -100,15 +100,27 @@ def _measure_together(
                     first_reading, vocabulary = reading, vocabulary_digest
                     sums = [torch.full((count,), -math.inf, dtype=torch.float64) for count in reading.tokens]
                 elif (vocabulary_digest, reading.length) != (vocabulary, first_reading.length):
-                    raise _other_reading(
-                        models[0], model, (vocabulary_digest == vocabulary, first_reading.length, reading.length)
+                    is_tokenizer = vocabulary_digest != vocabulary
+                    lengths = (reading.length, first_reading.length)
+                    raise InvalidInput(
+                        f"perplexity.ensemble: {model.name} and {models[0].name}",
+                        found="different tokenizers"
+                        if is_tokenizer
+                        else f"windows of {lengths[0]} and {lengths[1]} tokens",
+                        expected="models that read text in the same tokens: probabilities are averaged token by token",
+                        remedy="perplexity: {ensemble: false}"
+                        if is_tokenizer
+                        else f"perplexity.max_length: {min(lengths)}",
                     )
                 for batch in batches_of(loaded, reading, windows.batch_size):
                     if (record := next(recorded, None)) is None:
                         token_logliks = read_batch(loaded, batch)
-                        journal.append(_packed(token_logliks))
+                        content = b"".join(tokens.numpy().tobytes() for tokens in token_logliks)
+                        journal.append(base64.b64encode(content).decode())
                     else:
-                        token_logliks = _unpacked(record, batch)
+                        values = np.frombuffer(base64.b64decode(record), dtype=np.float64)
+                        ends = np.cumsum([len(window.targets) for window in batch])
+                        token_logliks = [torch.tensor(tokens) for tokens in np.split(values, ends[:-1])]
                     for window, logliks in zip(batch, token_logliks, strict=True):
                         part = sums[window.row][window.start : window.start + len(logliks)]
                         torch.logaddexp(part, logliks, out=part)
@@ -117,19 +129,6 @@ def _measure_together(
     assert first_reading is not None, "there are models"
     rows = document_rows(texts, first_reading, [float((part - math.log(len(models))).sum()) for part in sums])
     return TextMeasurement(rows, vocabulary, first_reading.length)
-
-
-def _packed(logliks: Sequence[torch.Tensor]) -> str:
-    return base64.b64encode(b"".join(tokens.numpy().tobytes() for tokens in logliks)).decode()
-
-
-def _unpacked(record: str, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
-    import numpy as np
-    import torch
-
-    values = np.frombuffer(base64.b64decode(record), dtype=np.float64)
-    ends = np.cumsum([len(window.targets) for window in batch])
-    return [torch.tensor(tokens) for tokens in np.split(values, ends[:-1])]
 
 
 def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:
@@ -145,27 +144,12 @@ def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, m
     Returns:
         None if the ensemble gains nothing, a likelihood is not finite, or the tokens differ.
     """
-    losses = [_loss(value, together) for value in (*parents, together, merge)]
-    finite = [loss for loss in losses if loss is not None]
-    if len(finite) < len(losses):
+    values = (*parents, together, merge)
+    if any((value.vocabulary, value.tokens) != (together.vocabulary, together.tokens) for value in values):
+        return None
+    finite = [-value.loglik / value.tokens for value in values if value.loglik is not None]
+    if len(finite) < len(values):
         return None
     *members, lowest, merge_loss = finite
     best = min(members)
     return (best - merge_loss) / (best - lowest) if lowest < best else None
-
-
-def _loss(value: Likelihoods, like: Likelihoods) -> float | None:
-    """Return the loss in nats per token; None if it is not finite or the tokens differ from those of ``like``."""
-    if value.loglik is None or (value.vocabulary, value.tokens) != (like.vocabulary, like.tokens):
-        return None
-    return -value.loglik / value.tokens
-
-
-def _other_reading(first: Model, model: Model, result: tuple[bool, int, int]) -> InvalidInput:
-    same_tokenizer, length, own = result
-    return InvalidInput(
-        f"perplexity.ensemble: {model.name} and {first.name}",
-        found=f"windows of {own} and {length} tokens" if same_tokenizer else "different tokenizers",
-        expected="models that read text in the same tokens: probabilities are averaged token by token",
-        remedy=f"perplexity.max_length: {min(length, own)}" if same_tokenizer else "perplexity: {ensemble: false}",
-    )

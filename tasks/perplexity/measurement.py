@@ -74,7 +74,11 @@ def measure(
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
     texts = read_texts(documents, windows.documents)
-    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(location, _is_record) as journal:
+
+    def is_record(record: object) -> bool:
+        return isinstance(record, list) and all(isinstance(value, float) for value in record)
+
+    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(location, is_record) as journal:
         reading = divide_documents(loaded, model, texts, windows)
         logliks = [0.0] * len(texts)
         done, total = 0, sum(reading.tokens)
@@ -91,10 +95,6 @@ def measure(
         return TextMeasurement(
             document_rows(texts, reading, logliks), tokenizer_digest(loaded.tokenizer), reading.length
         )
-
-
-def _is_record(record: object) -> bool:
-    return isinstance(record, list) and all(isinstance(value, float) for value in record)
 
 
 class TextWindow(NamedTuple):
@@ -124,9 +124,9 @@ class TokenizedText:
         """Return the log-likelihood of some documents in nats per token; ``part`` is a range of ``documents``."""
         rows = [self._rows[position] for position in part]
         selected = set(rows)
-        windows = [window for window in self._reading.cut if window.row in selected]
+        windows = [window for window in self._reading.windows if window.row in selected]
         sums = dict.fromkeys(rows, 0.0)
-        for batch in batches_of(loaded, self._reading._replace(cut=tuple(windows)), self.batch_size):
+        for batch in batches_of(loaded, self._reading._replace(windows=tuple(windows)), self.batch_size):
             for window, tokens in zip(batch, read_batch(loaded, batch), strict=True):
                 sums[window.row] += float(tokens.sum())
         return [sums[row] / self._reading.tokens[row] for row in rows]
@@ -154,7 +154,7 @@ class Reading(NamedTuple):
 
     length: int  # tokens per window
     tokens: tuple[int, ...]  # number of scored tokens, by document
-    cut: tuple[TextWindow, ...]
+    windows: tuple[TextWindow, ...]
 
 
 def divide_documents(
@@ -166,18 +166,22 @@ def divide_documents(
         InvalidInput: If the tokenizer does not belong to the weights, or finds no token in any document.
     """
     length = min(windows.max_length, loaded.context or windows.max_length)
-    cut: list[TextWindow] = []
+    cut_windows: list[TextWindow] = []
     tokens = [0] * len(texts)
     for row, (_, text) in enumerate(texts):
         encoded = encode_text(loaded, model, text, with_specials=False)
         sequence = encoded if loaded.prefix is None else [loaded.prefix, *encoded]
         for start in range(0, len(sequence) - 1, length):
             end = min(start + length, len(sequence) - 1)
-            cut.append(TextWindow(row, start, sequence[max(0, end - length) : end], sequence[start + 1 : end + 1]))
+            cut_windows.append(
+                TextWindow(row, start, sequence[max(0, end - length) : end], sequence[start + 1 : end + 1])
+            )
         tokens[row] = max(0, len(sequence) - 1)
     if not any(tokens):
-        raise InvalidInput(f"{model.name} ({model.directory})", found="a tokenizer that finds no token in any document")
-    return Reading(length, tuple(tokens), tuple(cut))
+        raise InvalidInput(
+            f"{model.name} ({model.directory})", found="a tokenizer that produces no token for any document"
+        )
+    return Reading(length, tuple(tokens), tuple(cut_windows))
 
 
 def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
@@ -194,7 +198,7 @@ def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: 
     if encoded and max(encoded) >= embeddings:
         raise InvalidInput(
             f"{model.name} ({model.directory})",
-            found=f"a tokenizer with token {max(encoded)} over an embedding of {embeddings} rows",
+            found=f"token {max(encoded)} from the tokenizer, and an embedding with {embeddings} rows",
             expected="a tokenizer that belongs to the weights",
         )
     return encoded
@@ -203,14 +207,13 @@ def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: 
 def batches_of(loaded: LoadedModel, reading: Reading, batch_size: int) -> list[list[TextWindow]]:
     """Group windows of similar length into batches, longest first, so that memory runs out immediately or never."""
     vocabulary = int(loaded.network.get_input_embeddings().num_embeddings)
-    ordered = sorted(reading.cut, key=lambda window: len(window.inputs), reverse=True)
+    windows = sorted(reading.windows, key=lambda window: len(window.inputs), reverse=True)
     batches = []
     start = 0
-    while start < len(ordered):
-        fits = max(1, _LOGITS // (vocabulary * len(ordered[start].inputs)))
-        step = min(batch_size, fits)
-        batches.append(ordered[start : start + step])
-        start += step
+    while start < len(windows):
+        size = min(batch_size, max(1, _LOGITS // (vocabulary * len(windows[start].inputs))))
+        batches.append(windows[start : start + size])
+        start += size
     return batches
 
 
@@ -241,20 +244,14 @@ def read_batch(loaded: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.T
         logits = network(
             input_ids=ids.to(network.device), attention_mask=mask.to(network.device), use_cache=False
         ).logits
-        return [
-            _logliks(logits[row, len(window.inputs) - len(window.targets) : len(window.inputs)], window.targets)
-            for row, window in enumerate(batch)
-        ]
-
-
-def _logliks(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """Return ``log softmax(logits)[position, target]`` in nats, in float32; ``logits`` has shape [targets, vocab]."""
-    import torch
-
-    target_tensor = torch.tensor(targets, device=logits.device)
-    parts = []
-    for start in range(0, len(targets), _SLICE):
-        part = target_tensor[start : start + _SLICE]
-        log_p = torch.log_softmax(logits[start : start + len(part)].float(), dim=-1)
-        parts.append(log_p.gather(1, part[:, None])[:, 0].double())
-    return torch.cat(parts).cpu()
+        logliks = []
+        for row, window in enumerate(batch):
+            targets = torch.tensor(window.targets, device=logits.device)
+            first = len(window.inputs) - len(targets)
+            parts = []
+            for start in range(0, len(targets), _SLICE):  # log softmax in float32
+                part = targets[start : start + _SLICE]
+                log_p = torch.log_softmax(logits[row, first + start : first + start + len(part)].float(), dim=-1)
+                parts.append(log_p.gather(1, part[:, None])[:, 0].double())
+            logliks.append(torch.cat(parts).cpu())
+        return logliks

@@ -15,9 +15,9 @@ def _percentage(value: object) -> object:
         try:
             return float(value.strip()[:-1]) / 100
         except ValueError:
-            raise ValueError(f"{value!r} is no percentage such as 5%") from None
+            raise ValueError(f"{value!r} is not a percentage such as 5%") from None
     if isinstance(value, (int, float)) and value >= 1:
-        raise ValueError(f"{value} is more than double; write {value}% for per cent")
+        raise ValueError(f"{value} means {100 * value:g} %; write {value}% for {value} percent")
     return value
 
 
@@ -45,21 +45,34 @@ class PerplexitySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    documents: LocalPath = Field(description="jsonl with one document a line, or plain text with one a paragraph.")
-    field: str = Field(default="text", min_length=1, description="Of a jsonl line.")
-    max_increase: Percentage = Field(default=0.05, description="'5%' or 0.05 over the better parent; more fails.")
-    warn_increase: Percentage | None = Field(default=None, description="Default: 2 %, or max_increase if less.")
-    max_length: int = Field(default=2048, ge=2, description="Tokens a window.")
+    documents: LocalPath = Field(
+        description="Held-out text: jsonl with one document per line, or plain text with one per paragraph."
+    )
+    field: str = Field(
+        default="text", min_length=1, description="Field of a jsonl line that has the text. Default: text."
+    )
+    max_increase: Percentage = Field(
+        default=0.05,
+        description="Largest increase over the better parent that passes, such as 5% or 0.05. Default: 5%.",
+    )
+    warn_increase: Percentage | None = Field(
+        default=None,
+        description="Increase above which a warning is given. Default: 2%, or max_increase if that is smaller.",
+    )
+    max_length: int = Field(default=2048, ge=2, description="Number of tokens in a window. Default: 2048.")
     reference: str | tuple[str, ...] = Field(
         default="fine-tunes",
-        description="Parents of which the better one counts: fine-tunes (what was merged; the base only where it has a "
-        "weight of its own), all, or names.",
+        description="Parents from which the better one is chosen: fine-tunes (the merged models; the base only if it "
+        "has a weight), all, or names. Default: fine-tunes.",
     )
-    max_documents: int | None = Field(default=1000, ge=1, description="The first so many; null: all.")
+    max_documents: int | None = Field(
+        default=1000, ge=1, description="Number of documents, from the first. null: all. Default: 1000."
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=16, ge=1)
     ensemble: bool = Field(
-        default=False, description="Also measure the parents together, see tasks/perplexity/ensemble.py."
+        default=False,
+        description="Also measure the ensemble of the parents, which averages their probabilities. Default: false.",
     )
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_
 from mergegate.tasks.checkpoints import Model, call_model_process, files_fingerprint
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement, WindowSettings, measure
 from mergegate.tasks.perplexity.settings import PerplexitySettings
-from mergegate.tasks.perplexity.text import HeldOutText, pin_text
+from mergegate.tasks.perplexity.text import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import NotInKey
 
@@ -51,7 +51,7 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
         InvalidInput: If the file is missing, or a document does not match the settings.
     """
     path = (root / settings.documents).absolute()
-    return pin_text(path, settings.field, hashes, where=f"perplexity.documents: {settings.documents}")
+    return pin_text(path, settings.field, hashes, TextSetting(f"perplexity.documents: {settings.documents}"))
 
 
 @stage("perplexity", version=1, subject="model", resumable=True)

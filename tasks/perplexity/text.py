@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -25,7 +26,7 @@ from mergegate.tasks.evaluation import DocumentSet
 from mergegate.tasks.store import NotInKey
 
 _MAX_CHECKED_LINES = 2000  # number of lines that are checked before anything is measured
-_NAMED = "perplexity.field"
+_FIELD_SETTING = "perplexity.field"
 
 
 class HeldOutText(BaseModel):
@@ -55,50 +56,58 @@ class ChatMessage(NamedTuple):
 OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 
 
-def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str], ...]:
-    """Return ``(doc_id, text)`` of the first ``most`` documents that are not empty.
+def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, str], ...]:
+    """Return ``(doc_id, text)`` of the first ``limit`` documents that are not empty.
 
     If ``documents`` names a document set, only its members count. The text of a conversation joins its messages.
 
     Raises:
         InvalidInput: If the file changed after it was pinned, a line is malformed, or there is no document.
     """
-    return tuple((at, _text_in(document)) for at, document in _selected(documents, most))
+    return tuple((position, _text_in(document)) for position, document in _selected(documents, limit))
 
 
-def read_documents_verbatim(documents: HeldOutText, most: int | None) -> tuple[OwnDocument, ...]:
+def read_documents_verbatim(documents: HeldOutText, limit: int | None) -> tuple[OwnDocument, ...]:
     """Return the same documents as :func:`read_texts`, in the form that they have in the file."""
-    return tuple(document for _, document in _selected(documents, most))
+    return tuple(document for _, document in _selected(documents, limit))
 
 
 def _text_in(document: OwnDocument) -> str:
     return document if isinstance(document, str) else "\n".join(message.content for message in document)
 
 
-def _selected(documents: HeldOutText, most: int | None) -> list[tuple[int, OwnDocument]]:
+def _selected(documents: HeldOutText, limit: int | None) -> list[tuple[int, OwnDocument]]:
     content = read_plain(documents.path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != documents.sha256:
-        raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
+        raise InvalidInput(str(documents.path), found="a file that changed during the run", remedy="run again")
     entries = ((at, entry) for at, entry in enumerate(_split(content, documents)) if _text_in(entry).strip())
     if documents.only:
         all_entries = list(entries)
         selected = documents.only.among([(at, _text_in(entry)) for at, entry in all_entries], "perplexity")
         entries = ((at, entry) for at, entry in all_entries if at in selected)
-    result = list(islice(entries, most))
+    result = list(islice(entries, limit))
     if not result:
         raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
     return result
 
 
+@dataclass(frozen=True)
+class TextSetting:
+    """Names of the settings that refer to a file of documents, for messages.
+
+    Args:
+        location: Location of the setting with the path.
+        field: Setting that names the field of a jsonl line.
+        relative_to: File that a path is relative to.
+    """
+
+    location: str
+    field: str = _FIELD_SETTING
+    relative_to: str = "profile"
+
+
 def pin_text(
-    path: Path,
-    field: str,
-    hashes: HashMemo,
-    *,
-    where: str,
-    relative_to: str = "profile",
-    named: str = _NAMED,
-    conversations: bool = False,
+    path: Path, field: str, hashes: HashMemo, setting: TextSetting, *, conversations: bool = False
 ) -> HeldOutText:
     """Hash a file of documents and check its lines.
 
@@ -106,9 +115,6 @@ def pin_text(
         path: jsonl file with one document per line, or plain text with one per paragraph.
         field: Field of a jsonl line.
         hashes: Cache of file hashes.
-        where: Location of the setting, for messages.
-        relative_to: File that a path is relative to, for messages.
-        named: Name of the setting that names the field, for messages.
         conversations: Whether a document may be a list of messages.
 
     Raises:
@@ -118,29 +124,26 @@ def pin_text(
         plain_file(path, most=MAX_DATA_BYTES)
     except FileNotFoundError:
         raise InvalidInput(
-            where,
+            setting.location,
             found="no such file",
-            expected="jsonl with one document a line, or plain text with one a paragraph, "
-            f"relative to the {relative_to}",
+            expected="jsonl with one document per line, or plain text with one per paragraph, relative to the "
+            + setting.relative_to,
         ) from None
     field = field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
+    text = HeldOutText(path=path, sha256="", field=field, conversations=conversations)
     with open_buffered(path) as file:
         for number, line in enumerate(islice(file, _MAX_CHECKED_LINES if field else 0), start=1):
             if line.strip():
-                _document_of_line(line, field, path, number, named, conversations)
+                _document_of_line(line, number, text, setting.field)
     if not path.stat().st_size:
         raise InvalidInput(str(path), found="an empty file", expected="held-out documents")
-    return HeldOutText(path=path, sha256=hashes.sha256(path), field=field, conversations=conversations)
+    return text.model_copy(update={"sha256": hashes.sha256(path)})
 
 
 def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
     if documents.field:
-        conversations = documents.conversations
         for number, line in enumerate(content.splitlines(), start=1):
-            empty = not line.strip()
-            yield (
-                "" if empty else _document_of_line(line, documents.field, documents.path, number, _NAMED, conversations)
-            )
+            yield _document_of_line(line, number, documents, _FIELD_SETTING) if line.strip() else ""
         return
     try:
         yield from content.decode().replace("\r\n", "\n").split("\n\n")
@@ -148,29 +151,25 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
         raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
 
 
-def _document_of_line(line: bytes, field: str, path: Path, number: int, named: str, conversations: bool) -> OwnDocument:
-    """Return the document in ``field`` of a line of JSON, or raise InvalidInput if there is none."""
-    document = parse_line(line, path, number)
-    value = document.get(field)
+def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> OwnDocument:
+    """Return the document in the field of a line of JSON, or raise InvalidInput if there is none."""
+    field = text.field
+    document = parse_line(line, text.path, number)
+    value: Any = document.get(field)
     if isinstance(value, str):
         return value
-    if conversations and isinstance(value, list) and (messages := _messages(value)) is not None:
-        return messages
-    problem = f"no field {field!r}" if field not in document else f"{describe_kind(value)} in field {field!r}"
-    remedy = suggest(field, document) if field not in document and document else ""
-    expected = f"text, in the field that {named} names"
-    if conversations:
-        expected = f"text or messages ({{role, content}}), in the field that {named} names"
-    raise InvalidInput(line_location(path, number), found=problem, expected=expected, remedy=remedy)
-
-
-def _messages(items: list[Any]) -> tuple[ChatMessage, ...] | None:
-    """Return the messages of a conversation, or None if the list is not a conversation."""
-    messages = []
-    for item in items:
-        match item:
-            case {"role": str(role), "content": str(content)}:
-                messages.append(ChatMessage(role, content))
-            case _:
-                return None
-    return tuple(messages)
+    if text.conversations and isinstance(value, list):
+        messages = []
+        for item in value:
+            match item:
+                case {"role": str(role), "content": str(content)}:
+                    messages.append(ChatMessage(role, content))
+        if len(messages) == len(value):
+            return tuple(messages)
+    kinds = "text or messages ({role, content})" if text.conversations else "text"
+    raise InvalidInput(
+        line_location(text.path, number),
+        found=f"no field {field!r}" if field not in document else f"{describe_kind(value)} in field {field!r}",
+        expected=f"{kinds} in the field that {setting} names",
+        remedy=suggest(field, document) if field not in document and document else "",
+    )

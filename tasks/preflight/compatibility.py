@@ -21,7 +21,7 @@ from mergegate.merge_core import (
     open_checkpoint,
     plan_with_findings,
 )
-from mergegate.merge_core.checkpoint import is_head, is_module_file, list_others, ties_embeddings
+from mergegate.merge_core.checkpoint import is_head, is_module_file, list_uncopied, ties_embeddings
 from mergegate.merge_core.errors import InvalidInput, MergegateError, group_findings, worst_first
 from mergegate.merge_core.parsing import open_plain, read_json, read_plain
 from mergegate.tasks.checkpoints import (
@@ -210,7 +210,7 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
             if path.suffix in _WEIGHTS and not is_module_file(name)
             else read_plain(path, _MAX_COMPANION_BYTES, within=parent.directory)
         )
-    for name in list_others(parent.directory):
+    for name in list_uncopied(parent.directory):
         running.update(f"{name}\0".encode(errors="surrogateescape"))
     # The check answers one question from weights: whether a stored output head is the embedding. It asks only if
     # config.json does not declare untied embeddings.

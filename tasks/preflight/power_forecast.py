@@ -15,9 +15,9 @@ from mergegate.tasks.gate import (
     GatePower,
     PastGuardOutcome,
     PlannedTask,
+    estimate_discordance,
     find_past_discordance,
     gate_power,
-    known_discordance,
 )
 from mergegate.tasks.preflight.evidence import Evidence
 from mergegate.tasks.stage import runtime, store
@@ -48,7 +48,7 @@ def planned_tasks(
             continue
         if (discordance := find_past_discordance(guard, past)) is None:
             scores = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in parents}
-            discordance = known_discordance(guard, scores, evidence.rule.discordance)
+            discordance = estimate_discordance(guard, scores, evidence.rule.discordance)
         planned.append(PlannedTask(guard, plan_interim_looks(task, evidence), discordance.share, str(discordance)))
     return planned
 

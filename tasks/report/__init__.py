@@ -8,7 +8,7 @@
     render_sweep(sweep), sweep_table(sweep)         # page and table of a sweep
     render_ending(EndedRun(...))                    # page of a run that ended without a verdict
     render_shadow(shadow)                           # page of a release that is tested on user traffic
-    keep_run(reports, record, html)                 # archive the page of a run and add the run to the history
+    archive_run(reports, record, html)                 # archive the page of a run and add the run to the history
 """
 
 from mergegate.tasks.report import wording
@@ -25,7 +25,7 @@ from mergegate.tasks.report.content import (
     StoredArtifact,
 )
 from mergegate.tasks.report.ending import EndedRun, EndedStage, render_ending
-from mergegate.tasks.report.history.archive import ArchivedPage, file_name, keep_run
+from mergegate.tasks.report.history.archive import ArchivedPage, archive_run, file_name
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
 from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
@@ -45,7 +45,7 @@ from mergegate.tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from mergegate.tasks.report.sweep.from_study import sweep_content, sweep_line
+from mergegate.tasks.report.sweep.from_study import SweepFacts, sweep_content, sweep_line
 from mergegate.tasks.report.sweep.page import render_sweep
 from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
 from mergegate.tasks.report.sweep.wording import (
@@ -107,6 +107,8 @@ __all__ = [
     "ShadowPoint",
     "StoredArtifact",
     "SweepContent",
+    "SweepFacts",
+    "archive_run",
     "arm_cells",
     "as_markdown",
     "changes_since",
@@ -117,7 +119,6 @@ __all__ = [
     "file_name",
     "final_table",
     "format_run_time",
-    "keep_run",
     "likelihood",
     "mend_history",
     "outcome_of_status",

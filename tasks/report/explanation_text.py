@@ -37,12 +37,14 @@ def why(explanation: Explanation) -> tuple[str, ...]:
     interference = explanation.interference
     if interference is None:
         return ("The weights of these models could not be compared.",)
-    total = interference.whole
+    total = interference.network_tally
     sentences = [
         *_movement(explanation, total),
         *_conflict(explanation, total),
         *_layers({layer: tally.conflict for (_, layer), tally in interference.layers().items()}),
-        *_origin(explanation),
+        f"Task vectors are the differences of the parents to {explanation.origin}, the base of the recipe."
+        if explanation.origin_is_base
+        else f"The recipe names no base: differences are measured from its first model, {explanation.origin}.",
         *(
             f"{skipped.tensors} tensor{'s were' if skipped.tensors > 1 else ' was'} left out: "
             f"{skipped.reason} ({skipped.example})."
@@ -56,12 +58,15 @@ def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
     """Return one row per task vector. The result is empty if the weights could not be compared."""
     if explanation.interference is None:
         return ()
-    total = explanation.interference.whole
+    total = explanation.interference.network_tally
     return tuple(
         VectorRow(
             name=name,
             length=_relative(total.length(index)),
-            cosines=tuple("1" if column == index else _cosine(total, index, column) for column in range(total.vectors)),
+            cosines=tuple(
+                "1" if column == index else NONE if cosine is None else number(cosine, 2)
+                for column, cosine in ((column, total.cosine(index, column)) for column in range(total.vectors))
+            ),
             distance=_relative(total.merge_distance(index)),
         )
         for index, name in enumerate(explanation.vectors)
@@ -74,7 +79,7 @@ def merge_length(explanation: Explanation) -> str:
     The result is empty if the distance is unknown.
     """
     interference = explanation.interference
-    return _relative(interference.whole.merge_length) if interference and interference.has_merge else ""
+    return _relative(interference.network_tally.merge_length) if interference and interference.has_merge else ""
 
 
 def ensemble_sentence(content: ReportContent) -> str:
@@ -112,12 +117,6 @@ def expert_sentences(content: ReportContent) -> tuple[str, ...]:
 def judge_numbers(judge: ReportedJudge) -> str:
     """Return the win rate with its interval: 'win rate 52.0 % [47.1, 56.9]'."""
     return f"win rate {number(100 * judge.win_rate, 1)} % {interval(100 * judge.low, 100 * judge.high, 1)}"
-
-
-def _origin(explanation: Explanation) -> list[str]:
-    if explanation.origin_is_base:
-        return [f"Task vectors are the differences of the parents to {explanation.origin}, the base of the recipe."]
-    return [f"The recipe names no base: differences are measured from its first model, {explanation.origin}."]
 
 
 def _conflict(explanation: Explanation, total: Tally) -> list[str]:
@@ -176,8 +175,3 @@ def _movement(explanation: Explanation, total: Tally) -> list[str]:
 
 def _relative(value: float | None) -> str:
     return NONE if value is None else f"{plain(float(f'{100 * value:.2g}'))} %"
-
-
-def _cosine(total: Tally, first: int, second: int) -> str:
-    cosine = total.cosine(first, second)
-    return NONE if cosine is None else number(cosine, 2)

@@ -5,14 +5,14 @@ Rows run from the input of the network to its output. Tensors outside the layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.analysis import Interference, TensorGroup
+from mergegate.merge_core.analysis import Interference
 from mergegate.merge_core.architecture import KINDS, TensorKind
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.svg import Ink, drawing, inline
+from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline
 from mergegate.tasks.report.wording import NONE
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _map(interference: Interference) -> _Map:
     several = len({group.stack for group in interference.spots if group.layer is not None}) > 1
     rows: dict[str, list[tuple[int, int, float | None]]] = {}
     for group in interference.spots:
-        value = _value(group)
+        value = group.tally.conflict if group.tally.vectors > 1 else group.tally.length(0)
         if group.layer is None:
             outside = "final norm" if group.kind == "norm" else str(group.kind)
             rows.setdefault(outside, []).append((0, len(columns), value))
@@ -101,10 +101,6 @@ def _map(interference: Interference) -> _Map:
         low=low,
         high=max(*values, low + (_LEAST_SPAN if interference.vectors > 1 else 1e-12)),
     )
-
-
-def _value(group: TensorGroup) -> float | None:
-    return group.tally.conflict if group.tally.vectors > 1 else group.tally.length(0)
 
 
 def _average(row: _Row) -> str:
@@ -134,67 +130,42 @@ def _draw(plot: str, heat_map: _Map, form: _Format, label: str) -> str:
         axes.set_axis_off()
         axes.set_xlim(0, form.width)
         axes.set_ylim(height - head, -head)
+        muted = TextStyle(ink=Ink.MUTED, align="center")
         column = (form.width - form.left) / len(heat_map.columns)
         numbers = not crowded and column >= form.narrowest
         for index, kind in enumerate(heat_map.columns):
-            _text(axes, form.left + (index + 0.5) * column, -10, kind.replace("_", "+"), form, ink=Ink.MUTED)
+            _text(axes, (form.left + (index + 0.5) * column, -10), kind.replace("_", "+"), form, muted)
         for index, line in enumerate(heat_map.rows):
             middle = (index + 0.5) * row
             if not crowded or index % 4 == 0 or len(line.cells) == 1:
-                _text(axes, 0, middle, line.label, form, align="left", ink=Ink.MUTED)
+                _text(axes, (0, middle), line.label, form, replace(muted, align="left"))
             for first, count, value in line.cells:
-                box = (form.left + first * column, index * row, count * column, row)
-                _cell(axes, box, heat_map, value, form, numbers=numbers or (count > 1 and not crowded))
-        _scale(axes, form, heat_map)
+                x, width = form.left + first * column, count * column
+                if value is not None:
+                    share = (value - heat_map.low) / (heat_map.high - heat_map.low)
+                    _fill(axes, (x + 1, index * row + 1, width - 2, row - 2), share)
+                if numbers or (count > 1 and not crowded):
+                    text = NONE if value is None else _percent(value)
+                    style = muted if value is None else TextStyle(align="center")
+                    _text(axes, (x + width / 2, middle), text, form, style)
+        # The color scale is above the columns.
+        start, size = form.left + 44, 18
+        _text(axes, (start - 8, -38), f"{_percent(heat_map.low)} %", form, replace(muted, align="right"))
+        for index in range(_STEPS):
+            _fill(axes, (start + index * size, -44, size - 2, 12), index / (_STEPS - 1))
+        end = start + _STEPS * size
+        _text(axes, (end + 6, -38), f"{_percent(heat_map.high)} %", form, replace(muted, align="left"))
         return inline(figure, plot, label)
 
 
-def _cell(
-    axes: Axes,
-    box: tuple[float, float, float, float],
-    heat_map: _Map,
-    value: float | None,
-    form: _Format,
-    *,
-    numbers: bool,
-) -> None:
+def _fill(axes: Axes, box: tuple[float, float, float, float], share: float) -> None:
+    """Fill a box (left, top, width, height) with the color of a value, whose share of the scale is in [0, 1]."""
     from matplotlib.patches import Rectangle
 
-    x, y, width, height = box
-    if value is not None:
-        share = (value - heat_map.low) / (heat_map.high - heat_map.low)
-        axes.add_patch(
-            Rectangle(
-                (x + 1, y + 1),
-                width - 2,
-                height - 2,
-                facecolor=Ink.FAIL.value,
-                alpha=round(_FAINT + (_FULL - _FAINT) * share, 3),
-                linewidth=0,
-            )
-        )
-    if numbers:
-        text, ink = (NONE, Ink.MUTED) if value is None else (_percent(value), Ink.TEXT)
-        _text(axes, x + width / 2, y + height / 2, text, form, ink=ink)
+    alpha = round(_FAINT + (_FULL - _FAINT) * share, 3)
+    left, top, width, height = box
+    axes.add_patch(Rectangle((left, top), width, height, facecolor=Ink.FAIL.value, alpha=alpha, linewidth=0))
 
 
-def _scale(axes: Axes, form: _Format, heat_map: _Map) -> None:
-    """Draw the color scale above the columns."""
-    from matplotlib.patches import Rectangle
-
-    start, size = form.left + 44, 18
-    _text(axes, start - 8, -38, f"{_percent(heat_map.low)} %", form, align="right", ink=Ink.MUTED)
-    for index in range(_STEPS):
-        share = index / (_STEPS - 1)
-        alpha = round(_FAINT + (_FULL - _FAINT) * share, 3)
-        axes.add_patch(
-            Rectangle((start + index * size, -44), size - 2, 12, facecolor=Ink.FAIL.value, alpha=alpha, linewidth=0)
-        )
-    end = start + _STEPS * size
-    _text(axes, end + 6, -38, f"{_percent(heat_map.high)} %", form, align="left", ink=Ink.MUTED)
-
-
-def _text(
-    axes: Axes, x: float, y: float, text: str, form: _Format, *, align: str = "center", ink: Ink = Ink.TEXT
-) -> None:
-    axes.text(x, y, text, ha=align, va="center_baseline", fontsize=form.font, color=ink.value)
+def _text(axes: Axes, point: tuple[float, float], text: str, form: _Format, style: TextStyle) -> None:
+    axes.text(*point, text, ha=style.align, va="center_baseline", fontsize=form.font, color=style.ink.value)

@@ -168,20 +168,18 @@ def final_table(content: ReportContent) -> ScoreTable:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
         lines.append(Row((total_label, *("" for _ in shown), change, "", "")))
     if verdict.drift is not None or any(model.likelihoods for model in shown):
-        lines.append(_perplexity_line(verdict.drift, shown))
+        per_byte = compares_per_byte(shown, verdict.drift)
+        label = "bits per byte" if per_byte else "perplexity"
+        values = tuple(likelihood(model.likelihoods, per_byte) for model in shown)
+        if (drift := verdict.drift) is None:
+            lines.append(Row((label, *values, "", "", "")))
+        else:
+            change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
+            word = f"{drift.word}, warning" if drift.warning and drift.outcome == "pass" else drift.word
+            cells = (label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", word)
+            lines.append(Row(cells, drift.outcome))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
     return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
-
-
-def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
-    per_byte = compares_per_byte(models, drift)
-    label = "bits per byte" if per_byte else "perplexity"
-    values = tuple(likelihood(model.likelihoods, per_byte) for model in models)
-    if drift is None:
-        return Row((label, *values, "", "", ""))
-    verdict = f"{drift.word}, warning" if drift.warning and drift.outcome == "pass" else drift.word
-    change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
-    return Row((label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
 
 
 def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:

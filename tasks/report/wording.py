@@ -170,33 +170,33 @@ def sentence(content: ReportContent) -> str:
     verdict = content.verdict
     if verdict.reasons:
         return verdict.reasons[0]
-    notes = (f"{note}." for note in verdict.notes)
-    return " ".join(part for part in (_guards_passed(verdict), *notes, _drift_passed(verdict.drift)) if part)
+    notes = [f"{note}." for note in verdict.notes]
+    drift = verdict.drift
+    if drift is not None and drift.ratio is not None:
+        value = number(drift.ratio, drift_decimals(drift))
+        notes.append(f"Perplexity is {value} times that of the better parent; {plain(drift.max_ratio)} is the limit.")
+    return " ".join([*_guards_passed(verdict), *notes])
 
 
-def _guards_passed(verdict: GateVerdict) -> str:
+def _guards_passed(verdict: GateVerdict) -> list[str]:
+    """Return sentences about the guards of a passed verdict."""
     if not verdict.guards:
-        return "" if verdict.notes else "No task is guarded."
+        return [] if verdict.notes else ["No task is guarded."]
     if verdict.suites:
-        return " ".join(map(_suite_passed, verdict.suites))
+        return [
+            f"The mean of {suite.tasks} tasks loses at most {number(suite.high, 1)} points against {suite.reference}; "
+            f"{plain(suite.margin)} are allowed, and no task has fallen far."
+            for suite in verdict.suites
+        ]
     closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
-    decimals = guard_decimals(closest)
-    most, allowed = number(closest.high, decimals), plain(closest.margin)
+    most, allowed = number(closest.high, guard_decimals(closest)), plain(closest.margin)
     if len(verdict.guards) == 1:
-        return f"{closest.task} loses at most {most} points against {closest.reference}; {allowed} are allowed."
+        return [f"{closest.task} loses at most {most} points against {closest.reference}; {allowed} are allowed."]
     count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
-    return (
+    return [
         f"{count} guards hold. The closest is {closest.task}, which loses at most {most} points against "
         f"{closest.reference}; {allowed} are allowed."
-    )
-
-
-def _suite_passed(suite: SuiteVerdict) -> str:
-    most, allowed = number(suite.high, 1), plain(suite.margin)
-    return (
-        f"The mean of {suite.tasks} tasks loses at most {most} points against {suite.reference}; {allowed} are "
-        "allowed, and no task has fallen far."
-    )
+    ]
 
 
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
@@ -235,10 +235,3 @@ def documents_saved(verdict: GateVerdict) -> str:
 def suite_change(suite: SuiteVerdict) -> str:
     """Return the mean drop of a suite in points, with real minus signs: '0.4 [-0.3, 1.1]'."""
     return f"{number(suite.drop, 1)} {interval(suite.low, suite.high, 1)}"
-
-
-def _drift_passed(drift: DriftVerdict | None) -> str:
-    if drift is None or drift.ratio is None:
-        return ""
-    value = number(drift.ratio, drift_decimals(drift))
-    return f"Perplexity is {value} times that of the better parent; {plain(drift.max_ratio)} is the limit."

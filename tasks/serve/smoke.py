@@ -156,7 +156,7 @@ def smoke_url(
             f"{server.url}/v1/models",
             found=answer.complaint,
             expected="a list of models",
-            remedy="pass the address without /v1, and --key-from if the server requires a key",
+            remedy="pass the address without /v1, and --api-key-env if the server requires a key",
         )
     models = parse_models(answer)
     if not models or (server.model is not None and server.model not in models):

@@ -42,23 +42,23 @@ class _JointProgress:
         self._outer_context = copy_context()
         self.made = False
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         """Do nothing, because stages make no announcements."""
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         self._total = 0
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
         if stage != self._stage:
             return
         self._total = total
         remaining = round(total * sum(self._remaining_sizes[1:]) / self._remaining_sizes[0])
-        self._outer_context.run(advance, self._done_before + done, self._done_before + total + remaining, unit)
+        self._outer_context.run(advance, self._done_before + completed, self._done_before + total + remaining, unit)
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         """Do nothing, because the joint line shows a count."""
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         if stage != self._stage:
             return
         del self._remaining_sizes[0]

@@ -25,11 +25,11 @@ class Watcher(Protocol):
     ``subject`` distinguishes the calls of one stage. It is the name of a checkpoint, or an empty string.
     """
 
-    def announced(self, text: str) -> None: ...
-    def started(self, stage: str, subject: str) -> None: ...
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None: ...
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None: ...
+    def on_message(self, text: str) -> None: ...
+    def on_start(self, stage: str, subject: str) -> None: ...
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None: ...
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None: ...
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None: ...
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -61,10 +61,10 @@ def running_stage() -> tuple[str, str, str]:
     return _running.get()
 
 
-def advance(done: int, total: int, unit: str) -> None:
-    """Report the progress of the running stage: ``done`` of ``total`` in ``unit``, such as 'B' or 'documents'."""
+def advance(completed: int, total: int, unit: str) -> None:
+    """Report the progress of the running stage: ``completed`` of ``total`` in ``unit``, such as 'B' or 'documents'."""
     if (watcher := _watcher.get()) is not None:
-        watcher.advanced(*_running.get()[:2], done, total, unit)
+        watcher.on_progress(*_running.get()[:2], completed, total, unit)
 
 
 def say_progress(say: Callable[[int], str]) -> None:
@@ -74,13 +74,13 @@ def say_progress(say: Callable[[int], str]) -> None:
         say: Function that returns the line in at most the given number of characters.
     """
     if (watcher := _watcher.get()) is not None:
-        watcher.described(*_running.get()[:2], say)
+        watcher.on_description(*_running.get()[:2], say)
 
 
 def announce(text: str) -> None:
     """Announce what starts now, as a heading for the stages that follow."""
     if (watcher := _watcher.get()) is not None:
-        watcher.announced(text)
+        watcher.on_message(text)
 
 
 @dataclass
@@ -104,7 +104,7 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
     report = StageReport()
     token = _running.set((name, subject, key))
     if watcher:
-        watcher.started(name, subject)
+        watcher.on_start(name, subject)
     began = time.monotonic()
     try:
         yield report
@@ -117,7 +117,7 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
         raise
     finally:
         if watcher:
-            watcher.ended(name, subject, report.status, time.monotonic() - began, report.summary)
+            watcher.on_end(name, subject, report.status, time.monotonic() - began, report.summary)
         _running.reset(token)
 
 
@@ -155,19 +155,19 @@ class DeferredProgress:
     def __init__(self) -> None:
         self.stages: tuple[StageEnd, ...] = ()
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         """Do nothing, because announcements are made in the process that the user watches."""
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         """Do nothing, because the stage will have ended before it is reported."""
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
         """Do nothing, because the stage will have ended before it is reported."""
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         """Do nothing, because the stage will have ended before it is reported."""
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages += (StageEnd(stage, subject, status, seconds, summary),)
 
 
@@ -177,20 +177,20 @@ class RelayedProgress:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
-    def announced(self, text: str) -> None:
-        self._watcher.announced(text)
+    def on_message(self, text: str) -> None:
+        self._watcher.on_message(text)
 
-    def started(self, stage: str, subject: str) -> None:
-        self._watcher.started(stage, subject)
+    def on_start(self, stage: str, subject: str) -> None:
+        self._watcher.on_start(stage, subject)
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self._watcher.advanced(stage, subject, done, total, unit)
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        self._watcher.on_progress(stage, subject, completed, total, unit)
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        self._watcher.described(stage, subject, say)
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        self._watcher.on_description(stage, subject, say)
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
-        self._watcher.ended(stage, subject, status, seconds, summary)
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        self._watcher.on_end(stage, subject, status, seconds, summary)
 
 
 class RecordedProgress(RelayedProgress):
@@ -200,9 +200,9 @@ class RecordedProgress(RelayedProgress):
         super().__init__(watcher)
         self.stages: list[StageEnd] = []  # In the order in which the stages ended.
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages.append(StageEnd(stage, subject, status, seconds, summary))
-        super().ended(stage, subject, status, seconds, summary)
+        super().on_end(stage, subject, status, seconds, summary)
 
 
 @contextmanager
@@ -221,8 +221,8 @@ def relay_progress(stages: Iterable[StageEnd]) -> None:
     """Report stages that ran in another process to the watcher."""
     if (watcher := _watcher.get()) is not None:
         for end in stages:
-            watcher.started(end.stage, end.subject)
-            watcher.ended(*end)
+            watcher.on_start(end.stage, end.subject)
+            watcher.on_end(*end)
 
 
 class ProgressLog:
@@ -235,20 +235,20 @@ class ProgressLog:
         self._log = log
         self._pulse = Pulse(log.info)
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self._log.info(text)
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         """Log nothing, because Prefect logs the start."""
-        self._pulse.started(stage, subject)
+        self._pulse.on_start(stage, subject)
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self._pulse.advanced(stage, subject, done, total, unit)
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        self._pulse.on_progress(stage, subject, completed, total, unit)
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        self._pulse.described(stage, subject, say)
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        self._pulse.on_description(stage, subject, say)
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
-        self._pulse.ended(stage, subject)
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        self._pulse.on_end(stage, subject)
         label = " ".join(part for part in (stage, subject) if part)
         self._log.info("%s %s: %s (%s)", _MARKS[status], label, summary, format_duration(seconds))

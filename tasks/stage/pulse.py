@@ -23,15 +23,15 @@ class Pace:
 
     began: float
     moved: tuple[float, int] | None = None  # Time and count of the first report, so that the speed excludes loading.
-    done: int = 0
+    completed: int = 0
     total: int = 0
     unit: str = ""  # 'B', 'tokens' or 'requests'.
     words: Callable[[int], str] | None = None  # The stage's own description, in at most the given number of characters.
 
-    def advanced(self, done: int, total: int, unit: str, now: float) -> None:
-        """Record that ``done`` of ``total`` units are done."""
-        self.done, self.total, self.unit = done, total, unit
-        self.moved = self.moved or (now, done)
+    def on_progress(self, completed: int, total: int, unit: str, now: float) -> None:
+        """Record that ``completed`` of ``total`` units are done."""
+        self.completed, self.total, self.unit = completed, total, unit
+        self.moved = self.moved or (now, completed)
 
     def text(self, now: float, *, bar: bool) -> str:
         """Return a line such as ``412 of 1,319 requests · 35/s · 26 s left``, or an empty string before any report.
@@ -43,19 +43,19 @@ class Pace:
         if not self.total:
             return ""
         first_time, first_count = self.moved or (self.began, 0)
-        rate = (self.done - first_count) / max(now - first_time, 1e-3)
+        rate = (self.completed - first_count) / max(now - first_time, 1e-3)
         if self.unit == "B" and bar:
-            share = self.done / self.total
+            share = self.completed / self.total
             parts = ["━" * round(20 * share) + "╌" * (20 - round(20 * share)) + f" {100 * share:.0f} %"]
         elif self.unit == "B":
-            parts = [f"{format_bytes(self.done)} of {format_bytes(self.total)}"]
+            parts = [f"{format_bytes(self.completed)} of {format_bytes(self.total)}"]
         else:
-            parts = [f"{self.done:,} of {self.total:,} {self.unit}"]
+            parts = [f"{self.completed:,} of {self.total:,} {self.unit}"]
         if rate > 0:
             speed = f"{rate / 1e6:.0f} MB" if self.unit == "B" else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
             parts.append(f"{speed}/s")
-            if self.done < self.total:
-                parts.append(f"{_about((self.total - self.done) / rate)} left")
+            if self.completed < self.total:
+                parts.append(f"{_about((self.total - self.completed) / rate)} left")
         return " · ".join(parts)
 
 
@@ -67,24 +67,24 @@ class Pulse:
         self._clock = clock
         self._calls: dict[tuple[str, str], tuple[Pace, float]] = {}  # With the time of the last log line.
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         """Record that a call has started."""
         now = self._clock()
         self._calls[stage, subject] = (Pace(now), now)
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
         """Record the progress of a call, and log it if a line is due."""
         if (call := self._calls.get((stage, subject))) is not None:
             pace, _ = call
-            pace.advanced(done, total, unit, self._clock())
+            pace.on_progress(completed, total, unit, self._clock())
             self._log_if_due(stage, subject, lambda now: pace.text(now, bar=False))
 
-    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         """Log the call's own description if a line is due."""
         if (stage, subject) in self._calls:
             self._log_if_due(stage, subject, lambda _: say(_LOG_WIDTH))
 
-    def ended(self, stage: str, subject: str) -> None:
+    def on_end(self, stage: str, subject: str) -> None:
         """Record that a call has ended."""
         self._calls.pop((stage, subject), None)
 

@@ -18,7 +18,7 @@ The key covers the stage's name, its version and its arguments (see ``tasks.stor
 meaning of a stage changes, so that earlier artifacts are rebuilt. The store is the only cache, and Prefect persists no
 results.
 
-Prefect shows each run as ``Built``, ``Cached`` or ``Rebuilt`` (the stored artifact was damaged), or as a failed
+Prefect shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (the stored artifact was damaged), or as a failed
 ``Refused`` or ``Invalid``, together with the stage's summary. It also shows the dependencies between stages, which are
 derived from the digests in their inputs.
 
@@ -481,7 +481,7 @@ def step(
                 value = run_and_report(call)
             except MergegateError as error:
                 return Failed(name=state_name(error.status), message=str(error), data=error)
-            return Completed(name="Built" if value.new else "Unchanged", message=value.summary(), data=value)
+            return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
 
         def run_and_report(call: StageCall) -> S:
             with report_stage(name, "") as report, disk_errors_refused(home()), within_limit(name):

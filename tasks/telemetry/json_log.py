@@ -81,18 +81,18 @@ class _LoggedProgress(RelayedProgress):
         super().__init__(watcher)
         self._log = log
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self._log.write("announced", message=text)
-        super().announced(text)
+        super().on_message(text)
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         self._log.write("stage started", stage=stage, subject=subject)
-        super().started(stage, subject)
+        super().on_start(stage, subject)
 
-    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         result = {"status": status, "seconds": round(seconds, 3), "message": summary}
         self._log.write("stage ended", level=_LEVELS.get(status, "info"), stage=stage, subject=subject, **result)
-        super().ended(stage, subject, status, seconds, summary)
+        super().on_end(stage, subject, status, seconds, summary)
 
 
 @contextmanager

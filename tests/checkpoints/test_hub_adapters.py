@@ -143,5 +143,5 @@ def test_the_tokenizer_of_an_adapter_is_known_before_its_weights(
     assert not (found.adapter.directory / "adapter_model.safetensors").exists()
     assert checkpoint.chat_templates == {"default": "of {{ x }}", "tool_use": "tools {{ x }}"}
     assert checkpoint.companions.sources["tokenizer.json"] == found.adapter.directory
-    assert checkpoint.others == ("lookup.npz",)
+    assert checkpoint.uncopied == ("lookup.npz",)
     assert "chat_template.jinja" in found.adapter.deciding

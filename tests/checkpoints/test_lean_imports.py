@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.tasks.checkpoints import import_lean, lean_imports
+from mergegate.tasks.checkpoints import import_lean, model_cache
 
 # Like transformers: search for the package once, remember the result, and import it much later.
 PACKAGE = "from importlib.util import find_spec\nSEEN = find_spec('unasked') is not None\n"
@@ -23,7 +23,7 @@ def a_package_that_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     (tmp_path / "looking" / "part.py").write_text(PART)
     (tmp_path / "unasked.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(lean_imports, "_UNASKED", ("unasked",))
+    monkeypatch.setattr(model_cache, "_UNUSED_PACKAGES", ("unasked",))
     yield
     for name in ("looking", "looking.part", "unasked"):
         sys.modules.pop(name, None)

@@ -285,7 +285,7 @@ def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_one_at_a_time_holds_wherever_more_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_cache, "_most", 1)
+    monkeypatch.setattr(model_cache, "_max_models", 1)
     assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
 
 

@@ -29,8 +29,7 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
-from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.settings import EvaluateSettings
+from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 
 
 @pytest.fixture(autouse=True)

@@ -43,8 +43,8 @@ from mergegate.tasks.evaluation.stage import (
     pin_data,
 )
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.settings import pin_tasks
+from mergegate.tasks.gate.references import pin_tasks
+from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.stage.progress import StageStatus, progress_watcher
 from mergegate.tasks.stage.stages import Stage, store
 from mergegate.tasks.store.store import Artifact
@@ -80,12 +80,12 @@ class Watching:
         self.summaries: list[str] = []
         self.how_far: list[tuple[int, int]] = []
 
-    def announced(self, text: str) -> None: ...
-    def started(self, stage: str, subject: str) -> None: ...
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self.how_far.append((done, total))
+    def on_message(self, text: str) -> None: ...
+    def on_start(self, stage: str, subject: str) -> None: ...
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        self.how_far.append((completed, total))
 
-    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
         self.endings.append(ending)
         self.summaries.append(summary)
 
@@ -329,7 +329,7 @@ def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
     hashes = HashMemo(tmp_path / "hashes.db")
     _, (task,) = pin_tasks(guards, tmp_path, hashes)
     assert task.cluster_field == "word"
-    with pytest.raises(InvalidInput, match="one field for all guards"):
+    with pytest.raises(InvalidInput, match="the same field for all guards"):
         pin_tasks([*guards, Guard(task="letters.yaml", guarded_by="c", cluster_by="right")], tmp_path, hashes)
 
 

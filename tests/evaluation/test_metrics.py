@@ -20,8 +20,8 @@ from mergegate.tasks.evaluation.metrics import (
     metrics_by_leaf,
 )
 from mergegate.tasks.evaluation.stage import score_table
-from mergegate.tasks.gate.guards import GateRule, Guard
-from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, gate
 
 METRICS = ("acc,none", "acc_norm,none", "exact_match,strict-match", "exact_match,flexible-extract", "ter,none")
 
@@ -161,7 +161,7 @@ def test_the_gate_judges_a_group_of_several_metrics_on_all_of_its_documents(tmp_
     guard = GUARD.model_copy(update={"task": "bbh"})  # the name that ``part`` gives the group's first leaf
     for setting in (None, "acc,none", {"m*": "exact_match,none"}):
         asked = guard.model_copy(update={"metric": setting})
-        verdict = gate.work((asked,), {"reverser": [parent], "merge": [merge]}, {}, None, GateRule())
+        verdict = gate.work((asked,), {"reverser": [parent], "merge": [merge]}, {}, None, GatePlan(GateRule()))
         (judged,) = verdict.guards
         assert (judged.n, judged.documents_asked, judged.lost, judged.outcome) == (600, 600, 130, "fail")
         assert judged.metric == "acc_norm,none + acc,none + exact_match,none"

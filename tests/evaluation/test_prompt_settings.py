@@ -33,8 +33,8 @@ from mergegate.tasks.evaluation.support import require_effect
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_generation, room_for_prompt
-from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.settings import EvaluateSettings, pin_tasks
+from mergegate.tasks.gate.references import pin_tasks
+from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 from mergegate.tasks.store.keys import digest
 from mergegate.tasks.sweep.evidence import SweepEvidence
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_meant_is_refused_with_the_profile(said: dict[str, Any]) 
 
 
 def test_two_ways_under_one_name_are_refused(root: Path) -> None:
-    with pytest.raises(InvalidInput, match="num_fewshot 2 and as the profile says of all") as refused:
+    with pytest.raises(InvalidInput, match="num_fewshot 2 and the profile's prompts") as refused:
         pinned(root, {"task": "letters.yaml", "num_fewshot": 2}, {"task": "letters.yaml"})
     assert "name: letters-2" in refused.value.remedy
 

@@ -39,8 +39,8 @@ from mergegate.tasks.evaluation.stage import (
 from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
-from mergegate.tasks.gate.guards import GateRule, Guard
-from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, gate
 
 REPO = "acme/letters"
 COMMITS = ("a" * 40, "b" * 40)
@@ -131,7 +131,11 @@ def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
         assert (source.path, source.revision) == (REPO, commit)
     with pytest.raises(InvalidInput, match="scores on different data"):
         gate.work(
-            (Guard(task="letters", guarded_by="parent"),), {"parent": before, "merge": after}, {}, None, GateRule()
+            (Guard(task="letters", guarded_by="parent"),),
+            {"parent": before, "merge": after},
+            {},
+            None,
+            GatePlan(GateRule()),
         )
 
 
@@ -139,7 +143,7 @@ def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
 def test_the_verdict_says_on_what(hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None) -> None:
     parts = evaluate_documents(model, task, Scoring(), None, CPU)
     verdict = gate.work(
-        (Guard(task="letters", guarded_by="parent"),), {"parent": parts, "merge": parts}, {}, None, GateRule()
+        (Guard(task="letters", guarded_by="parent"),), {"parent": parts, "merge": parts}, {}, None, GatePlan(GateRule())
     )
     (guard,) = verdict.guards
     assert guard.data == parts[0].value.data["letters"]

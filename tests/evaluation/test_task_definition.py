@@ -12,8 +12,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation import task_definition
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
-from mergegate.tasks.gate.guards import Guard
-from mergegate.tasks.gate.settings import pin_tasks
+from mergegate.tasks.gate.references import pin_tasks
+from mergegate.tasks.gate.settings import Guard
 
 
 def pin(root: Path, task: str = "letters.yaml") -> EvalTask:
@@ -148,5 +148,5 @@ def test_a_task_with_two_guards_is_pinned_once(root: Path) -> None:
 def test_two_definitions_of_one_name_are_refused(root: Path) -> None:
     (root / "same.yaml").write_text("include: base.yaml\ntask: letters\nnum_fewshot: 2\n")
     guards = [Guard(task=task, guarded_by="a") for task in ("letters.yaml", "same.yaml")]
-    with pytest.raises(InvalidInput, match="calls itself 'letters'"):
+    with pytest.raises(InvalidInput, match="the name 'letters'"):
         pin_tasks(guards, root, HashMemo(root / "h.db"))

@@ -210,7 +210,7 @@ def test_weights_are_explained_layer_by_layer(parents: tuple[PinnedCheckpoint, .
     base, a, b, merge = parents
     (tmp_path / "out").mkdir()
     found = explain.work(tmp_path / "out", base, (a, b), merge)
-    whole = found.interference.whole
+    whole = found.interference.network_tally
     assert whole.cosine(0, 1) == pytest.approx(-1, abs=1e-6)
     assert whole.conflict == pytest.approx(1.0)
     assert found.summary() == "sign conflict 100 % · merge moved 0.50 times as far as any parent"

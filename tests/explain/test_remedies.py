@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.analysis.tally import Tally
 from mergegate.merge_core.recipe.overrides import apply_overrides
-from mergegate.tasks.explain.base_model import named_base
 from mergegate.tasks.explain.remedies import (
     Diagnosis,
     Remedy,
@@ -24,6 +23,7 @@ from mergegate.tasks.explain.remedies import (
     relative_movement,
     suggest_remedies,
 )
+from mergegate.tasks.explain.stage import named_base
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.regression import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
@@ -120,7 +120,7 @@ def test_signs_are_elected_where_adding_up_cancels() -> None:
     remedies = suggestions(recipe("task_arithmetic"), tally(conflict=0.48))
     assert remedies[0].change == {"merge_method": "ties", "density": 0.3}
     assert remedies[0].reason.startswith(
-        "48 % of the weights that several parents move are pulled both ways (50 % would be chance); task_arithmetic"
+        "48 % of the weights that several parents change have opposite signs (50 % by chance); task_arithmetic"
     )
 
 

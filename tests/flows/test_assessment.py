@@ -19,7 +19,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.gate.guards import CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
@@ -258,7 +258,7 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., 
     reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
     result, _ = judged(sometimes_wrong, guards=(COPY, reigning))
     assert result.verdict.value.publishable
-    assert result.verdict.value.notes == ("reverse: no release to hold it against yet",)
+    assert result.verdict.value.notes == ("reverse: no release to compare with yet",)
 
 
 @pytest.mark.parametrize("rule", ["each", "suite"])
@@ -287,7 +287,7 @@ def test_what_can_leave_others_out_is_asked_alone() -> None:
     copy, reverse, sort = TASKS
 
     def groups(*order: tuple[EvalTask, int]) -> list[list[str]]:
-        return [[task.name for task, _ in group] for group in assessment._side_by_side(order, evidence)]
+        return [[task.name for task, _ in group] for group in assessment._independent_groups(order, evidence)]
 
     assert groups((copy, 5), (sort, 5), (reverse, 5)) == [["copy", "sort", "reverse"]]
     assert groups((reverse, 5), (copy, 5), (sort, 5)) == [["reverse"], ["copy", "sort"]]

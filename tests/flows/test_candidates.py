@@ -75,5 +75,5 @@ def test_a_misspelt_remedy_says_which_one(tmp_path: Path, recipe: Path) -> None:
 def test_several_documents_cannot_be_changed_in_part(tmp_path: Path) -> None:
     documents = [{"name": "one", **LINEAR}, {**LINEAR, "models": [{"model": "one", "parameters": {"weight": 1}}]}]
     (tmp_path / "steps.yaml").write_text(yaml.safe_dump_all(documents))
-    with pytest.raises(InvalidInput, match="changes of a recipe of several documents"):
+    with pytest.raises(InvalidInput, match="changes of a recipe with several documents"):
         candidate_recipes(Path("steps.yaml"), [{"dtype": "float32"}], tmp_path, "profile x")

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES
 from patience import HANG_S
+from typer.testing import CliRunner
+
+from mergegate.flows.cli.app import RENAMED_OPTIONS, app
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 
@@ -71,3 +74,26 @@ def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("command", "former"),
+    [
+        ("doctor", "--mend"),
+        ("store gc", "--older=3"),
+        ("shadow promote profile.yaml", "--why"),
+        ("shadow serve profile.yaml", "--again"),
+        ("shadow replay traffic.jsonl", "--at-once"),
+        ("smoke model", "--key-from"),
+    ],
+)
+def test_a_renamed_option_is_an_error_that_names_the_new_one(command: str, former: str) -> None:
+    answer = CliRunner().invoke(app, [*command.split(), former, "1"])
+    assert answer.exit_code == 2
+    assert RENAMED_OPTIONS[former.partition("=")[0]] in answer.output
+
+
+def test_a_renamed_command_is_an_error_that_names_the_new_one() -> None:
+    answer = CliRunner().invoke(app, ["shadow", "look", "profile.yaml"])
+    assert answer.exit_code == 2
+    assert "evaluate" in answer.output

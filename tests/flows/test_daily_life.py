@@ -61,8 +61,8 @@ def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node).startswith("print(json.dumps(")
     }
-    # app.py prints the outcome of a run. The first test validates it.
-    assert printing == {"output.py", "json_events.py", "app.py"}
+    # run_summary.py prints the outcome of a run. The first test validates it.
+    assert printing == {"output.py", "json_events.py", "run_summary.py"}
 
 
 def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:
@@ -104,10 +104,10 @@ def test_status_needs_no_server(project: Project) -> None:
 
 def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = EventLines()
-    lines.started("evaluate", "base")
-    lines.advanced("evaluate", "base", 1, 10, "requests")
-    lines.advanced("evaluate", "base", 2, 10, "requests")
-    lines.ended("evaluate", "base", "made", 1.5, "copy 100.0")
+    lines.on_start("evaluate", "base")
+    lines.on_progress("evaluate", "base", 1, 10, "requests")
+    lines.on_progress("evaluate", "base", 2, 10, "requests")
+    lines.on_end("evaluate", "base", "made", 1.5, "copy 100.0")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["event"] for one in told] == ["started", "advanced", "ended"]
     assert told[-1] | {"time": 0} == {

@@ -61,7 +61,7 @@ def test_schemas_are_written_over_older_ones(project: Project) -> None:
     assert of_the_user(project.root) == before
 
 
-@pytest.mark.parametrize("command", ["doctor --mend", "store gc --older 0 --quota 0B"])
+@pytest.mark.parametrize("command", ["doctor --repair", "store gc --older-than 0 --quota 0B"])
 def test_files_of_the_user_in_the_home_stay(project: Project, command: str) -> None:
     names = ["backup.partial", "photo.damaged-1.jpg", "store/notes.txt", "store/merge/big.partial", "store/x/y.doomed"]
     names += ["store/merge/photo.damaged-x", "reports/notes.partial", "12"]

@@ -21,7 +21,7 @@ from mergegate.flows.outcome.archive import prefect_page
 from mergegate.flows.outcome.run_names import run_name
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.report import RunRecord, keep_run, read_history
+from mergegate.tasks.report import RunRecord, archive_run, read_history
 from mergegate.tasks.stage import StageValue, home, runs_directory, stage, value_stage
 from mergegate.tasks.store import read_runs
 
@@ -131,7 +131,7 @@ class TestEveryEnding:
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("mergegate.flows.outcome.archive.keep_run", full)
+        monkeypatch.setattr("mergegate.flows.outcome.archive.archive_run", full)
         with caplog.at_level(logging.WARNING):
             assert run_of(passed).name == "Passed"
             assert run_of(refused).name == "Refused"
@@ -214,7 +214,7 @@ class TestTheCommand:
                 message="m",
                 version="0123456789abcdef",
             )
-            keep_run(project.home / "reports", record, PAGE)
+            archive_run(project.home / "reports", record, PAGE)
         return project
 
     def test_fits_eighty_columns_the_newest_first(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ class TestTheCommand:
             file.write(b"garbage\n")
         assert "1 damaged line of the history left out." in project.mergegate("history").output
         assert project.mergegate("doctor").exit_code == 3
-        assert "undamaged lines stay" in project.mergegate("doctor", "--mend").output
+        assert "undamaged lines stay" in project.mergegate("doctor", "--repair").output
         assert "damaged" not in project.mergegate("history").output
         assert len(read_history(project.home / "reports").records) == 3
         empty = Project(tmp_path / "empty")

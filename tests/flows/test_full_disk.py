@@ -173,7 +173,7 @@ def test_a_doctor_finds_what_is_damaged_and_mends_it(offline: Project) -> None:
     said = "".join(result.output.split())
     for name in ("a.json", "hashes.sqlite", "prefect.db", "0.json", "demo.html", "logs"):
         assert name in said
-    assert offline.mergegate("doctor", "--mend").exit_code == 0
+    assert offline.mergegate("doctor", "--repair").exit_code == 0
     assert offline.mergegate("doctor").exit_code == 0
-    assert offline.mergegate("doctor", "--mend", "--json").exit_code == 0
+    assert offline.mergegate("doctor", "--repair", "--json").exit_code == 0
     assert "set aside" not in offline.mergegate("doctor").output

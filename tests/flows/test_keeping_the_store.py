@@ -51,7 +51,7 @@ class Said:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def announced(self, text: str) -> None:
+    def on_message(self, text: str) -> None:
         self.lines.append(text)
 
     def __getattr__(self, name: str) -> object:
@@ -209,8 +209,8 @@ def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: t
     assert "needed" in project.mergegate("store", "du").output
     verified = told(project, "verify")
     assert (verified["status"], verified["read"], verified["damaged"]) == ("sound", len(entries), [])
-    assert "stays" in project.mergegate("store", "gc", "--older", "0", "--dry-run").output
-    assert told(project, "gc", "--older", "0", "--quota", "0")["goes"] == []
+    assert "stays" in project.mergegate("store", "gc", "--older-than", "0", "--dry-run").output
+    assert told(project, "gc", "--older-than", "0", "--quota", "0")["goes"] == []
     again = project.mergegate("run", "profiles/demo.yaml")
     assert "nothing new" in again.output
     assert "✓" not in "".join(line[:4] for line in again.output.splitlines())
@@ -235,7 +235,7 @@ def test_a_profile_that_is_not_run_any_more_is_forgotten(released: tuple[Project
     wrong = project.mergegate("store", "gc", "--forget", "dem")
     assert wrong.exit_code == 2
     assert "did you mean 'demo'?" in wrong.output
-    assert project.mergegate("store", "gc", "--forget", "demo", "--older", "0").exit_code == 0
+    assert project.mergegate("store", "gc", "--forget", "demo", "--older-than", "0").exit_code == 0
     assert told(project, "ls")["entries"] == []
 
 

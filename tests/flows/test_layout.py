@@ -92,8 +92,8 @@ def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool)
         shown = TerminalProgress(console)
         shown.headline("support-assistant-of-the-north · ties of 3 over HuggingFaceTB/SmolLM2-135M", "profile p.yaml")
         for at, text in enumerate(("short", "a long text · " * 20, "one-word" * 40)):
-            shown.started(f"stage-{at}", "")
-            shown.ended(f"stage-{at}", "", "made", 12.25, text)
+            shown.on_start(f"stage-{at}", "")
+            shown.on_end(f"stage-{at}", "", "made", 12.25, text)
         console.print(shown._draw()) if terminal else shown._print_ended()
 
     lines = printed(width, draw, terminal=terminal)
@@ -123,8 +123,8 @@ def test_a_terminal_without_a_cursor_gets_each_line_once(term: str, monkeypatch:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     shown = TerminalProgress(console)
     with shown.watching():
-        shown.started("merge", "")
-        shown.ended("merge", "", "made", 1.0, "29 tensors")
+        shown.on_start("merge", "")
+        shown.on_end("merge", "", "made", 1.0, "29 tensors")
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert out.count("29 tensors") == 1
     assert "\x1b[2K" not in out  # The escape sequence that redraws a line.
@@ -133,33 +133,33 @@ def test_a_terminal_without_a_cursor_gets_each_line_once(term: str, monkeypatch:
 def test_a_log_hears_every_half_minute_how_far_a_stage_is() -> None:
     clock, said = SimpleNamespace(now=0.0), []
     pulse = Pulse(said.append, lambda: clock.now)
-    pulse.started("perplexity", "base")
-    pulse.started("merge", "")
+    pulse.on_start("perplexity", "base")
+    pulse.on_start("merge", "")
     for second in range(0, 100, 5):
         clock.now = 100.0 + second
-        pulse.advanced("perplexity", "base", 1000 * second, 100_000, "tokens")
+        pulse.on_progress("perplexity", "base", 1000 * second, 100_000, "tokens")
     assert said == [
         "perplexity base: 0 of 100,000 tokens",
         "perplexity base: 30,000 of 100,000 tokens · 1,000/s · 1 m 10 s left",
         "perplexity base: 60,000 of 100,000 tokens · 1,000/s · 40 s left",
         "perplexity base: 90,000 of 100,000 tokens · 1,000/s · 10 s left",
     ]
-    pulse.ended("perplexity", "base")
+    pulse.on_end("perplexity", "base")
     clock.now += 60
-    pulse.advanced("perplexity", "base", 1, 2, "tokens")
-    pulse.advanced("merge", "", 500_000_000, 2_000_000_000, "B")
-    pulse.described("merge", "", lambda width: f"in {width} characters")
+    pulse.on_progress("perplexity", "base", 1, 2, "tokens")
+    pulse.on_progress("merge", "", 500_000_000, 2_000_000_000, "B")
+    pulse.on_description("merge", "", lambda width: f"in {width} characters")
     assert said[4:] == ["merge: 500 MB of 2 GB"]
 
 
 def test_a_short_stage_says_nothing_on_the_way() -> None:
     clock, said = SimpleNamespace(now=0.0), []
     pulse = Pulse(said.append, lambda: clock.now)
-    pulse.started("evaluate", "merge")
+    pulse.on_start("evaluate", "merge")
     for second in range(29):
         clock.now = float(second)
-        pulse.advanced("evaluate", "merge", second, 29, "requests of copy")
-    pulse.ended("evaluate", "merge")
+        pulse.on_progress("evaluate", "merge", second, 29, "requests of copy")
+    pulse.on_end("evaluate", "merge")
     assert said == []
 
 
@@ -171,11 +171,11 @@ def test_a_pipe_and_json_have_progress_on_standard_error(
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
     shown = TerminalProgress(Console(file=sys.stdout, quiet=quiet, width=100))
     with shown.watching():
-        shown.started("evaluate", "merge")
-        shown.advanced("evaluate", "merge", 0, 1319, "requests of gsm8k")
+        shown.on_start("evaluate", "merge")
+        shown.on_progress("evaluate", "merge", 0, 1319, "requests of gsm8k")
         clock.now += 40
-        shown.advanced("evaluate", "merge", 400, 1319, "requests of gsm8k")
-        shown.ended("evaluate", "merge", "made", 40.0, "gsm8k 51.0")
+        shown.on_progress("evaluate", "merge", 400, 1319, "requests of gsm8k")
+        shown.on_end("evaluate", "merge", "made", 40.0, "gsm8k 51.0")
     out, err = capsys.readouterr()
     assert err == "  evaluate merge: 400 of 1,319 requests of gsm8k · 10/s · 1 m 32 s left\n"
     assert ("gsm8k 51.0" in out) is not quiet

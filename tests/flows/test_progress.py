@@ -42,46 +42,46 @@ def line(shown: TerminalProgress) -> str:
 
 
 def test_requests_are_shown_with_their_rate_and_the_time_left(clock: Clock, shown: TerminalProgress) -> None:
-    shown.started("evaluate", "merge")
+    shown.on_start("evaluate", "merge")
     clock.now += 60  # The time to load the model does not count toward the rate.
-    shown.advanced("evaluate", "merge", 62, 1319, "requests")
+    shown.on_progress("evaluate", "merge", 62, 1319, "requests")
     clock.now += 10
-    shown.advanced("evaluate", "merge", 412, 1319, "requests")
+    shown.on_progress("evaluate", "merge", 412, 1319, "requests")
     assert "merge 412 of 1,319 requests · 35/s · 26 s left" in line(shown)
 
 
 def test_a_long_wait_is_said_in_minutes_and_a_slow_rate_with_a_digit(clock: Clock, shown: TerminalProgress) -> None:
-    shown.started("evaluate", "merge")
-    shown.advanced("evaluate", "merge", 0, 1000, "requests")
+    shown.on_start("evaluate", "merge")
+    shown.on_progress("evaluate", "merge", 0, 1000, "requests")
     clock.now += 10
-    shown.advanced("evaluate", "merge", 25, 1000, "requests")
+    shown.on_progress("evaluate", "merge", 25, 1000, "requests")
     assert "25 of 1,000 requests · 2.5/s · 6 m 30 s left" in line(shown)
 
 
 def test_bytes_have_a_bar(clock: Clock, shown: TerminalProgress) -> None:
-    shown.started("merge", "")
-    shown.advanced("merge", "", 0, 10**9, "B")
+    shown.on_start("merge", "")
+    shown.on_progress("merge", "", 0, 10**9, "B")
     clock.now += 2
-    shown.advanced("merge", "", 5 * 10**8, 10**9, "B")
+    shown.on_progress("merge", "", 5 * 10**8, 10**9, "B")
     assert "━━━━━━━━━━╌╌╌╌╌╌╌╌╌╌ 50 % · 250 MB/s · 2 s left" in line(shown)
 
 
 def test_nothing_is_promised_before_there_is_a_rate_or_when_all_is_done(clock: Clock, shown: TerminalProgress) -> None:
-    shown.started("evaluate", "merge")
+    shown.on_start("evaluate", "merge")
     assert line(shown).split()[1:3] == ["evaluate", "merge"]
-    shown.advanced("evaluate", "merge", 5, 10, "requests")
+    shown.on_progress("evaluate", "merge", 5, 10, "requests")
     clock.now += 1
     assert "5 of 10 requests" in line(shown)
     assert "/s" not in line(shown)
-    shown.advanced("evaluate", "merge", 10, 10, "requests")
+    shown.on_progress("evaluate", "merge", 10, 10, "requests")
     assert "10 of 10 requests · 5.0/s" in line(shown)
     assert "left" not in line(shown)
 
 
 def test_a_stage_that_looks_twice_has_said_what_it_said_last(clock: Clock, shown: TerminalProgress) -> None:
     for status, words in (("refused", "undecided after 100"), ("made", "no worse")):
-        shown.started("gate", "")
-        shown.ended("gate", "", status, 0.1, words)  # type: ignore[arg-type]
+        shown.on_start("gate", "")
+        shown.on_end("gate", "", status, 0.1, words)  # type: ignore[arg-type]
     assert line(shown).split()[:4] == ["✓", "gate", "no", "worse"]
 
 

@@ -47,13 +47,13 @@ def test_before_the_night_the_parents_tell_how_answers_differ(released: Released
     assert "published in" in lines[0]
     assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
     assert all(
-        re.search(r"as of the (last night's merge|merges of the last \d nights) on ", line) for line in lines[1:4]
+        re.search(r"from the (merge of the last run|merges of the last \d runs) on ", line) for line in lines[1:4]
     )
     planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json")
     assert planned.exit_code == 0, planned.output
     power = json.loads(planned.stdout)["power"]
     assert [task["documents"] for task in power["tasks"]] == [400, 400, 400]
-    assert all("as of the" in task["basis"] for task in power["tasks"])
+    assert all("from the merge" in task["basis"] for task in power["tasks"])
     shown = " ".join(project.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
     assert all(line in shown for line in lines)
 
@@ -64,7 +64,7 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
     assert "have not been counted yet" in planned.stdout
     assert project.artifacts("documents") == set()
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
-    assert sum("10 % of answers differ (a guess)" in line for line in checked) == 3
+    assert sum("10 % of answers differ (an assumption)" in line for line in checked) == 3
 
 
 @pytest.mark.slow

@@ -56,13 +56,13 @@ class Spy:
     def __init__(self) -> None:
         self.seen: list[tuple[object, ...]] = []
 
-    def started(self, stage: str, subject: str) -> None:
+    def on_start(self, stage: str, subject: str) -> None:
         self.seen.append(("started", stage, subject))
 
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        self.seen.append(("advanced", stage, subject, done, total, unit))
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        self.seen.append(("advanced", stage, subject, completed, total, unit))
 
-    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+    def on_end(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
         self.seen.append(("ended", stage, subject, ending, summary))
 
 
@@ -236,7 +236,7 @@ def test_prefect_shows_a_miss_a_hit_and_a_rebuild_apart() -> None:
         runs = task_runs(two_stages(21))
         return runs["count"].state_name, runs["double"].state_name
 
-    assert seen() == ("Built", "Built")
+    assert seen() == ("Made", "Made")
     assert seen() == ("Cached", "Cached")
     artifact, _, _ = run(21)
     assert isinstance(artifact, Artifact)

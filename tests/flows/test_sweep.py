@@ -175,7 +175,7 @@ def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: 
 def test_a_profile_without_a_sweep_is_told_what_to_write(project: Project) -> None:
     result = project.mergegate("sweep", "profiles/demo.yaml")
     assert result.exit_code == 2
-    assert "no 'sweep'" in result.output
+    assert "no section 'sweep'" in result.output
     assert "docs/sweep.md" in result.output
 
 

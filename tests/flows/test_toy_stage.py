@@ -14,7 +14,7 @@ from mergegate.flows.attempt import JudgedMerge
 from mergegate.flows.cli.run_summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import load_profile
-from mergegate.flows.release import JUDGEMENTS, make_release
+from mergegate.flows.release import JUDGMENTS, make_release
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.report import as_markdown
 from mergegate.tasks.stage import Outcome, Section, StageValue, Verdict, value_stage
@@ -70,7 +70,7 @@ def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -
 
     @flow
     def my_release(profile: Path) -> RunOutcome:
-        return make_release(load_profile(profile), judgements=(*JUDGEMENTS, by_weight))
+        return make_release(load_profile(profile), judgments=(*JUDGMENTS, by_weight))
 
     monkeypatch.chdir(project.root)
     monkeypatch.setenv("MERGEGATE_HOME", str(project.home))

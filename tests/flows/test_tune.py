@@ -83,7 +83,7 @@ def test_a_recipe_in_a_file_names_the_same_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "more", "words"),
     [
-        ({**AVERAGE, "merge_method": "linear"}, {}, "linear, which has no 'lambda'"),
+        ({**AVERAGE, "merge_method": "linear"}, {}, "linear, which does not have 'lambda'"),
         (scaled([0.5, 1.0]), {}, "one number above 0"),
         (scaled(0), {}, "one number above 0"),
         (scaled(-1), {}, "one number above 0"),
@@ -152,7 +152,7 @@ def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None
         assert whole.only is None
         assert left.only is not None
         for name in ("search", "confirmation"):
-            (task,) = (one for one in searched.tasks_of(name) if one.name == left.name)
+            (task,) = (one for one in searched.select_tasks(name) if one.name == left.name)
             assert task.only is not None
             assert task.only != left.only
 

@@ -12,9 +12,8 @@ from prefect import flow
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.stage import join_parts
 from mergegate.tasks.gate.drift import judge_drift
-from mergegate.tasks.gate.guards import GateRule
-from mergegate.tasks.gate.settings import EvaluateSettings
-from mergegate.tasks.gate.stage import GateVerdict, gate, gate_verdict
+from mergegate.tasks.gate.settings import EvaluateSettings, GateRule
+from mergegate.tasks.gate.stage import GatePlan, GateVerdict, gate, gate_verdict
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.stage import Section, Verdict, combine_verdicts
 
@@ -35,7 +34,7 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
 
 
 @pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
-def test_the_profile_says_what_an_open_question_means(policy: str, publishable: bool) -> None:
+def test_on_inconclusive_decides_about_an_undecided_merge(policy: str, publishable: bool) -> None:
     verdict = gate_verdict([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrized
     assert (verdict.outcome, verdict.publishable) == ("inconclusive", publishable)
     assert verdict.reasons
@@ -54,7 +53,7 @@ def test_a_clean_merge_is_publishable_without_reasons() -> None:
         ("fail", False, ("judge: undecided", "reverse: level")),
     ],
 )
-def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
+def test_later_verdicts_can_only_make_the_outcome_worse(
     outcome: str, publishable: bool, reasons: tuple[str, ...]
 ) -> None:
     verdict = gate_verdict([verdict_of(1, 1, 40)], None, "warn")
@@ -72,7 +71,7 @@ def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
     assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)
 
 
-def test_the_overall_drop_is_the_mean_over_tasks_and_surer_than_each() -> None:
+def test_the_overall_drop_is_the_mean_over_tasks_with_a_narrower_interval() -> None:
     one = verdict_of(8, 0, 400)
     two = verdict_of(0, 0, 400, GUARD.model_copy(update={"task": "shift"}))
     verdict = gate_verdict([one, two], None, "block")
@@ -84,7 +83,7 @@ def test_the_overall_drop_is_the_mean_over_tasks_and_surer_than_each() -> None:
     )
 
 
-def test_guards_of_one_task_make_its_mean_no_surer() -> None:
+def test_several_guards_of_one_task_do_not_narrow_the_interval() -> None:
     one = verdict_of(8, 0, 400)
     verdict = gate_verdict([one, one], None, "block")
     assert (verdict.overall_low, verdict.overall_high) == pytest.approx((one.low, one.high))
@@ -107,7 +106,7 @@ def test_every_setting_of_the_rule_reaches_the_gate() -> None:
 def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 340)]}
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(0.0))}
-    verdict = gate.work((GUARD,), found, likelihood, LIMITS, GateRule())
+    verdict = gate.work((GUARD,), found, likelihood, LIMITS, GatePlan(GateRule()))
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
@@ -116,33 +115,33 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
-    verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GateRule())
+    verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GatePlan(GateRule()))
     assert (verdict.outcome, verdict.guards) == ("fail", ())
     assert verdict.reasons[0].startswith("perplexity: 148 times base's")
 
 
-def test_scores_of_two_versions_of_lm_eval_are_not_compared(tmp_path: Path) -> None:
+def test_scores_of_different_lm_eval_versions_are_rejected(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400, version="0.4.12")]}
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.12"):
-        gate.work((GUARD,), found, {}, None, GateRule())
+        gate.work((GUARD,), found, {}, None, GatePlan(GateRule()))
 
 
-def test_a_metric_that_the_task_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_rejected_with_the_available_ones(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400)]}
     guard = GUARD.model_copy(update={"metric": "f1"})
     with pytest.raises(InvalidInput, match="known here: acc,none"):
-        gate.work((guard,), found, {}, None, GateRule())
+        gate.work((guard,), found, {}, None, GatePlan(GateRule()))
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
-def test_a_changed_threshold_is_another_verdict_on_the_same_evidence(tmp_path: Path) -> None:
+def test_a_changed_threshold_gives_a_new_verdict_on_the_same_evidence(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 380)]}
 
     @flow
     def run() -> list[tuple[str, str]]:
-        strict = gate((GUARD,), found, {}, None, GateRule())
-        again = gate((GUARD,), found, {}, None, GateRule())
-        lenient = gate((GUARD.model_copy(update={"max_drop": 8.0}),), found, {}, None, GateRule())
+        strict = gate((GUARD,), found, {}, None, GatePlan(GateRule()))
+        again = gate((GUARD,), found, {}, None, GatePlan(GateRule()))
+        lenient = gate((GUARD.model_copy(update={"max_drop": 8.0}),), found, {}, None, GatePlan(GateRule()))
         return [(a.key, a.value.outcome) for a in (strict, again, lenient)]
 
     strict, again, lenient = run()
@@ -157,15 +156,17 @@ def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:
         name: [part(tmp_path / name / str(at), right_on(range(right), at + 100, at)) for at in range(0, 400, 100)]
         for name, right in (("reverser", 400), ("merge", 340))
     }
-    assert gate.work((GUARD,), pieces, {}, None, GateRule()) == gate.work((GUARD,), whole, {}, None, GateRule())
+    assert gate.work((GUARD,), pieces, {}, None, GatePlan(GateRule())) == gate.work(
+        (GUARD,), whole, {}, None, GatePlan(GateRule())
+    )
 
 
-def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path) -> None:
+def test_a_document_in_two_parts_is_rejected(tmp_path: Path) -> None:
     found = {
         "reverser": [scores(tmp_path / "r", 400)],
         "merge": [scores(tmp_path / "a", 400), part(tmp_path / "b", right_on((), 500, 399))],
     }
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
-        gate.work((GUARD,), found, {}, None, GateRule())
+        gate.work((GUARD,), found, {}, None, GatePlan(GateRule()))
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
         join_parts(found["merge"])  # the report's table joins parts with the same function

@@ -11,12 +11,18 @@ from samples import sampled
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from mergegate.tasks.gate.regression import GuardEvidence, alarm_confidences, judge_guards, measure_guard
+from mergegate.tasks.gate.regression import (
+    GuardEvidence,
+    ReferenceChoice,
+    alarm_confidences,
+    judge_guards,
+    measure_guard,
+)
 
 
 def measured(lost: int, won: int, n: int, task: str = "reverse", candidates: int = 1) -> GuardEvidence:
     guard = GUARD.model_copy(update={"task": task})
-    return measure_guard(guard, "acc,none", paired(lost, won, n), True, candidates=candidates)
+    return measure_guard(guard, "acc,none", paired(lost, won, n), True, choice=ReferenceChoice("base", candidates))
 
 
 def p_value(lost: int, won: int, n: int) -> float:
@@ -26,12 +32,12 @@ def p_value(lost: int, won: int, n: int) -> float:
     return float(stats.norm.sf(min(wald, (lost - won) / math.sqrt(lost + won))))
 
 
-def test_alone_a_guard_is_asked_at_the_confidence_of_the_profile() -> None:
+def test_a_single_guard_is_tested_at_the_confidence_of_the_profile() -> None:
     assert alarm_confidences([measured(30, 10, 500)], 0.95) == [0.95]
 
 
 @pytest.mark.long
-def test_the_guards_that_show_a_drop_are_those_of_holms_procedure() -> None:
+def test_alarms_follow_holms_procedure() -> None:
     rng = np.random.default_rng(21)
     differing = 0
     for _ in range(20):
@@ -53,27 +59,27 @@ def test_one_alarm_makes_the_next_one_easier() -> None:
     assert judge_guards([clear, close], 0.95)[1].outcome == "fail"
 
 
-def test_what_may_be_chance_among_many_is_not_an_alarm_and_says_so() -> None:
+def test_a_drop_that_may_be_chance_among_many_guards_is_inconclusive() -> None:
     close = measured(39, 22, 500)
     assert judge_guards([close], 0.95)[0].outcome == "fail"
     among = judge_guards([close, *(measured(20, 20, 500, f"other {i}") for i in range(4))], 0.95)[0]
     assert among.outcome == "inconclusive"
     assert among.low > 0
-    assert "where one of 5 comparisons may be off by chance" in among.reason
+    assert "because one of 5 comparisons may deviate by chance" in among.reason
 
 
-def test_passing_does_not_hang_on_the_number_of_guards() -> None:
+def test_passing_does_not_depend_on_the_number_of_guards() -> None:
     one = measured(5, 5, 500)
     assert judge_guards([one], 0.95)[0].outcome == "pass"
     assert judge_guards([one, *(measured(30, 30, 500, f"other {i}") for i in range(9))], 0.95)[0].outcome == "pass"
 
 
-def test_the_best_of_several_parents_counts_as_so_many_questions() -> None:
+def test_the_best_of_several_parents_counts_as_one_question_per_parent() -> None:
     assert alarm_confidences([measured(30, 20, 500, candidates=3)], 0.95) == [pytest.approx(1 - 0.05 / 3)]
 
 
 @pytest.mark.parametrize("guards", sampled([5, 12], [5]))
-def test_a_harmless_merge_sets_off_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
+def test_an_equal_merge_raises_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
     rng = np.random.default_rng(22)
     strict = GUARD.model_copy(update={"max_drop": 0.0})  # every significant drop is an alarm
     alarmed = uncorrected = 0

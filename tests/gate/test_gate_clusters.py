@@ -24,8 +24,8 @@ from mergegate.tasks.gate.clusters import (
     effective_clusters,
 )
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import judge_guard
+from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import Difference, binary_bounds
 
 UNEQUAL = (20, 30, 30, 50, 80, 120)
@@ -64,7 +64,7 @@ def textbook_error(differences: np.ndarray, members: list[str]) -> float:
     return math.sqrt(float(bread[0, 0]) * meat * float(bread[0, 0]))
 
 
-def test_the_error_is_cr2_by_the_textbook() -> None:
+def test_the_error_is_the_textbook_cr2() -> None:
     differences, members = in_clusters(np.random.default_rng(1), UNEQUAL, 0.1)
     sizes = np.array(UNEQUAL)
     means = np.array([part.mean() for part in np.split(differences, np.cumsum(sizes)[:-1])])
@@ -72,7 +72,7 @@ def test_the_error_is_cr2_by_the_textbook() -> None:
     assert found == pytest.approx(textbook_error(differences, members), rel=1e-9)
 
 
-def test_of_equal_clusters_the_error_is_that_of_any_regression_with_clusters() -> None:
+def test_the_error_of_equal_clusters_matches_a_clustered_regression() -> None:
     sizes = (25,) * 20
     differences, members = in_clusters(np.random.default_rng(2), sizes, 0.1)
     fit = sm.OLS(differences, np.ones(500)).fit(
@@ -86,7 +86,7 @@ def test_of_equal_clusters_the_error_is_that_of_any_regression_with_clusters() -
 
 
 @pytest.mark.parametrize("count", [14, 20, 57])
-def test_of_equal_normal_clusters_the_simulated_quantile_is_students(count: int) -> None:
+def test_the_quantile_of_equal_normal_clusters_is_students(count: int) -> None:
     normal, noise, *_ = clusters._ratios((100,) * count)
     for ratios in (normal, noise):
         assert stats.kstest(ratios, stats.t(count - 1).cdf).statistic < 0.006
@@ -115,7 +115,7 @@ def test_a_quantile_that_cannot_be_simulated_decides_nothing() -> None:
     assert (found.low, found.high) == (-1.0, 1.0)
 
 
-def test_surer_is_wider() -> None:
+def test_a_higher_confidence_is_wider() -> None:
     values = [critical_value((50,) * 20, confidence) for confidence in (0.8, 0.9, 0.95, 0.99)]
     assert values == sorted(values)
 
@@ -134,7 +134,7 @@ def test_unequal_clusters_count_as_fewer(sizes: tuple[int, ...], wanted: float) 
     assert effective_clusters(sizes) == pytest.approx(wanted)
 
 
-def test_too_few_clusters_are_refused_with_their_number_and_a_way_out() -> None:
+def test_too_few_clusters_are_rejected_with_a_remedy() -> None:
     with pytest.raises(InvalidInput) as raised:
         check_clusters(["a"] * 500 + [f"b{i % 19}" for i in range(500)], "task", "mmlu")
     assert raised.value.found == "20 clusters that count as 3.8 of equal size (a has 50 % of the documents)"
@@ -149,7 +149,7 @@ def test_too_few_clusters_are_refused_with_their_number_and_a_way_out() -> None:
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "graded"])
 @pytest.mark.parametrize("effects", ["normal", "skewed", "a fifth falls"])
 @pytest.mark.parametrize("name", ["14 equal", "20 equal", "30 unequal", "57 of MMLU"])
-def test_clustered_merges_at_the_margin_are_published_one_time_in_twenty_at_most(
+def test_clustered_merges_at_the_margin_are_published_in_at_most_5_percent(
     script: ModuleType, name: str, effects: str, binary: bool
 ) -> None:
     for spread in (0.0, 0.06, 0.1):
@@ -158,19 +158,19 @@ def test_clustered_merges_at_the_margin_are_published_one_time_in_twenty_at_most
         assert found.ours <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
 
 
-def test_the_interval_before_published_them_three_times_as_often(script: ModuleType) -> None:
+def test_an_interval_without_clusters_would_publish_them_three_times_as_often(script: ModuleType) -> None:
     rng = np.random.default_rng(6)
     found = script.clusters_published(script.SIZES["6 unequal"], 0.03, 0.1, "skewed", True, 4000, rng)
     assert found.students > 0.14
 
 
-def test_the_sizes_of_the_subjects_are_mmlus(script: ModuleType) -> None:
+def test_the_subject_sizes_are_those_of_mmlu(script: ModuleType) -> None:
     assert (len(script.MMLU), sum(script.MMLU), max(script.MMLU)) == (57, 14042, 1534)
     assert Counter(script.MMLU)[100] == 10
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.06])
-def test_the_table_decides_as_the_interval_of_a_single_sample(script: ModuleType, spread: float) -> None:
+def test_the_table_decides_like_the_interval_of_a_single_sample(script: ModuleType, spread: float) -> None:
     # The script vectorizes over samples; this test passes one sample at a time to the gate's interval.
     sizes, runs = (60,) * 20, 300
     rng = np.random.default_rng(7)
@@ -183,7 +183,7 @@ def test_the_table_decides_as_the_interval_of_a_single_sample(script: ModuleType
     assert passed / runs == pytest.approx(many, abs=4 * math.sqrt(many * (1 - many) / runs))
 
 
-def test_the_cluster_table_in_the_document_is_the_scripts_and_keeps_its_promise(script: ModuleType) -> None:
+def test_the_cluster_table_in_the_docs_matches_the_script(script: ModuleType) -> None:
     rows = table_in_the_document("clusters")
     half = len(rows) // 2
     assert [row[0] for row in rows[1:half]] == [name for name in script.SIZES for _ in range(2)]
@@ -217,28 +217,28 @@ def test_each_population_has_its_verdict() -> None:
     assert of_questions.drop == of_subjects.drop
 
 
-def test_to_cluster_by_task_is_to_ask_for_new_subjects() -> None:
+def test_clustering_by_task_equals_the_population_of_new_subjects() -> None:
     found = subjects(20, 50, 20)
     same = {"task": "t", "guarded_by": "a"}
     by_name = judge_guard(Guard(**same, population="new subjects"), "acc,none", found, True, 0.95)
     assert by_name == judge_guard(Guard(**same, cluster_by="task"), "acc,none", found, True, 0.95)
 
 
-def test_new_subjects_may_be_named_by_a_field() -> None:
+def test_a_field_can_identify_new_subjects() -> None:
     found = subjects(2, 500, 20)
     fields = PairedScores(found.documents, found.reference, found.merge, tuple(str(i % 25) for i in range(1000)))
     guard = Guard(task="t", guarded_by="a", population="new subjects", cluster_by="category")
     assert judge_guard(guard, "acc,none", fields, True, 0.95).clusters == 25
 
 
-def test_a_task_without_subjects_cannot_speak_for_new_ones() -> None:
+def test_a_task_without_subjects_rejects_new_subjects() -> None:
     found = PairedScores(tuple(("reverse", i) for i in range(200)), (1.0,) * 200, (1.0,) * 200)
     with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
         judge_guard(GUARD.model_copy(update={"population": "new subjects"}), "acc,none", found, True, 0.95)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])
-def test_new_questions_need_no_clusters_whatever_subjects_lose(spread: float) -> None:
+def test_new_questions_need_no_clusters(spread: float) -> None:
     # With fixed stratum weights, the interval over documents counts differences between strata as noise, so it is safe.
     rng = np.random.default_rng(9)
     sizes = np.array([300, 100, 100, 50, 50, 400])

@@ -27,7 +27,7 @@ def test_drift_passes_warns_and_fails_at_its_limits(increase: float, outcome: st
     assert verdict.low < verdict.ratio < verdict.high
 
 
-def test_drift_is_said_in_a_sentence() -> None:
+def test_drift_is_reported_in_a_sentence() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.003)), LIMITS, 0.95)
     assert verdict.reason == "perplexity: 1.003 times base's [1.002, 1.004], limit 1.05"
 
@@ -44,36 +44,36 @@ def test_the_better_parent_is_the_reference() -> None:
     )
 
 
-def test_a_broken_parent_is_no_reference() -> None:
+def test_a_broken_parent_is_not_a_reference() -> None:
     broken = likelihoods([math.nan] * 500)
     assert judge_drift({"a": broken, "b": worse(0.1)}, PARENT, LIMITS, 0.95).reference == "b"
-    with pytest.raises(InvalidInput, match="no parent whose likelihood is finite"):
+    with pytest.raises(InvalidInput, match="no parent with a finite likelihood"):
         judge_drift({"a": broken}, PARENT, LIMITS, 0.95)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_one_document_that_is_not_finite_breaks_the_merge(bad: float) -> None:
+def test_one_nonfinite_document_breaks_the_merge(bad: float) -> None:
     verdict = judge_drift({"base": PARENT}, likelihoods([2.0] * 499 + [bad]), LIMITS, 0.95)
     assert (verdict.broken, verdict.outcome, verdict.ratio) == (True, "fail", None)
     assert verdict.reason == "perplexity: not finite, the merge is broken"
 
 
-def test_more_than_double_is_broken() -> None:
+def test_more_than_double_the_perplexity_is_broken() -> None:
     assert judge_drift({"base": PARENT}, worse(math.log(2.05)), LIMITS, 0.95).broken
     assert not judge_drift({"base": PARENT}, worse(math.log(1.95)), LIMITS, 0.95).broken
 
 
-def test_other_tokens_are_compared_by_bytes() -> None:
+def test_models_with_different_tokenizers_are_compared_by_bytes() -> None:
     verdict = judge_drift({"base": PARENT}, worse(0.0, vocabulary="other"), LIMITS, 0.95)
     assert verdict.unit == "byte"
     assert "times base's per byte" in verdict.reason
 
 
-def test_documents_read_in_other_windows_are_not_compared() -> None:
+def test_different_windows_are_rejected() -> None:
     with pytest.raises(InvalidInput, match="windows of 128 and 64 tokens"):
         judge_drift({"base": PARENT}, worse(0.0, window=64), LIMITS, 0.95)
 
 
-def test_other_documents_are_not_compared() -> None:
-    with pytest.raises(InvalidInput, match="other documents"):
+def test_different_documents_are_rejected() -> None:
+    with pytest.raises(InvalidInput, match="different documents"):
         judge_drift({"base": PARENT}, likelihoods([2.0] * 499), LIMITS, 0.95)

@@ -13,7 +13,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScor
 from mergegate.tasks.gate.regression import judge_guard
 
 
-def test_a_lost_skill_fails_and_says_so() -> None:
+def test_a_lost_skill_fails_with_a_reason() -> None:
     verdict = verdict_of(43, 0, 300)
     assert verdict.outcome == "fail"
     assert verdict.reason == "reverse: 14.3 points below reverser [10.8, 18.0], limit 3.0"
@@ -21,7 +21,7 @@ def test_a_lost_skill_fails_and_says_so() -> None:
     assert (verdict.reference_score, verdict.merge_score) == (1.0, pytest.approx(257 / 300))
 
 
-def test_a_kept_skill_passes() -> None:
+def test_an_unchanged_skill_passes() -> None:
     verdict = verdict_of(1, 2, 400)
     assert verdict.outcome == "pass"
     assert verdict.reason.startswith("reverse: 0.2 points above reverser [-0.7, 1.3]")
@@ -59,7 +59,7 @@ def test_a_drop_just_over_the_limit_is_shown_to_be_over_it() -> None:
     assert "3.02 points below" in verdict.reason
 
 
-def test_where_less_is_better_a_rise_is_the_drop() -> None:
+def test_a_rise_is_a_drop_if_lower_is_better() -> None:
     flipped = judge_guard(GUARD, "error,none", paired(0, 43, 300), False, 0.95)
     assert (flipped.drop, flipped.outcome) == (verdict_of(43, 0, 300).drop, "fail")
 
@@ -72,7 +72,7 @@ def test_graded_scores_are_judged_by_their_mean_difference() -> None:
     assert (verdict.outcome, verdict.lost, verdict.won) == ("fail", 300, 0)
 
 
-def test_the_margin_is_what_the_profile_says() -> None:
+def test_the_margin_is_configurable() -> None:
     wide = GUARD.model_copy(update={"margin": 12.0})
     assert verdict_of(1, 1, 40, wide).outcome == "pass"
 
@@ -82,7 +82,7 @@ def test_documents_are_paired_by_identity_not_by_order() -> None:
     assert found == PairedScores((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""))
 
 
-def test_other_metrics_take_no_part() -> None:
+def test_other_metrics_are_ignored() -> None:
     other = outcome(1, 0.5)._replace(metric="f1,none")
     assert pair_documents([outcome(1), other], [outcome(1), other], "acc,none", "x").reference == (1.0,)
 
@@ -97,7 +97,7 @@ def test_other_metrics_take_no_part() -> None:
         ([outcome(1), outcome(2), outcome(3)], "document 3 of reverse scored on one side only"),
     ],
 )
-def test_what_was_asked_differently_is_not_compared(merge: list[DocumentScore], complaint: str) -> None:
+def test_different_prompts_are_rejected(merge: list[DocumentScore], complaint: str) -> None:
     with pytest.raises(InvalidInput, match=complaint):
         pair_documents([outcome(1), outcome(2)], merge, "acc,none", "reverse: merge against reverser")
 
@@ -108,7 +108,7 @@ def test_outcomes_survive_the_disk(tmp_path: Path) -> None:
     assert document_scores.read_document_scores(tmp_path / document_scores.SCORES_FILE) == written
 
 
-def test_outcomes_stored_before_there_were_clusters_are_read(tmp_path: Path) -> None:
+def test_outcomes_stored_without_clusters_can_be_read(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     document_scores.write_document_scores(tmp_path / "now", [outcome(1)])
@@ -137,10 +137,10 @@ def test_clusters_are_read_from_the_field_that_was_recorded() -> None:
     passages = PairedScores(found.documents, found.reference, found.merge, tuple(str(doc % 20) for doc in range(200)))
     guard = GUARD.model_copy(update={"cluster_by": "passage"})
     assert judge_guard(guard, "acc,none", passages, True, 0.95).clusters == 20
-    with pytest.raises(InvalidInput, match="'passage', which is not known of every document"):
+    with pytest.raises(InvalidInput, match="'passage', which some documents lack"):
         judge_guard(guard, "acc,none", found, True, 0.95)
 
 
-def test_a_single_cluster_says_nothing_about_others() -> None:
+def test_a_single_cluster_is_rejected() -> None:
     with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
         judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", paired(1, 0, 200), True, 0.95)

@@ -8,10 +8,10 @@ import pytest
 from gate_samples import GUARD, paired, part, right_on, verdict_of
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.guards import GateRule, Guard
 from mergegate.tasks.gate.regression import GuardVerdict, decide_guard, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.stage import gate, gate_verdict, undecided_tasks
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, gate, gate_verdict, undecided_tasks
 from mergegate.tasks.gate.statistics import binary_difference
 
 PLAN = (500, 1000, 1319)
@@ -22,12 +22,12 @@ def at_look(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:
     return judge_guards([measured], 0.95)[0]
 
 
-def test_one_look_is_judged_as_if_there_were_no_looks() -> None:
+def test_a_single_look_equals_a_plain_test() -> None:
     measured = measure_guard(GUARD, "acc,none", paired(43, 0, 300), True, schedule=(300,))
     assert judge_guards([measured], 0.95) == (verdict_of(43, 0, 300),)
 
 
-def test_the_interval_is_taken_at_the_confidence_of_the_look() -> None:
+def test_the_interval_has_the_confidence_of_the_look() -> None:
     verdict = at_look(30, 10, 500)
     assert verdict.look == plan_looks(PLAN, 0.95)[0]
     assert verdict.confidence == 0.95  # joint confidence of all looks
@@ -35,7 +35,7 @@ def test_the_interval_is_taken_at_the_confidence_of_the_look() -> None:
     assert (verdict.low, verdict.high) == pytest.approx((100 * wanted.low, 100 * wanted.high))
 
 
-def test_what_a_single_look_would_pass_an_early_look_may_leave_open() -> None:
+def test_an_early_look_can_be_inconclusive_where_a_single_look_passes() -> None:
     assert verdict_of(34, 34, 500).outcome == "pass"
     early = at_look(34, 34, 500)
     assert (early.outcome, early.documents_left) == ("inconclusive", 819)
@@ -55,12 +55,12 @@ def test_the_last_look_has_no_documents_left() -> None:
 
 
 @pytest.mark.parametrize(("drop", "outcome"), [(3.5, "inconclusive"), (4.5, "fail")])
-def test_before_the_last_look_failing_takes_a_drop_over_the_margin(drop: float, outcome: str) -> None:
+def test_an_early_look_fails_only_above_the_margin(drop: float, outcome: str) -> None:
     assert decide_guard(drop, 0.5, 6.0, 3.0, 4.0, last_look=False) == outcome
     assert decide_guard(drop, 0.5, 6.0, 3.0, 4.0, last_look=True) == "fail"
 
 
-def test_more_documents_than_the_task_has_are_named_where_those_do_not_suffice() -> None:
+def test_documents_needed_can_exceed_those_of_the_task() -> None:
     verdict = at_look(140, 112, 1319, GUARD.model_copy(update={"max_drop": 2.5}))
     assert verdict.outcome == "inconclusive"
     assert verdict.documents_needed is not None
@@ -74,27 +74,27 @@ def test_the_detectable_drop_is_that_of_the_look() -> None:
     assert early.detectable_drop > only.detectable_drop
 
 
-def test_tasks_that_more_documents_would_serve_are_named_once() -> None:
+def test_undecided_tasks_are_listed_once() -> None:
     again = GUARD.model_copy(update={"guarded_by": "shifter"})
     verdict = gate_verdict([at_look(34, 34, 500), at_look(34, 33, 500, again), at_look(0, 0, 500)], None, "block")
     assert undecided_tasks(verdict) == ("reverse",)
 
 
-def test_after_a_failure_nothing_more_need_be_known() -> None:
+def test_a_failure_leaves_no_undecided_tasks() -> None:
     other = GUARD.model_copy(update={"task": "copy"})
     assert undecided_tasks(gate_verdict([at_look(100, 2, 500), at_look(34, 34, 500, other)], None, "block")) == ()
 
 
-def test_without_documents_left_nothing_can_be_extended() -> None:
+def test_a_task_without_documents_left_is_not_extended() -> None:
     assert undecided_tasks(gate_verdict([verdict_of(1, 1, 40)], None, "block")) == ()
 
 
-def test_the_stage_knows_the_look_by_the_documents_scored(tmp_path: Path) -> None:
+def test_the_stage_finds_the_look_by_the_number_of_documents(tmp_path: Path) -> None:
     found = {
         name: [part(tmp_path / f"{name}{at}", right_on(range(1319), at + 500, at)) for at in (0, 500)]
         for name in ("reverser", "merge")
     }
-    verdict = gate.work((GUARD,), found, {}, None, GateRule(), schedule={"reverse": PLAN})
+    verdict = gate.work((GUARD,), found, {}, None, GatePlan(GateRule(), schedule={"reverse": PLAN}))
     assert verdict.guards[0].look == plan_looks(PLAN, 0.95)[1]
-    with pytest.raises(InvalidInput, match="1,000 documents scored"):
-        gate.work((GUARD,), found, {}, None, GateRule(), schedule={"reverse": (500, 1319)})
+    with pytest.raises(InvalidInput, match="1,000 evaluated documents"):
+        gate.work((GUARD,), found, {}, None, GatePlan(GateRule(), schedule={"reverse": (500, 1319)}))

@@ -13,8 +13,8 @@ from benchmark_scripts import load_benchmark
 from gate_samples import paired
 
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import judge_guards, measure_guard
+from mergegate.tasks.gate.settings import Guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 RUNS = 2000
@@ -30,7 +30,7 @@ def script() -> ModuleType:
 @pytest.mark.parametrize("first", [None, 200, 500])
 @pytest.mark.parametrize("discordance", [0.05, 0.10, 0.20])
 @pytest.mark.parametrize("n", [500, 1319])
-def test_a_merge_as_bad_as_the_margin_is_published_one_time_in_twenty_at_most(
+def test_a_merge_at_the_margin_is_published_in_at_most_5_percent(
     script: ModuleType, n: int, discordance: float, first: int | None
 ) -> None:
     found = script.simulate(0.03, discordance, interim_looks(n, first), RUNS, np.random.default_rng(1))
@@ -40,7 +40,7 @@ def test_a_merge_as_bad_as_the_margin_is_published_one_time_in_twenty_at_most(
 
 @pytest.mark.parametrize("first", [None, 200, 500])
 @pytest.mark.parametrize("discordance", [0.05, 0.20])
-def test_a_merge_as_good_as_its_reference_is_alarmed_one_time_in_twenty_at_most(
+def test_an_equal_merge_raises_an_alarm_in_at_most_5_percent(
     script: ModuleType, discordance: float, first: int | None
 ) -> None:
     found = script.simulate(0.0, discordance, interim_looks(1319, first), RUNS, np.random.default_rng(2))
@@ -48,14 +48,14 @@ def test_a_merge_as_good_as_its_reference_is_alarmed_one_time_in_twenty_at_most(
     assert found.passed > 0.7
 
 
-def test_looks_save_most_documents_where_the_answer_is_clear(script: ModuleType) -> None:
+def test_interim_looks_save_most_documents_in_clear_cases(script: ModuleType) -> None:
     found = script.simulate(0.0, 0.10, interim_looks(14042, 500), RUNS, np.random.default_rng(3))
     assert found.passed > 0.99
     assert found.documents < 14042 / 5
 
 
 @pytest.mark.parametrize("n", [500, 1000, 1319])
-def test_the_script_decides_as_the_gate_does(script: ModuleType, n: int) -> None:
+def test_the_script_decides_like_the_gate(script: ModuleType, n: int) -> None:
     schedule = interim_looks(1319, 500) if n < 1319 else (1319,)
     schedule = schedule if n in schedule else (n,)
     guard = Guard(task="reverse", guarded_by="reverser", max_drop=2, margin=3)
@@ -78,7 +78,7 @@ def shape(table: list[str]) -> list[tuple[int, str, str]]:
     return [(len(row), row[0], row[1] if len(row) == 7 else "") for row in rows]
 
 
-def test_the_tables_in_the_document_are_those_of_the_script(script: ModuleType) -> None:
+def test_the_tables_in_the_docs_match_the_script(script: ModuleType) -> None:
     rng = np.random.default_rng(5)
     made = [*script.characteristics(10, rng), *script.errors(10, rng)]
     document = (PROJECT / "docs" / "gates.md").read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def test_the_tables_in_the_document_are_those_of_the_script(script: ModuleType) 
     assert shape(kept[1].splitlines()) == shape(made)
 
 
-def test_the_document_claims_no_more_than_its_tables_show() -> None:
+def test_the_docs_claim_no_more_than_their_tables_show() -> None:
     document = (PROJECT / "docs" / "gates.md").read_text(encoding="utf-8")
     rows = [
         [float(cell) for cell in line.strip("|").split("|")[1:]]

@@ -10,11 +10,11 @@ import pytest
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores
-from mergegate.tasks.gate.discordance import PastGuardOutcome, find_past_discordance, known_discordance
-from mergegate.tasks.gate.guards import GateRule, Guard
-from mergegate.tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
+from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
+from mergegate.tasks.gate.power import PlannedTask, draw, gate_power, passing_merges, power_finding, publication_chance
 from mergegate.tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import chance_to_decide
+from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.suite import judge_suite
 from mergegate.tasks.store import Artifact
 
@@ -31,11 +31,11 @@ def evidence(guard: Guard, lost: int, won: int, n: int) -> GuardEvidence:
 
 
 @pytest.mark.parametrize("as_suite", [True, False])
-def test_many_merges_at_once_are_judged_as_the_gate_judges_each(as_suite: bool) -> None:
+def test_a_batch_of_merges_is_judged_like_single_merges(as_suite: bool) -> None:
     rng = np.random.default_rng(5)
     drops = (0.0, 0.0, 0.035 if as_suite else 0.02)
     samples = [draw(Guard(task=f"t{at}", guarded_by="base"), drops[at], 0.10, 1500, 60, rng) for at in range(3)]
-    together = passing(samples, 0.95, as_suite=as_suite)
+    together = passing_merges(samples, 0.95, as_suite=as_suite)
     for number in range(60):
         measured = [evidence(one.guard, int(one.lost[number]), int(one.won[number]), 1500) for one in samples]
         outcomes = [verdict.outcome for verdict in judge_guards(measured, 0.95, as_suite=as_suite)]
@@ -44,13 +44,13 @@ def test_many_merges_at_once_are_judged_as_the_gate_judges_each(as_suite: bool) 
     assert 0 < together.sum() < 60
 
 
-def test_the_chances_are_those_of_the_table() -> None:
+def test_the_chances_match_the_table() -> None:
     assert publication_chance(planned(7, 500, 0.10), GateRule()) > 0.99
     assert publication_chance(planned(7, 500, 0.10), GateRule(rule="each")) == pytest.approx(0.06, abs=0.02)
     assert publication_chance(planned(1, 164, 0.20), GateRule()) == pytest.approx(0.20, abs=0.03)
 
 
-def test_a_night_that_mostly_says_undecided_is_a_warning_with_a_way_out() -> None:
+def test_a_run_that_is_usually_undecided_is_a_warning_with_a_remedy() -> None:
     power = gate_power(planned(1, 164, 0.20), GateRule())
     finding = power_finding(power)
     assert finding is not None
@@ -60,7 +60,7 @@ def test_a_night_that_mostly_says_undecided_is_a_warning_with_a_way_out() -> Non
     assert power_finding(gate_power(planned(6, 1000, 0.10), GateRule())) is None
 
 
-def test_a_fall_that_is_called_detectable_is_found_four_times_in_five() -> None:
+def test_a_detectable_drop_is_detected_four_times_in_five() -> None:
     tasks = planned(6, 500, 0.10)
     fall = gate_power(tasks, GateRule()).detectable / 100
     rng = np.random.default_rng(2)
@@ -69,7 +69,7 @@ def test_a_fall_that_is_called_detectable_is_found_four_times_in_five() -> None:
     assert np.mean(means > 0.02) == pytest.approx(0.8, abs=0.03)
 
 
-def test_the_chance_that_is_left_is_that_of_a_simulation() -> None:
+def test_the_remaining_chance_matches_a_simulation() -> None:
     rng = np.random.default_rng(7)
     drop, error, share = 1.0, 2.0, 0.4
     variance = error**2 * share * 1000  # per document; 400 of 1,000 documents were seen
@@ -87,64 +87,64 @@ def known(place: Path, right: dict[str, list[float]], first: int = 0) -> dict[st
     return found
 
 
-def test_an_equal_merge_is_expected_to_differ_as_the_nearest_model_does_but_for_what_one_does_better(
+def test_discordance_is_that_of_the_nearest_model_without_the_difference_in_skill(
     tmp_path: Path,
 ) -> None:
     guard = Guard(task="t", guarded_by="own")
     own = [1.0] * 60 + [0.0] * 39
     near = [0.0] * 10 + [1.0] * 50 + [1.0] * 4 + [0.0] * 35  # lost 10, won 4
     far = [0.0] * 20 + [1.0] * 40 + [1.0] * 15 + [0.0] * 24
-    found = known_discordance(guard, known(tmp_path, {"own": own, "far": far, "near": near}), 0.3)
+    found = estimate_discordance(guard, known(tmp_path, {"own": own, "far": far, "near": near}), 0.3)
     assert found.share == pytest.approx((2 * 4 + 0.5) / 100)
-    assert str(found) == "8.5 % of answers differ (as of own and near on 99 documents, but for what one does better)"
+    assert str(found) == "8.5 % of answers differ (from own and near on 99 documents, without the difference in skill)"
     best = Guard(task="t", guarded_by="best parent")
-    assert known_discordance(best, known(tmp_path / "b", {"far": far, "near": near, "own": own}), 0.3) == found
+    assert estimate_discordance(best, known(tmp_path / "b", {"far": far, "near": near, "own": own}), 0.3) == found
 
 
-def test_a_parent_without_the_skill_says_nothing_of_a_merge_that_has_it(tmp_path: Path) -> None:
+def test_a_parent_without_the_skill_is_not_comparable(tmp_path: Path) -> None:
     guard = Guard(task="t", guarded_by="skilled")
     scores = known(tmp_path, {"skilled": [1.0] * 99, "other": [0.0] * 98 + [1.0]})
-    found = known_discordance(guard, scores, 0.1)
+    found = estimate_discordance(guard, scores, 0.1)
     assert (found.share, found.documents) == (0.1, 0)
     unskilled = known(tmp_path / "two", {"skilled": [1.0] * 99, "other": [0.0] * 98 + [1.0], "base": [1.0] * 99})
-    assert known_discordance(guard, unskilled, 0.1).models == ("skilled", "base")
+    assert estimate_discordance(guard, unskilled, 0.1).models == ("skilled", "base")
 
 
-def test_the_merges_of_the_last_nights_say_more_than_the_parents() -> None:
+def test_merges_of_recent_runs_are_preferred_to_parents() -> None:
     guard = Guard(task="t", guarded_by="own")
     nights = [PastGuardOutcome("t", "own", 100, 60), *[PastGuardOutcome("t", "own", 100, 4)] * 5]
     others = [PastGuardOutcome("u", "own", 100, 90), PastGuardOutcome("t", "base", 100, 90)]
     found = find_past_discordance(guard, [*nights, *others])
     assert found is not None
     assert found.share == pytest.approx(20.5 / 501)
-    assert str(found) == "4.1 % of answers differ (as of the merges of the last 5 nights on 500 documents)"
+    assert str(found) == "4.1 % of answers differ (from the merges of the last 5 runs on 500 documents)"
     assert find_past_discordance(guard, others) is None
     assert find_past_discordance(guard, [PastGuardOutcome("t", "own", 10, 1)]) is None
 
 
-def test_without_documents_that_two_models_share_it_is_the_guess(tmp_path: Path) -> None:
+def test_without_shared_documents_the_assumption_is_used(tmp_path: Path) -> None:
     guard = Guard(task="t", guarded_by="base")
     one = known(tmp_path / "1", {"a": [1.0] * 50})
     other = known(tmp_path / "2", {"b": [1.0] * 50}, first=50)
     few = known(tmp_path / "3", {"a": [1.0] * 10, "b": [1.0] * 10})
     for scores in ({}, one, one | other, few, known(tmp_path / "4", {"a": [1.0] * 50}) | {"b": []}):
-        found = known_discordance(guard, scores, 0.3)
+        found = estimate_discordance(guard, scores, 0.3)
         assert (found.share, found.documents) == (0.3, 0)
-        assert str(found) == "30 % of answers differ (a guess)"
+        assert str(found) == "30 % of answers differ (an assumption)"
 
 
 def test_graded_scores_that_differ_little_count_little(tmp_path: Path) -> None:
     guard = Guard(task="t", guarded_by="a", score_range=(0, 10))
     ups_and_downs = [7.0, 3.0] * 50
-    found = known_discordance(guard, known(tmp_path, {"a": [5.0] * 100, "b": ups_and_downs}), 0.3)
+    found = estimate_discordance(guard, known(tmp_path, {"a": [5.0] * 100, "b": ups_and_downs}), 0.3)
     assert found.share == pytest.approx((100 * 0.04 + 0.5) / 101)
 
 
-def test_all_that_is_told_before_the_night() -> None:
-    tasks = [PlannedTask(Guard(task="t0", guarded_by="base"), (164,), 0.20, "20 % of answers differ (a guess)")]
+def test_the_forecast_has_a_line_per_task() -> None:
+    tasks = [PlannedTask(Guard(task="t0", guarded_by="base"), (164,), 0.20, "20 % of answers differ (an assumption)")]
     power = gate_power(tasks, GateRule())
     together, alone, more = power.lines()
     assert together == f"power: {power.sentence()}"
-    assert alone.startswith("power: t0: a fall of ")
-    assert alone.endswith("with 164 documents, if 20 % of answers differ (a guess)")
+    assert alone.startswith("power: t0: a drop of ")
+    assert alone.endswith("with 164 documents, if 20 % of answers differ (an assumption)")
     assert more == f"power: about {power.documents_wanted:,} documents instead of 164 would publish it 4 times in 5"

@@ -13,10 +13,10 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation.document_scores import PairedScores
-from mergegate.tasks.gate.guards import BEST_PARENT, CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.references import check_guards, needs_champion
-from mergegate.tasks.gate.regression import judge_guards, measure_guard
-from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.gate.regression import ReferenceChoice, judge_guards, measure_guard
+from mergegate.tasks.gate.settings import BEST_PARENT, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, gate
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.publish.releases.champion import find_champion
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
@@ -25,19 +25,19 @@ BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
 REIGNING = GUARD.model_copy(update={"guarded_by": CHAMPION})
 
 
-def test_a_guard_against_nobody_is_refused_with_a_suggestion() -> None:
+def test_an_unknown_reference_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(InvalidInput, match="did you mean 'reverser'") as caught:
         check_guards([GUARD, Guard(task="x", guarded_by="revreser")], ["base", "reverser"])
     assert caught.value.where == "evaluate.tasks[1].guarded_by"
 
 
-def test_a_misspelt_champion_is_recognised() -> None:
+def test_a_misspelled_champion_is_recognized() -> None:
     with pytest.raises(InvalidInput, match="did you mean 'champion'"):
         check_guards([Guard(task="x", guarded_by="champoin")], ["base", "reverser"])
 
 
 @pytest.mark.parametrize("reference", [BEST_PARENT, CHAMPION])
-def test_the_best_parent_and_the_champion_need_no_parent_of_that_name(reference: str) -> None:
+def test_best_parent_and_champion_need_no_parent_with_that_name(reference: str) -> None:
     check_guards([Guard(task="x", guarded_by=reference)], ["base"])
 
 
@@ -54,15 +54,15 @@ def test_the_best_parent_is_the_one_that_scores_best_on_the_task(tmp_path: Path)
         name: [scores(tmp_path / name, right)]
         for name, right in (("base", 100), ("reverser", 395), ("shifter", 200), ("merge", 340))
     }
-    guard = gate.work((BEST,), found, {}, None, GateRule()).guards[0]
+    guard = gate.work((BEST,), found, {}, None, GatePlan(GateRule())).guards[0]
     assert (guard.reference, guard.candidates, guard.outcome) == ("reverser", 3, "fail")
     assert guard.reason.startswith("reverse: 13.8 points below reverser, the best of 3 parents, [")
-    assert f"choosing the best makes up to {guard.selection_bias:.1f} of it" in guard.reason
+    assert f"up to {guard.selection_bias:.1f} of it comes from choosing the best" in guard.reason
 
 
-def test_neither_the_merge_nor_the_champion_is_a_parent(tmp_path: Path) -> None:
+def test_merge_and_champion_are_not_parents(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 390))}
-    guard = gate.work((BEST,), found, {}, None, GateRule()).guards[0]
+    guard = gate.work((BEST,), found, {}, None, GatePlan(GateRule())).guards[0]
     assert (guard.reference, guard.candidates) == ("base", 1)
 
 
@@ -76,7 +76,7 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
         chosen = max(parents, key=np.sum)
         pair = PairedScores(tuple(("reverse", doc) for doc in range(n)), tuple(chosen), tuple(merge))
         bias = selection_bias([parent.tolist() for parent in parents])
-        guard = measure_guard(strict, "acc,none", pair, True, candidates=3, selection_bias=bias)
+        guard = measure_guard(strict, "acc,none", pair, True, choice=ReferenceChoice(BEST_PARENT, 3, bias))
         alarms += judge_guards([guard], 0.95)[0].outcome == "fail"
         naive += guard.interval(0.95).low > 0
     assert alarms / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5
@@ -86,25 +86,25 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
 # --- The champion
 
 
-def test_a_merge_that_is_worse_than_the_release_of_today_fails(tmp_path: Path) -> None:
+def test_a_merge_that_is_worse_than_the_champion_fails(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 340))}
-    guard = gate.work((REIGNING,), found, {}, None, GateRule()).guards[0]
+    guard = gate.work((REIGNING,), found, {}, None, GatePlan(GateRule())).guards[0]
     assert guard.reason == "reverse: 15.0 points below champion [11.9, 18.2], limit 3.0"
 
 
-def test_the_first_release_has_no_champion_to_beat_and_says_so(tmp_path: Path) -> None:
+def test_the_first_release_notes_that_there_is_no_champion(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, 400)] for name in ("reverser", "merge")}
-    verdict = gate.work((GUARD, REIGNING), found, {}, None, GateRule(), first_release=True)
+    verdict = gate.work((GUARD, REIGNING), found, {}, None, GatePlan(GateRule(), first_release=True))
     assert (verdict.outcome, len(verdict.guards)) == ("pass", 1)
-    assert verdict.notes == ("reverse: no release to hold it against yet",)
-    alone = gate.work((REIGNING,), found, {}, None, GateRule(), first_release=True)
-    assert (alone.publishable, alone.summary()) == (True, "reverse: no release to hold it against yet")
+    assert verdict.notes == ("reverse: no release to compare with yet",)
+    alone = gate.work((REIGNING,), found, {}, None, GatePlan(GateRule(), first_release=True))
+    assert (alone.publishable, alone.summary()) == (True, "reverse: no release to compare with yet")
 
 
-def test_a_champion_that_was_not_evaluated_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_a_champion_without_scores_is_an_error(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, 400)] for name in ("reverser", "merge")}
-    with pytest.raises(InvalidInput, match="no scores of champion"):
-        gate.work((REIGNING,), found, {}, None, GateRule())
+    with pytest.raises(InvalidInput, match="no scores for champion"):
+        gate.work((REIGNING,), found, {}, None, GatePlan(GateRule()))
 
 
 def test_only_some_guards_need_a_champion() -> None:
@@ -140,7 +140,7 @@ def test_the_champion_is_the_latest_release(tmp_path: Path) -> None:
     assert champion.digest != "d" * 64
 
 
-def test_a_merge_that_is_released_already_is_its_own_champion_and_evaluated_once(tmp_path: Path) -> None:
+def test_a_released_merge_is_its_own_champion_and_evaluated_once(tmp_path: Path) -> None:
     hashes = HashMemo(tmp_path / "hashes.sqlite")
     champion = find_champion(released(tmp_path, b"same"), tmp_path, merge_of(tmp_path, b"same"), hashes)
     assert champion is not None
@@ -167,4 +167,4 @@ def test_a_task_in_parts_is_compared_with_the_best_parent_over_all_of_them(tmp_p
         ],
         "merge": [part(tmp_path / "m", right_on(range(400), 400))],
     }
-    assert gate.work((BEST,), found, {}, None, GateRule()).guards[0].reference == "reverser"
+    assert gate.work((BEST,), found, {}, None, GatePlan(GateRule())).guards[0].reference == "reverser"

@@ -13,9 +13,9 @@ from samples import sampled
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores
-from mergegate.tasks.gate.guards import GateRule, Guard
 from mergegate.tasks.gate.power import PlannedTask, order_by_information
-from mergegate.tasks.gate.stage import cannot_pass, gate
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, cannot_pass, gate
 from mergegate.tasks.store import Artifact
 
 N = 300
@@ -45,21 +45,21 @@ def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[A
 
 
 @pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"]))
-def test_a_run_that_stops_early_would_have_failed_in_the_end_and_no_other_is_changed(
-    tmp_path: Path, rule: Literal["each", "suite"]
-) -> None:
+def test_only_runs_that_would_fail_stop_early(tmp_path: Path, rule: Literal["each", "suite"]) -> None:
     stopped = 0
     drops = [(0.0, 0.0, 0.0), (0.06, 0.0, 0.0), (0.0, 0.09, 0.03), (0.09, 0.09, 0.0), (0.05, 0.05, 0.05)]
     for number, drop in enumerate(drops * 4):
         scores = merges(tmp_path / f"{number}", drop, number)
-        whole = gate.work(GUARDS, scores, {}, None, GateRule(rule=rule), schedule=SCHEDULE)
+        whole = gate.work(GUARDS, scores, {}, None, GatePlan(GateRule(rule=rule), schedule=SCHEDULE))
         for order in permutations(range(3)):
             for run in range(1, 3):
                 so_far = {model: [parts[at] for at in sorted(order[:run])] for model, parts in scores.items()}
                 last = TASKS[order[run - 1]]
-                if cannot_pass(last, GUARDS, so_far, GateRule(rule=rule), schedule=SCHEDULE):
+                if cannot_pass(last, GUARDS, so_far, GatePlan(GateRule(rule=rule), schedule=SCHEDULE)):
                     waiting = tuple(TASKS[at] for at in sorted(order[run:]))
-                    early = gate.work(GUARDS, so_far, {}, None, GateRule(rule=rule), schedule=SCHEDULE, waiting=waiting)
+                    early = gate.work(
+                        GUARDS, so_far, {}, None, GatePlan(GateRule(rule=rule), schedule=SCHEDULE), waiting=waiting
+                    )
                     assert (early.outcome, whole.outcome) == ("fail", "fail")
                     assert tuple(one.task for one in early.not_run) == waiting
                     assert last in {one.task for one in early.guards if one.outcome == "fail"}
@@ -68,18 +68,18 @@ def test_a_run_that_stops_early_would_have_failed_in_the_end_and_no_other_is_cha
     assert stopped > 40
 
 
-def test_leaving_tasks_out_while_nothing_is_lost_is_a_mistake(tmp_path: Path) -> None:
+def test_waiting_tasks_without_a_failed_guard_are_an_error(tmp_path: Path) -> None:
     scores = merges(tmp_path, (0.0, 0.0, 0.0), 1)
     some = {model: parts[:2] for model, parts in scores.items()}
     with pytest.raises(ValueError, match="nothing is decided"):
-        gate.work(GUARDS, some, {}, None, GateRule(), schedule=SCHEDULE, waiting=("c",))
+        gate.work(GUARDS, some, {}, None, GatePlan(GateRule(), schedule=SCHEDULE), waiting=("c",))
 
 
 def planned(**share: float) -> list[PlannedTask]:
     return [PlannedTask(Guard(task=task, guarded_by="base"), (500,), each) for task, each in share.items()]
 
 
-def test_order_is_by_evidence_in_a_second_and_otherwise_as_given() -> None:
+def test_tasks_are_ordered_by_information_per_second() -> None:
     same = planned(a=0.1, b=0.1, c=0.1)
     seen = {"a": 500, "b": 500, "c": 500}
     assert order_by_information(same, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("a", "b", "c")

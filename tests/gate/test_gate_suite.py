@@ -13,21 +13,20 @@ from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.references import comparable_parents, with_anchor
 from mergegate.tasks.gate.regression import GuardEvidence, decide_task, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import look_levels
-from mergegate.tasks.gate.settings import EvaluateSettings
-from mergegate.tasks.gate.stage import gate, undecided_tasks
+from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, gate, undecided_tasks
 from mergegate.tasks.gate.statistics import binary_difference
-from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, suite_look
+from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, reached_look
 
 
 def evidence(
     task: str, lost: int, won: int, n: int, *, schedule: tuple[int, ...] = (), **settings: object
 ) -> GuardEvidence:
     guard = Guard(task=task, guarded_by="base", **{"max_drop": 2, **settings})  # type: ignore[arg-type]  # test settings
-    return measure_guard(guard, "acc,none", paired(lost, won, n), True, documents=n, schedule=schedule)
+    return measure_guard(guard, "acc,none", paired(lost, won, n), True, schedule=schedule)
 
 
 def seven(lost: int, won: int, n: int = 500) -> list[GuardEvidence]:
@@ -37,7 +36,7 @@ def seven(lost: int, won: int, n: int = 500) -> list[GuardEvidence]:
 # --- The mean and its interval
 
 
-def test_the_interval_of_the_mean_is_put_together_from_those_of_the_tasks() -> None:
+def test_the_interval_of_the_mean_combines_those_of_the_tasks() -> None:
     measured = [evidence("a", 30, 20, 500), evidence("b", 9, 12, 164), evidence("c", 80, 75, 1319)]
     each = [binary_difference(lost, won, n, 0.95) for lost, won, n in ((30, 20, 500), (9, 12, 164), (80, 75, 1319))]
     verdict = judge_suite(measured, 0.95)
@@ -47,7 +46,7 @@ def test_the_interval_of_the_mean_is_put_together_from_those_of_the_tasks() -> N
     assert verdict.low == pytest.approx(drop - 100 / 3 * sum((one.mean - one.low) ** 2 for one in each) ** 0.5)
 
 
-def test_weights_move_the_mean_and_what_is_allowed() -> None:
+def test_weights_change_the_mean_and_its_limits() -> None:
     light, heavy = evidence("a", 10, 0, 500), evidence("b", 0, 0, 500, weight=3.0, max_drop=4, margin=6)
     verdict = judge_suite([light, heavy], 0.95)
     assert verdict.drop == pytest.approx(0.25 * 2.0)
@@ -63,7 +62,7 @@ def test_two_guards_of_a_task_count_once_and_share_its_documents() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(121, 900)), min_size=1, max_size=6))
-def test_the_mean_lies_between_the_tasks_and_is_surer_than_the_least_sure(counts: list[tuple[int, int, int]]) -> None:
+def test_the_mean_is_between_the_tasks_with_a_narrower_interval(counts: list[tuple[int, int, int]]) -> None:
     measured = [evidence(f"t{i}", *one) for i, one in enumerate(counts)]
     each, verdict = judge_guards(measured, 0.95), judge_suite(measured, 0.95)
     assert min(one.drop for one in each) - 1e-9 <= verdict.drop <= max(one.drop for one in each) + 1e-9
@@ -71,7 +70,7 @@ def test_the_mean_lies_between_the_tasks_and_is_surer_than_the_least_sure(counts
     assert verdict.drop - verdict.low <= max(one.drop - one.low for one in each) + 1e-9
 
 
-def test_many_samples_at_once_are_the_same_as_one_after_the_other() -> None:
+def test_a_batch_has_the_same_mean_as_single_samples() -> None:
     rng = np.random.default_rng(3)
     parts = [[TaskDrop(f"t{t}", 1.0 + t, d, d - 1, d + 2) for t, d in enumerate(rng.normal(size=3))] for _ in range(5)]
     arrays = [
@@ -85,7 +84,7 @@ def test_many_samples_at_once_are_the_same_as_one_after_the_other() -> None:
 # --- What passes and what fails
 
 
-def test_an_equal_merge_that_no_task_alone_could_show_to_be_equal_passes() -> None:
+def test_an_equal_merge_passes_although_no_single_task_suffices() -> None:
     measured = seven(50, 50)  # discordance .20: the bound of a single task is at 3.3 points
     assert {one.outcome for one in judge_guards(measured, 0.95)} == {"inconclusive"}
     assert judge_suite(measured, 0.95).outcome == "pass"
@@ -109,7 +108,7 @@ def test_one_lost_skill_is_not_hidden_by_the_others() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "expected"), [(-1, 9.9, "pass"), (1.9, 10, "pass"), (1.9, 10.1, "inconclusive"), (2.1, 5, "fail")]
 )
-def test_a_task_of_a_suite_fails_when_it_has_surely_lost_too_much(low: float, high: float, expected: str) -> None:
+def test_a_task_of_a_suite_fails_if_its_lower_bound_exceeds_max_drop(low: float, high: float, expected: str) -> None:
     assert decide_task(low, high, 2, 10) == expected
 
 
@@ -117,12 +116,12 @@ def test_a_task_of_a_suite_fails_when_it_has_surely_lost_too_much(low: float, hi
     ("lost", "won", "outcome_of_it", "word"),
     [(0, 0, "pass", "no worse"), (30, 22, "pass", "a little worse"), (70, 5, "fail", "worse")],
 )
-def test_what_was_shown_is_said_in_one_of_four_words(lost: int, won: int, outcome_of_it: str, word: str) -> None:
+def test_the_result_is_one_of_four_words(lost: int, won: int, outcome_of_it: str, word: str) -> None:
     verdict = judge_suite(seven(lost, won, 1000), 0.95)
     assert (verdict.outcome, verdict.word) == (outcome_of_it, word)
 
 
-def test_a_noisy_task_is_drawn_to_the_mean_and_a_sure_one_is_not() -> None:
+def test_only_noisy_tasks_shrink_toward_the_mean() -> None:
     noisy, *others = pooled_drops(
         [evidence("noisy", 5, 1, 60), evidence("b", 60, 60, 3000), evidence("c", 45, 105, 3000)]
     )
@@ -130,7 +129,7 @@ def test_a_noisy_task_is_drawn_to_the_mean_and_a_sure_one_is_not() -> None:
     assert all(abs(one.pooled - one.drop) < 0.3 for one in others)
 
 
-def test_tasks_that_differ_by_noise_alone_are_all_drawn_to_one_number() -> None:
+def test_tasks_that_differ_only_by_noise_shrink_to_one_number() -> None:
     drops = pooled_drops([evidence("a", 26, 25, 500), evidence("b", 25, 25, 500), evidence("c", 24, 25, 500)])
     assert len({round(one.pooled, 9) for one in drops}) == 1
 
@@ -142,14 +141,14 @@ def test_a_suite_spends_its_error_by_the_information_in_the_mean() -> None:
     schedule = {"a": (500, 1000), "b": (100,)}
     at = [evidence("a", 5, 5, 500, schedule=schedule["a"]), evidence("b", 1, 1, 100, schedule=schedule["b"])]
     share = (1 / 1000 + 1 / 100) / (1 / 500 + 1 / 100)
-    assert suite_look(at, 0.95).confidence == pytest.approx(look_levels((share, 1.0), 0.95)[0])
+    assert reached_look(at, 0.95).confidence == pytest.approx(look_levels((share, 1.0), 0.95)[0])
     last = [evidence("a", 5, 5, 1000, schedule=schedule["a"]), at[1]]
-    assert (suite_look(last, 0.95).number, suite_look(last, 0.95).of) == (2, 2)
+    assert (reached_look(last, 0.95).number, reached_look(last, 0.95).of) == (2, 2)
 
 
-def test_tasks_at_different_looks_are_no_look_of_the_suite() -> None:
+def test_tasks_at_different_looks_are_rejected() -> None:
     apart = [evidence("a", 5, 5, 500, schedule=(500, 1000)), evidence("b", 5, 5, 1000, schedule=(500, 1000))]
-    with pytest.raises(InvalidInput, match="scored to different looks: a 500, b 1,000"):
+    with pytest.raises(InvalidInput, match="tasks at different looks: a 500, b 1,000"):
         judge_suite(apart, 0.95)
 
 
@@ -162,7 +161,7 @@ def judged(tmp_path: Path, wrong: dict[str, dict[str, int]], guards: tuple[Guard
         model: [part(tmp_path / model / task, right_on(task, count, n)) for task, count in tasks.items()]
         for model, tasks in wrong.items()
     }
-    return gate.work(guards, found, {}, None, rule)
+    return gate.work(guards, found, {}, None, GatePlan(rule))
 
 
 TASKS = ("copy", "reverse")
@@ -172,7 +171,7 @@ def guards_by(name: str) -> tuple[Guard, ...]:
     return tuple(Guard(task=task, guarded_by=name, max_drop=3) for task in TASKS)
 
 
-def test_the_stage_judges_a_suite_unless_each_is_asked_for(tmp_path: Path) -> None:
+def test_the_stage_judges_a_suite_by_default(tmp_path: Path) -> None:
     wrong = {"base": dict.fromkeys(TASKS, 0), "merge": {"copy": 0, "reverse": 8}}  # 2.7 points worse on one task
     together = judged(tmp_path / "suite", wrong, guards_by("base"), GateRule())
     assert (together.outcome, [suite.tasks for suite in together.suites]) == ("pass", [2])
@@ -181,7 +180,7 @@ def test_the_stage_judges_a_suite_unless_each_is_asked_for(tmp_path: Path) -> No
     assert (apart.outcome, apart.suites) == ("inconclusive", ())
 
 
-def test_one_task_alone_is_judged_by_its_own_margin(tmp_path: Path) -> None:
+def test_a_single_task_is_judged_by_its_own_margin(tmp_path: Path) -> None:
     wrong = {"base": {"reverse": 0}, "merge": {"reverse": 8}}
     alone = judged(tmp_path, wrong, guards_by("base")[1:], GateRule())
     assert (alone.outcome, alone.suites, alone.guards[0].limit) == ("inconclusive", (), None)
@@ -194,7 +193,7 @@ def test_a_suite_is_extended_as_a_whole(tmp_path: Path) -> None:
         for model, tasks in wrong.items()
     }
     schedule = dict.fromkeys(TASKS, (100, 200, 300))
-    verdict = gate.work(guards_by("base"), found, {}, None, GateRule(), schedule=schedule)
+    verdict = gate.work(guards_by("base"), found, {}, None, GatePlan(GateRule(), schedule=schedule))
     assert verdict.outcome == "inconclusive"
     assert undecided_tasks(verdict) == TASKS
 
@@ -209,7 +208,7 @@ def test_all_attempts_of_a_run_share_one_error(attempts: int) -> None:
     assert errors == sorted(errors, reverse=True)
 
 
-def test_an_anchor_is_another_reference_for_whatever_is_compared_with_the_champion(tmp_path: Path) -> None:
+def test_an_anchor_is_another_reference_for_champion_guards(tmp_path: Path) -> None:
     guards = with_anchor((*guards_by(CHAMPION), Guard(task="copy", guarded_by="base")), "first")
     assert [(guard.task, guard.guarded_by) for guard in guards if guard.guarded_by == ANCHOR] == [
         ("copy", ANCHOR),
@@ -229,9 +228,10 @@ def test_an_anchor_is_another_reference_for_whatever_is_compared_with_the_champi
 
 
 @pytest.mark.parametrize(
-    ("guarded_by", "anchor", "message"), [("base", "first", "there is none"), (ANCHOR, None, "needs 'anchor: first'")]
+    ("guarded_by", "anchor", "message"),
+    [("base", "first", "requires a guard"), (ANCHOR, None, "requires 'anchor: first'")],
 )
-def test_an_anchor_and_what_it_holds_go_together(guarded_by: str, anchor: str | None, message: str) -> None:
+def test_an_anchor_requires_its_guards_and_the_reverse(guarded_by: str, anchor: str | None, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         EvaluateSettings.model_validate({"tasks": [{"task": "gsm8k", "guarded_by": guarded_by}], "anchor": anchor})
 
@@ -243,13 +243,13 @@ PARENTS = ("base", "math", "code")
     ("reference", "expected"),
     [("fine-tunes", ("math", "code")), ("all", PARENTS), ("base", ("base",)), (("code", "math"), ("math", "code"))],
 )
-def test_the_best_parent_is_one_of_those_that_were_merged_unless_others_are_named(
+def test_the_best_parent_is_a_merged_model_by_default(
     reference: str | tuple[str, ...], expected: tuple[str, ...]
 ) -> None:
     assert comparable_parents(reference, PARENTS, {"math", "code"}, "evaluate.reference") == expected
 
 
-def test_a_reference_that_is_no_parent_is_named_with_a_suggestion() -> None:
+def test_an_unknown_best_parent_reference_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(InvalidInput, match=r"(?s)evaluate.reference.*'maths'.*did you mean 'math'"):
         comparable_parents("maths", PARENTS, PARENTS, "evaluate.reference")
 
@@ -261,5 +261,5 @@ def test_a_base_that_was_not_merged_is_not_the_best_parent(tmp_path: Path) -> No
         for model, tasks in wrong.items()
     }
     guard = (Guard(task="copy", guarded_by="best parent"),)
-    assert gate.work(guard, found, {}, None, GateRule(), parents=("math", "code")).outcome == "pass"
-    assert gate.work(guard, found, {}, None, GateRule()).outcome == "fail"
+    assert gate.work(guard, found, {}, None, GatePlan(GateRule(), parents=("math", "code"))).outcome == "pass"
+    assert gate.work(guard, found, {}, None, GatePlan(GateRule())).outcome == "fail"

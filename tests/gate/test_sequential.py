@@ -13,7 +13,7 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.sequential import InterimLook, look_at, plan_looks
+from mergegate.tasks.gate.sequential import InterimLook, find_look, plan_looks
 
 SCHEDULES = [(500, 1000), (500, 1000, 1319), (500, 1000, 2000, 4000, 8000, 14042), (100, 1000, 1001)]
 
@@ -29,7 +29,7 @@ def never_crossed(schedule: tuple[int, ...], bounds: list[float]) -> float:
     return float(integral.cdf(bounds))
 
 
-def test_a_single_look_is_as_sure_as_was_asked() -> None:
+def test_a_single_look_has_the_requested_confidence() -> None:
     assert plan_looks((1319,), 0.95) == (InterimLook(number=1, of=1, documents=1319, confidence=0.95),)
 
 
@@ -42,7 +42,7 @@ def test_every_look_spends_its_part_of_the_error(schedule: tuple[int, ...], conf
         assert 1 - never_crossed(schedule, bounds[:k]) == pytest.approx(spent, abs=2e-5)
 
 
-def test_the_bounds_err_as_rarely_in_simulation() -> None:
+def test_simulated_errors_match_the_bounds() -> None:
     schedule = (500, 1000, 2000, 4000, 8000, 14042)
     plan = plan_looks(schedule, 0.95)
     steps = np.diff((0, *schedule))
@@ -51,14 +51,14 @@ def test_the_bounds_err_as_rarely_in_simulation() -> None:
     assert np.mean((walk > bounds).any(axis=1)) == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / 200_000))
 
 
-def test_asking_again_at_the_same_level_would_err_far_more_often() -> None:
+def test_repeated_tests_at_the_same_level_would_err_far_more_often() -> None:
     level = [stats.norm.ppf(0.95)] * 6
     assert 1 - never_crossed((500, 1000, 2000, 4000, 8000, 14042), level) > 0.13
 
 
 @given(st.integers(2, 20_000), st.integers(1, 20_000), st.floats(0.6, 0.999))
 @settings(max_examples=60)
-def test_no_look_is_less_sure_than_what_all_of_them_promise(total: int, first: int, confidence: float) -> None:
+def test_every_look_has_at_least_the_joint_confidence(total: int, first: int, confidence: float) -> None:
     plan = plan_looks(interim_looks(total, first), confidence)
     assert all(confidence - 1e-9 <= look.confidence <= 1 for look in plan)
     assert sum(1 - look.confidence for look in plan) >= 1 - confidence - 1e-6  # not more conservative than necessary
@@ -66,21 +66,21 @@ def test_no_look_is_less_sure_than_what_all_of_them_promise(total: int, first: i
     assert {look.of for look in plan} == {len(plan)}
 
 
-def test_a_look_at_next_to_nothing_is_nearly_but_not_quite_sure() -> None:
+def test_a_look_at_few_documents_has_a_confidence_below_1() -> None:
     assert 0.999999 < plan_looks((1, 10**9), 0.95)[0].confidence < 1
 
 
-def test_the_look_is_found_by_the_documents_seen() -> None:
-    assert look_at(1000, (500, 1000, 1319), 0.95, "gsm8k").number == 2
+def test_a_look_is_found_by_its_number_of_documents() -> None:
+    assert find_look(1000, (500, 1000, 1319), 0.95, "gsm8k").number == 2
 
 
-def test_stopping_where_nothing_was_planned_is_refused_with_the_plan() -> None:
-    with pytest.raises(InvalidInput, match="700 documents scored") as caught:
-        look_at(700, (500, 1000, 1319), 0.95, "task gsm8k")
+def test_an_unplanned_look_is_rejected_with_the_plan() -> None:
+    with pytest.raises(InvalidInput, match="700 evaluated documents") as caught:
+        find_look(700, (500, 1000, 1319), 0.95, "task gsm8k")
     assert "500, 1,000, 1,319" in caught.value.expected
 
 
 @pytest.mark.parametrize("schedule", [(), (0, 5), (5, 5), (10, 5)])
-def test_looks_that_do_not_rise_are_a_mistake(schedule: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must rise"):
+def test_a_schedule_must_increase(schedule: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="must increase"):
         plan_looks(schedule, 0.95)

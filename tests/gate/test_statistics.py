@@ -57,7 +57,7 @@ def test_the_binary_interval_is_the_wider_of_an_adjusted_wald_and_a_score_interv
             assert score == pytest.approx(side * stats.norm.ppf(0.95), abs=2e-3)
 
 
-def test_the_score_interval_is_that_of_the_published_example() -> None:
+def test_the_score_interval_matches_the_published_example() -> None:
     # Airway hyper-responsiveness before and after transplantation, where 1 and 7 of 21 pairs change (Fagerland et al.
     # 2014, Stat. Med. 33:2850). Tango's interval is (-0.517, -0.026).
     lower = binary_difference(1, 7, 21, 0.975).low
@@ -66,11 +66,11 @@ def test_the_score_interval_is_that_of_the_published_example() -> None:
     assert upper == pytest.approx(-0.026, abs=5e-4)
 
 
-def test_without_a_difference_the_score_statistic_is_mcnemars() -> None:
+def test_the_score_statistic_of_no_difference_is_mcnemars() -> None:
     assert float(score_statistic(np.array(30.0), np.array(14.0), 500, 0.0)) == pytest.approx(16 / math.sqrt(44))
 
 
-def test_documents_that_all_agree_leave_more_than_a_point_open() -> None:
+def test_the_interval_of_agreeing_documents_is_wider_than_a_point() -> None:
     estimate = binary_difference(0, 0, 200, 0.95)
     # The bound is z^2 / (n + z^2), the largest difference that the score test accepts when no document changed.
     assert (estimate.low, estimate.high) == pytest.approx((-0.01335, 0.01335), abs=1e-5)
@@ -91,7 +91,7 @@ def test_the_binary_interval_covers_at_its_level(discordant: float, delta: float
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, 0.0), (2, 0.5642), (3, 0.8463), (5, 1.1630)])
-def test_the_expected_maximum_is_that_of_the_tables(count: int, wanted: float) -> None:
+def test_the_expected_maximum_matches_the_tables(count: int, wanted: float) -> None:
     assert expected_maximum(count) == pytest.approx(wanted, abs=1e-4)
 
 
@@ -117,7 +117,7 @@ def likelihoods(rng: np.random.Generator, documents: int, drift: float) -> tuple
     return tokens * (drift + rng.normal(0, 0.02, documents)), tokens
 
 
-def test_the_ratio_of_perplexities_is_that_of_the_sums() -> None:
+def test_the_ratio_of_perplexities_is_the_ratio_of_sums() -> None:
     differences, tokens = likelihoods(np.random.default_rng(4), 200, 0.03)
     parent = -2.0 * tokens
     perplexities = [math.exp(-loglik.sum() / tokens.sum()) for loglik in (parent, parent - differences)]
@@ -125,7 +125,7 @@ def test_the_ratio_of_perplexities_is_that_of_the_sums() -> None:
     assert found.ratio == pytest.approx(perplexities[1] / perplexities[0], rel=1e-12)
 
 
-def test_the_interval_of_the_ratio_is_that_of_a_bootstrap_over_documents() -> None:
+def test_the_interval_of_the_ratio_matches_a_bootstrap() -> None:
     rng = np.random.default_rng(5)
     differences, tokens = likelihoods(rng, 300, 0.03)
     draws = rng.integers(0, 300, (20_000, 300))
@@ -144,7 +144,7 @@ def test_the_interval_of_the_ratio_covers_at_its_level() -> None:
     assert 0.88 <= np.mean(covered) <= 0.925
 
 
-def test_an_enormous_ratio_stays_a_number() -> None:
+def test_an_enormous_ratio_is_finite() -> None:
     assert math.isfinite(likelihood_ratio([1e6, 2e6], [1, 1], 0.95).high)
 
 
@@ -155,18 +155,18 @@ def test_an_enormous_ratio_stays_a_number() -> None:
         *((0.03, 0.05, 342), (0.03, 0.08, 548), (0.03, 0.10, 685), (0.03, 0.15, 1029), (0.03, 0.20, 1372)),
     ],
 )
-def test_sample_sizes_are_connors(drop: float, discordant: float, wanted: int) -> None:
+def test_sample_sizes_match_connor(drop: float, discordant: float, wanted: int) -> None:
     assert documents_needed(discordant - drop**2, drop, 0.95) == pytest.approx(wanted, abs=1)
 
 
-def test_the_needed_documents_do_decide_four_times_in_five() -> None:
+def test_the_needed_documents_decide_four_times_in_five() -> None:
     n = documents_needed(0.10 - 0.03**2, 0.03, 0.95)
     counts = np.random.default_rng(7).multinomial(n, [0.065, 0.035, 0.90], size=4000).astype(float)
     seen = np.mean(binary_bounds(counts[:, 0], counts[:, 1], n, 0.95)[0] > 0)
     assert 0.77 <= seen <= 0.83
 
 
-def test_the_detectable_drop_is_that_of_the_published_table() -> None:
+def test_the_detectable_drop_matches_the_published_table() -> None:
     # GSM8K at accuracy 0.75 and correlation 0.8 has discordance 0.075 and a standard error of 0.75 points.
     assert 100 * detectable_difference(0.075, 1319, 0.95) == pytest.approx(1.87, abs=0.02)
 
@@ -184,7 +184,7 @@ def test_the_detectable_drop_is_that_of_the_published_table() -> None:
         (14042, 0.10, 0.03, (0.0, 0.0, 1.0)),
     ],
 )
-def test_the_rule_decides_as_often_as_is_claimed(
+def test_the_rule_has_its_claimed_power(
     n: int, discordant: float, drop: float, wanted: tuple[float, float, float]
 ) -> None:
     rng = np.random.default_rng(8)

@@ -18,7 +18,7 @@ from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.merge_core.parsing import MAX_DATA_BYTES
 from mergegate.tasks.judge.prompts import pin_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
-from mergegate.tasks.perplexity.text import pin_text
+from mergegate.tasks.perplexity.text import TextSetting, pin_text
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.publish.signature import private_key, public_key
 from mergegate.tasks.shadow.traffic.replay import read_traffic
@@ -37,7 +37,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "license table": load_table,
     "public key": public_key,
     "private key": private_key,
-    "held-out text": lambda path: pin_text(path, "text", HashMemo(path.parent / "hashes"), where="documents"),
+    "held-out text": lambda path: pin_text(path, "text", HashMemo(path.parent / "hashes"), TextSetting("documents")),
     "prompts": lambda path: pin_prompts(
         JudgeSettings(url="http://localhost:1", model="judge", guarded_by="base", prompts=path),
         path.parent,

@@ -37,10 +37,10 @@ def test_what_was_asked_and_not_heard_is_never_more_than_is_asked_at_a_time() ->
     said = []
     with serving(answer) as judge:
         server = JudgeServer(url=judge.url, concurrency=MOST)
-        for judgement in ask_judge(
+        for judgment in ask_judge(
             questions, JudgmentSettings(model="judge", dimensions={"clarity": "Clear."}), server, ""
         ):
-            said.append((judgement.prompt, judgement.turn, judgement.order))
+            said.append((judgment.prompt, judgment.turn, judgment.order))
             with lock:
                 heard += 1
     assert sorted(said) == sorted(question.key for question in questions)

@@ -47,14 +47,14 @@ def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0
     return [said(prompt, turn, "reference first", first), said(prompt, turn, "merge first", second)]
 
 
-def verdict(judgements: Iterable[Judgment], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
+def verdict(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
     ours, theirs = AnswerStatistics("base", 1000, 1), AnswerStatistics("merge", 1500, 2)
-    return answers_verdict("j", ours, theirs, list(judgements), list(identical), JudgeRule.model_validate(rule))
+    return answers_verdict("j", ours, theirs, list(judgments), list(identical), JudgeRule.model_validate(rule))
 
 
 def many(wins: int, ties: int, losses: int) -> list[Judgment]:
     winners: list[Winner] = ["merge"] * wins + ["tie"] * ties + ["reference"] * losses
-    return [judgement for n, winner in enumerate(winners) for judgement in both(f"p{n}", winner, winner)]
+    return [judgment for n, winner in enumerate(winners) for judgment in both(f"p{n}", winner, winner)]
 
 
 @pytest.mark.parametrize("first", SAID)
@@ -67,13 +67,13 @@ def test_a_win_counts_only_if_it_survives_the_swap(first: Winner | None, second:
 
 
 def test_rates_lengths_and_the_judges_own_health_are_reported() -> None:
-    judgements = [
+    judgments = [
         *both("won", "merge", "merge"),
         *both("lost", "reference", "reference"),
         *both("biased", "reference", "merge"),  # The judge prefers the first answer.
         *both("unread", "merge", None),
     ]
-    found = verdict(judgements, [("equal", 0)])
+    found = verdict(judgments, [("equal", 0)])
     assert (found.wins, found.ties, found.losses) == (1, 3, 1)
     assert (found.prompts, found.pairs, found.identical, found.unreadable) == (5, 5, 1, 1)
     assert found.win_rate == 0.5
@@ -87,13 +87,13 @@ def test_the_interval_is_that_of_graded_scores_over_prompts_not_over_turns() -> 
     rng = np.random.default_rng(7)
     scores = rng.choice([0.0, 0.5, 1.0], size=(60, 2), p=[0.5, 0.3, 0.2])
     names: dict[float, Winner] = {0.0: "reference", 0.5: "tie", 1.0: "merge"}
-    judgements = [
-        judgement
+    judgments = [
+        judgment
         for prompt, turns in enumerate(scores)
         for turn, score in enumerate(turns)
-        for judgement in both(str(prompt), names[score], names[score], turn)
+        for judgment in both(str(prompt), names[score], names[score], turn)
     ]
-    found = verdict(judgements, confidence=0.9)
+    found = verdict(judgments, confidence=0.9)
     means = scores.mean(axis=1)
     mixed = sorted(range(60), key=lambda prompt: hashlib.sha256(str(prompt).encode()).digest())
     wanted = graded_difference([1 - 2 * means[prompt] for prompt in mixed], 0.9)
@@ -108,7 +108,7 @@ def test_equal_answers_do_not_come_last() -> None:
     # Equal answers are ties. Placed last, they would tell bets on the late pairs that nothing more can happen.
     names = [f"p{n}" for n in range(200)]
     tied = [(name, 0) for name in names[100:]]
-    lost = [judgement for name in names[:100] for judgement in both(name, "reference", "reference")]
+    lost = [judgment for name in names[:100] for judgment in both(name, "reference", "reference")]
     one = verdict(lost, tied)
     other = verdict([*lost, *(j for name, _ in tied for j in both(name, "reference", "merge"))])
     assert (one.low, one.high) == (other.low, other.high)
@@ -152,11 +152,11 @@ def test_the_profile_says_what_follows_from_inconclusive(policy: str, publishabl
 
 @pytest.mark.parametrize("rest", [(200, 0, 0), (0, 0, 200)])
 def test_a_judge_that_contradicts_itself_decides_nothing(rest: tuple[int, int, int]) -> None:
-    biased = [judgement for n in range(100) for judgement in both(f"b{n}", "reference", "merge")]
+    biased = [judgment for n in range(100) for judgment in both(f"b{n}", "reference", "merge")]
     found = verdict([*many(*rest), *biased])
     assert found.consistency == pytest.approx(2 / 3)
     assert found.outcome == "inconclusive"
-    assert "agrees with itself on 67 % of the pairs when they are swapped, 70 % are needed" in found.reason
+    assert "makes the same choice in both orders for 67 % of the pairs, 70 % are required" in found.reason
     trusted = verdict([*many(*rest), *biased], min_consistency=0.6)
     assert trusted.outcome == ("pass" if rest[0] else "fail")
 
@@ -167,13 +167,13 @@ def test_equal_answers_are_ties_that_say_nothing_about_the_judge() -> None:
 
 
 def test_each_dimension_has_its_own_rate() -> None:
-    judgements = [
+    judgments = [
         said("a", 0, "reference first", "merge", clarity="merge", facts="reference"),
         said("a", 0, "merge first", "merge", clarity="merge", facts="merge"),
         said("b", 0, "reference first", "merge", clarity="merge", facts="reference"),
         said("b", 0, "merge first", "merge", clarity="merge", facts="reference"),
     ]
-    found = verdict(judgements)
+    found = verdict(judgments)
     assert {rate.name: rate.win_rate for rate in found.dimensions} == {"clarity": 1.0, "facts": 0.25}
 
 
@@ -200,7 +200,7 @@ def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | 
         ({"url": "localhost:8000"}, "no address"),
         ({"url": "http://me:secret@host/v1"}, "holds credentials"),
         ({"margin": 2}, "must be at least max_shortfall"),
-        ({"dimensions": {"verdict": "x"}}, "part of every judgement"),
+        ({"dimensions": {"verdict": "x"}}, "part of every judgment"),
         ({"dimensions": {}}, "at least 1"),
         ({"modle": "m"}, "not permitted"),
         ({"sample": 1}, "greater than or equal to 2"),

@@ -78,7 +78,7 @@ def test_a_sample_is_fixed_scattered_and_contained_in_a_larger_one(tmp_path: Pat
         ([{"turns": "text"}], "line 1: "),
         ([{"prompt": "a", "reference": ["x", "y"]}], "reference"),
         ([{"prompt": "a", "reference": 7}], "reference 7"),
-        ([{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}], "line 2: a second prompt 1"),
+        ([{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}], "line 2: a second prompt with id 1"),
         ([[]], "line 1: list"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, rows: list[Any], word
 
 
 def test_reference_answers_that_are_none_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="line 1: no answer"):
+    with pytest.raises(InvalidInput, match="line 1: no reference answer"):
         pinned(tmp_path, MT_BENCH, [{"question_id": 81, "choices": []}])
 
 
@@ -101,5 +101,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, field: str) -> None:
 def test_prompts_that_change_during_the_run_are_noticed(tmp_path: Path) -> None:
     prompts = pinned(tmp_path, MT_BENCH).prompts
     write(tmp_path / "prompts.jsonl", [*MT_BENCH, {"prompt": "new"}])
-    with pytest.raises(InvalidInput, match="changed while the run was going on"):
+    with pytest.raises(InvalidInput, match="changed during the run"):
         read_prompts(prompts)

@@ -81,7 +81,7 @@ alphabetical = prefers(lambda a, b: a < b)
 
 
 def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
-    text = (judged.judgements.directory / name).read_text()
+    text = (judged.judgments.directory / name).read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -105,11 +105,11 @@ def test_a_consistent_judge_is_counted_right(tmp_path: Path, models: tuple[Model
     assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical)
 
 
-def test_every_answer_and_judgement_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
+def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
-    pairs, judgements = lines(judged, "pairs.jsonl"), lines(judged, "judgements.jsonl")
-    assert {path.name for path in judged.judgements.directory.iterdir()} == {
+    pairs, judgments = lines(judged, "pairs.jsonl"), lines(judged, "judgements.jsonl")
+    assert {path.name for path in judged.judgments.directory.iterdir()} == {
         "pairs.jsonl",
         "judgements.jsonl",
         "value.json",
@@ -117,11 +117,11 @@ def test_every_answer_and_judgement_is_kept(tmp_path: Path, models: tuple[Model,
     }
     assert all(row["references"] == [f"ref-{row['turns'][0]}"] for row in pairs)
     different = [row["id"] for row in pairs if row["reference"] != row["merge"]]
-    assert [(j["prompt"], j["order"]) for j in judgements] == [
+    assert [(j["prompt"], j["order"]) for j in judgments] == [
         (prompt, order) for prompt in different for order in ("reference first", "merge first")
     ]
-    assert {(j["judge"], j["reasoning"]) for j in judgements} == {("judge-1", "so")}
-    assert all(json.loads(j["reply"])["verdict"] in "AB" for j in judgements)
+    assert {(j["judge"], j["reasoning"]) for j in judgments} == {("judge-1", "so")}
+    assert all(json.loads(j["reply"])["verdict"] in "AB" for j in judgments)
     assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
 
 
@@ -130,7 +130,7 @@ def test_a_judge_that_likes_whoever_comes_first_decides_nothing(tmp_path: Path, 
         verdict = run(tmp_path, models, asked.url).verdict
     assert (verdict.wins, verdict.losses, verdict.consistency, verdict.first_position) == (0, 0, 0.0, 1.0)
     assert verdict.outcome == "inconclusive"
-    assert "agrees with itself on 0 %" in verdict.reason
+    assert "same choice in both orders for 0 %" in verdict.reason
 
 
 def test_equal_answers_are_not_shown_to_anybody(tmp_path: Path, models: tuple[Model, Model]) -> None:
@@ -148,13 +148,13 @@ def test_nothing_is_asked_twice_and_a_threshold_asks_nobody(tmp_path: Path, mode
         once = len(asked.bodies)
         strict = run(tmp_path, models, asked.url, max_shortfall=0, margin=0.1, min_consistency=1.0, concurrency=1)
         assert len(asked.bodies) == once
-        assert strict.judgements.key == first.judgements.key
+        assert strict.judgments.key == first.judgments.key
         run(tmp_path, models, asked.url, model="another")
         assert len(asked.bodies) == 2 * once
         run(tmp_path, models, asked.url, dimensions={"wit": "It is funny."})
         assert len(asked.bodies) == 3 * once
     with serving(alphabetical) as moved:
-        assert run(tmp_path, models, moved.url).judgements.key == first.judgements.key
+        assert run(tmp_path, models, moved.url).judgments.key == first.judgments.key
     assert moved.bodies == []
 
 

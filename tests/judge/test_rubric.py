@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.tasks.judge.prompts import Prompt
-from mergegate.tasks.judge.rubric import JudgedTurn, JudgeVote, messages, parse, response_format
+from mergegate.tasks.judge.rubric import JudgedTurn, JudgeVote, messages, parse_reply, response_format
 from mergegate.tasks.judge.settings import DIMENSIONS
 
 TWO_TURNS = Prompt("1", ("What is 2 + 2?", "And doubled?"), (None, "8"))
@@ -68,7 +68,7 @@ def test_reasoning_is_written_before_every_choice() -> None:
     ],
 )
 def test_a_verdict_is_read_however_it_is_wrapped(reply: str, verdict: str) -> None:
-    opinion = parse(reply, ONE)
+    opinion = parse_reply(reply, ONE)
     assert opinion is not None
     assert opinion.verdict == verdict
 
@@ -86,21 +86,21 @@ def test_a_verdict_is_read_however_it_is_wrapped(reply: str, verdict: str) -> No
     ],
 )
 def test_what_states_no_verdict_is_no_opinion(reply: str) -> None:
-    assert parse(reply, ONE) is None
+    assert parse_reply(reply, ONE) is None
 
 
 def test_a_dimension_that_is_missing_or_odd_is_left_out() -> None:
     reply = json.dumps({"reasoning": "r", "clarity": "A", "tone": "purple", "verdict": "B"})
-    assert parse(reply, {"clarity": "", "tone": "", "facts": ""}) == JudgeVote("r", {"clarity": "A"}, "B")
+    assert parse_reply(reply, {"clarity": "", "tone": "", "facts": ""}) == JudgeVote("r", {"clarity": "A"}, "B")
 
 
 @given(st.text())
 def test_no_reply_whatever_breaks_the_reader(reply: str) -> None:
-    opinion = parse(reply, ONE)
+    opinion = parse_reply(reply, ONE)
     assert opinion is None or opinion.verdict in ("A", "B", "tie")
 
 
 @given(st.text(), st.sampled_from(["A", "B", "tie"]))
 def test_a_reply_by_the_schema_is_read_whatever_its_reasoning(reasoning: str, choice: str) -> None:
     reply = json.dumps({"reasoning": reasoning, "clarity": choice, "verdict": choice})
-    assert parse(reply, ONE) == JudgeVote(reasoning, {"clarity": choice}, choice)
+    assert parse_reply(reply, ONE) == JudgeVote(reasoning, {"clarity": choice}, choice)

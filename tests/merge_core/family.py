@@ -125,7 +125,7 @@ def read_recipe(text: str, root: Path) -> Recipe:
     """Load a recipe and prepare it, with random measurements for models in ``root`` that read calibration texts."""
     recipe = load_recipe(text)
     if recipe.needs_distances:  # Keep the weights that the recipe sets.
-        recipe = replace(recipe, places={})
+        recipe = replace(recipe, distances={})
     if not recipe.texts:
         return recipe
     measured, what = {}, str(recipe.method.traits.reads_text)

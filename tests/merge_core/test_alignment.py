@@ -35,7 +35,7 @@ def test_the_vocabulary_of_the_first_model_is_kept(shuffled: Path, way: dict[str
     assert json.loads((shuffled / "out/config.json").read_text())["vocab_size"] == 24
 
 
-def test_a_token_that_only_one_model_has_is_taken_from_it(shuffled: Path) -> None:
+def test_a_token_that_only_one_model_has_gets_its_row(shuffled: Path) -> None:
     merge_text(LINEAR + "tokenizer_source: b", shuffled)
     a, b, out = (load(shuffled / name) for name in ("a", "b", "out"))
     np.testing.assert_allclose(out[EMBED][:2], b[EMBED][:2], rtol=1e-6)
@@ -45,7 +45,7 @@ def test_a_token_that_only_one_model_has_is_taken_from_it(shuffled: Path) -> Non
     assert (shuffled / "out/tokenizer.json").read_bytes() == (shuffled / "b/tokenizer.json").read_bytes()
 
 
-def test_a_token_that_the_base_lacks_is_borrowed_as_the_mean_of_its_owners(shuffled: Path) -> None:
+def test_a_token_that_the_base_lacks_gets_the_mean_of_its_owners(shuffled: Path) -> None:
     save_checkpoint(shuffled / "c", random_tensors(2, tokens=26))
     save_tokenizer(shuffled / "c", ["<eos>", "new", *[f"t{n}" for n in range(24)]])
     merge_text(
@@ -68,7 +68,7 @@ def test_a_union_of_different_vocabularies_is_refused(shuffled: Path) -> None:
         merge_text(LINEAR + "tokenizer_source: union", shuffled)
 
 
-def test_a_union_of_equal_vocabularies_is_that_vocabulary(family: Path) -> None:
+def test_a_union_of_equal_vocabularies_changes_nothing(family: Path) -> None:
     assert merge_text(LINEAR + "tokenizer_source: union", family, "1").files == merge_text(LINEAR, family, "2").files
 
 

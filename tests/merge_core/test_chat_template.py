@@ -43,7 +43,7 @@ def merged_template(family: Path, wanted: str) -> str:
         ("chat_template: chatml", KNOWN["chatml"]),
     ],
 )
-def test_the_template_asked_for_is_written(family: Path, wanted: str, found: str) -> None:
+def test_the_requested_template_is_written(family: Path, wanted: str, found: str) -> None:
     assert merged_template(family, wanted) == found
 
 
@@ -73,7 +73,7 @@ def test_a_misspelt_name_is_refused() -> None:
 
 
 def test_auto_without_any_template_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="none has one"):
+    with pytest.raises(InvalidInput, match="at least one parent with a chat template"):
         select_chat_templates("auto", [{}, {}], "here")
 
 
@@ -97,7 +97,7 @@ def ends_of(merged: Path) -> object:
         ("chat_template: mistral", 1, 5, 1),
     ],
 )
-def test_an_answer_ends_with_what_ends_one_in_the_template(
+def test_an_answer_ends_with_the_end_token_of_the_template(
     family: Path, wanted: str, base: object, tuned: object, found: object
 ) -> None:
     for name, end in (("base", base), ("b", tuned)):
@@ -119,7 +119,7 @@ def test_an_answer_ends_with_what_ends_one_in_the_template(
         assert json.loads((family / "out" / "generation_config.json").read_text())["top_k"] == 7
 
 
-def test_the_end_of_a_turn_follows_its_token_where_rows_move(family: Path) -> None:
+def test_the_end_of_a_turn_follows_its_token_if_rows_move(family: Path) -> None:
     tokens = [f"t{number}" for number in range(TOKENS)]
     tokens[5], tokens[9] = tokens[9], tokens[5]
     save_tokenizer(family / "b", tokens)
@@ -202,7 +202,7 @@ def test_auto_counts_templates_of_every_form(family: Path) -> None:
     assert library_templates(family / "out") == {"default": "of b"}  # b comes first and names no other template.
 
 
-def test_a_chosen_template_leaves_no_other_ones_behind(family: Path) -> None:
+def test_a_chosen_template_replaces_all_others(family: Path) -> None:
     write_templates(family / "a", None, "of a", {"tool_use": "tools of a"})
     merge_text(f"{LINEAR}chat_template: chatml\n", family)
     assert library_templates(family / "out") == {DEFAULT: KNOWN["chatml"]}
@@ -230,7 +230,7 @@ FORMS: dict[str, tuple[object, str | None, dict[str, str]]] = {
 
 @pytest.mark.parametrize("first", FORMS)
 @pytest.mark.parametrize("other", FORMS)
-def test_one_template_in_two_forms_is_one_template(family: Path, first: str, other: str) -> None:
+def test_one_template_in_two_forms_has_no_findings(family: Path, first: str, other: str) -> None:
     write_templates(family / "a", *FORMS[first])
     write_templates(family / "b", *FORMS[other])
     assert template_findings(family) == []

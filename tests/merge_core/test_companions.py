@@ -63,7 +63,7 @@ def test_leftovers_are_neither_carried_nor_reported(family: Path, name: str) -> 
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(FILES)), st.sampled_from(["both", "a", "b", "differ"])))
-def test_every_file_of_a_parent_is_in_the_result_or_in_a_finding(
+def test_every_parent_file_is_carried_or_reported(
     tmp_path_factory: pytest.TempPathFactory, where: dict[str, str]
 ) -> None:
     root = save_family(tmp_path_factory.mktemp("files"))
@@ -86,7 +86,7 @@ def test_every_file_of_a_parent_is_in_the_result_or_in_a_finding(
 
 
 @pytest.mark.parametrize("donor", ["a", "plain"])
-def test_equal_modules_of_embedding_models_travel(family: Path, donor: str) -> None:
+def test_equal_modules_of_embedding_models_are_carried(family: Path, donor: str) -> None:
     for name in "ab":
         write(family / name, POOLING)
     write(family / "b", {"config_sentence_transformers.json": '{"__version__": {"transformers": "5"}, "prompts": {}}'})
@@ -99,7 +99,7 @@ def test_equal_modules_of_embedding_models_travel(family: Path, donor: str) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in POOLING if "config_" not in name and "_bert" not in name])
-def test_modules_that_differ_block(family: Path, name: str) -> None:
+def test_different_modules_block_the_merge(family: Path, name: str) -> None:
     for parent in "ab":
         write(family / parent, POOLING)
     write(family / "b", {name: POOLING[name].replace("1", "2").replace("weights", "other weights").replace("t.T", "u")})
@@ -109,7 +109,7 @@ def test_modules_that_differ_block(family: Path, name: str) -> None:
         assert [(one.severity, one.where) for one in findings(family)] == [("block", f"b: {name}")]
 
 
-def test_a_module_in_a_directory_that_no_merge_carries_blocks(family: Path) -> None:
+def test_a_module_in_an_unsupported_directory_blocks_the_merge(family: Path) -> None:
     for parent in "ab":
         write(family / parent, {"modules.json": '[{"path": "pooling"}]', "pooling/config.json": "{}"})
     blocking = [one for one in findings(family) if one.severity == "block"]
@@ -117,7 +117,7 @@ def test_a_module_in_a_directory_that_no_merge_carries_blocks(family: Path) -> N
 
 
 @pytest.mark.parametrize("vocabulary", ["tekken.json", "tokenizer.model", "vocab.txt", "x.tiktoken", "tokenizer.json"])
-def test_a_result_without_the_tokenizer_of_a_parent_blocks(family: Path, vocabulary: str) -> None:
+def test_a_lost_tokenizer_blocks_the_merge(family: Path, vocabulary: str) -> None:
     for parent in "ab":
         (family / parent / "tokenizer.json").unlink()
     content = json.dumps({"model": {"vocab": {"x": 0}}})
@@ -137,7 +137,7 @@ def test_files_of_one_kind_are_one_finding(family: Path) -> None:
     assert found.found == "not in the result: x.json, chat_templates/, y.npz; c: x.json, chat_templates/, y.npz"
 
 
-def test_names_that_travel_are_those_of_known_kinds_and_small_plain_files() -> None:
+def test_only_small_plain_files_of_known_kinds_are_carried() -> None:
     assert travels("1_Pooling/config.json")
     assert travels("additional_chat_templates/tool_use.jinja")
     assert not travels("1_Pooling/notes.md")

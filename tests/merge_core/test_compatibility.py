@@ -40,7 +40,7 @@ def pair(root: Path, *, tensors: Any = None, config: Any = None, **sizes: int) -
     save_checkpoint(root / "b", tensors or random_tensors(1, **sizes), config=config)
 
 
-def test_nothing_is_found_in_a_family(family: Path) -> None:
+def test_a_compatible_family_has_no_findings(family: Path) -> None:
     assert findings(family) == ()
 
 
@@ -49,9 +49,7 @@ def planned(root: Path, text: str = LINEAR) -> PlannedMerge:
     return plan_with_findings(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
 
 
-def test_one_call_gives_the_findings_and_the_plan_and_assembles_once(
-    family: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_returns_findings_and_plan_and_assembles_once(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     assemble = compatibility.assemble
 
@@ -68,14 +66,14 @@ def test_one_call_gives_the_findings_and_the_plan_and_assembles_once(
     assert result.findings == preflight(recipe, opened)
 
 
-def test_what_cannot_be_merged_has_findings_and_no_plan(tmp_path: Path) -> None:
+def test_an_impossible_merge_has_findings_and_no_plan(tmp_path: Path) -> None:
     pair(tmp_path, tokens=30)
     result = planned(tmp_path)
     assert result.plan is None
     assert "b: model.embed_tokens.weight" in blocking(result.blocking)
 
 
-def test_what_can_be_merged_into_nothing_useful_has_a_plan_and_a_finding_that_blocks(family: Path) -> None:
+def test_a_useless_merge_has_a_plan_and_a_blocking_finding(family: Path) -> None:
     save_tokenizer(family / "b", [f"t{number}" for number in reversed(range(24))])
     result = planned(family)
     assert result.plan is not None
@@ -88,19 +86,19 @@ def test_a_reference_without_checkpoint_is_a_finding() -> None:
     assert blocking(result.findings) == ["a"]
 
 
-def test_another_number_of_layers_is_found(tmp_path: Path) -> None:
+def test_a_different_number_of_layers_is_reported(tmp_path: Path) -> None:
     pair(tmp_path, layers=2)
     assert any("model.layers.2" in where for where in blocking(findings(tmp_path)))
 
 
-def test_another_vocabulary_size_is_found_in_tensors_and_config(tmp_path: Path) -> None:
+def test_a_different_vocabulary_size_is_reported_for_tensors_and_config(tmp_path: Path) -> None:
     pair(tmp_path, tokens=30)
     found = blocking(findings(tmp_path))
     assert "b: model.embed_tokens.weight" in found
     assert "b: config.json: vocab_size" in found
 
 
-def test_the_same_tokens_at_other_ids_block_a_merge_that_would_otherwise_run(family: Path) -> None:
+def test_tokens_with_different_ids_block_the_merge(family: Path) -> None:
     save_tokenizer(family / "b", [f"t{number}" for number in reversed(range(24))])
     (finding,) = findings(family)
     assert finding.severity == "block"
@@ -108,12 +106,12 @@ def test_the_same_tokens_at_other_ids_block_a_merge_that_would_otherwise_run(fam
     assert "24 tokens" in finding.found
 
 
-def test_another_token_at_the_same_id_blocks(family: Path) -> None:
+def test_a_different_token_with_the_same_id_blocks_the_merge(family: Path) -> None:
     save_tokenizer(family / "b", ["other", *[f"t{number}" for number in range(1, 24)]])
     assert blocking(findings(family)) == ["b: tokenizer.json"]
 
 
-def test_tokens_that_only_one_model_has_block_until_the_recipe_or_the_profile_says_what_becomes_of_them(
+def test_tokens_that_only_one_model_has_block_unless_recipe_or_profile_handles_them(
     family: Path,
 ) -> None:
     save_tokenizer(family / "b", [f"t{number}" for number in range(26)])
@@ -136,18 +134,18 @@ def test_tokens_that_only_one_model_has_block_until_the_recipe_or_the_profile_sa
         ({"rope_theta": 1e6}, "b: config.json: rope_theta", "warn"),
     ],
 )
-def test_contradicting_configs_are_found(tmp_path: Path, config: dict[str, Any], where: str, severity: str) -> None:
+def test_contradictory_configs_are_reported(tmp_path: Path, config: dict[str, Any], where: str, severity: str) -> None:
     save_checkpoint(tmp_path / "a", random_tensors(0), config={"rope_theta": 1e4})
     save_checkpoint(tmp_path / "b", random_tensors(1), config=config)
     assert (severity, where) in [(finding.severity, finding.where) for finding in findings(tmp_path)]
 
 
-def test_a_tensor_that_nobody_would_consume_is_found(tmp_path: Path) -> None:
+def test_an_unused_tensor_is_reported(tmp_path: Path) -> None:
     pair(tmp_path, tensors={**random_tensors(1), "model.layers.0.self_attn.q_proj.bias": torch.zeros(12)})
     assert blocking(findings(tmp_path)) == ["b: model.layers.0.self_attn.q_proj.bias"]
 
 
-def test_quantised_payloads_are_found(tmp_path: Path) -> None:
+def test_quantized_payloads_are_reported(tmp_path: Path) -> None:
     tensors = random_tensors(1)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     pair(tmp_path, tensors=tensors)
@@ -157,7 +155,7 @@ def test_quantised_payloads_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "packed", ["q_proj.qweight", "q_proj.weight.absmax", "q_proj.weight.quant_state.bitsandbytes__nf4", "q_proj.SCB"]
 )
-def test_packed_weights_are_found_by_their_names_where_the_config_is_silent(tmp_path: Path, packed: str) -> None:
+def test_packed_weights_are_recognized_by_name_without_a_quantization_config(tmp_path: Path, packed: str) -> None:
     name = f"model.layers.0.self_attn.{packed}"
     pair(tmp_path, tensors={**random_tensors(1), name: torch.zeros(4, dtype=torch.int32)})
     found = [
@@ -166,7 +164,7 @@ def test_packed_weights_are_found_by_their_names_where_the_config_is_silent(tmp_
     assert [finding.severity for finding in found] == ["block"]
 
 
-def test_a_quantised_text_part_is_found(tmp_path: Path) -> None:
+def test_a_quantized_text_part_is_reported(tmp_path: Path) -> None:
     pair(tmp_path, config={"text_config": {"quantization_config": {"quant_method": "awq"}}})
     assert blocking(findings(tmp_path)) == ["b: config.json: text_config.quantization_config"]
 
@@ -194,7 +192,7 @@ def test_a_quantization_config_over_full_weights_names_the_key_to_delete(
 @pytest.mark.parametrize(
     ("name", "dtype"), [("qweight", torch.int32), ("weight_scale", torch.float32), ("extra", torch.int8)]
 )
-def test_a_quantization_config_over_packed_weights_is_not_called_left_over(
+def test_a_quantization_config_of_packed_weights_is_not_reported_as_leftover(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
     packed = {f"model.layers.0.self_attn.q_proj.{name}": torch.zeros(4, 4, dtype=dtype)}
@@ -203,7 +201,7 @@ def test_a_quantization_config_over_packed_weights_is_not_called_left_over(
     assert ["delete" in one.remedy for one in found] == [False]
 
 
-def test_mixed_formats_are_said_unless_the_recipe_says_which(tmp_path: Path) -> None:
+def test_mixed_formats_are_reported_unless_the_recipe_sets_dtype(tmp_path: Path) -> None:
     pair(tmp_path, tensors={name: tensor.bfloat16() for name, tensor in random_tensors(1).items()})
     (finding,) = findings(tmp_path)
     assert (finding.severity, finding.where, finding.found) == ("warn", "b: dtype", "bfloat16 weights")
@@ -220,7 +218,7 @@ def test_mixed_formats_are_said_unless_the_recipe_says_which(tmp_path: Path) -> 
         ("LlamaTokenizer", None, False),
     ],
 )
-def test_another_class_of_tokenizer_is_said(family: Path, first: str, second: str | None, differ: bool) -> None:
+def test_a_different_tokenizer_class_is_reported(family: Path, first: str, second: str | None, differ: bool) -> None:
     for name, kind in (("a", first), ("b", second)):
         if kind:
             (family / name / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
@@ -228,7 +226,7 @@ def test_another_class_of_tokenizer_is_said(family: Path, first: str, second: st
     assert [(finding.severity, finding.where) for finding in findings(family)] == expected
 
 
-def test_a_chat_template_that_the_result_does_not_get_is_said(family: Path) -> None:
+def test_a_lost_chat_template_is_reported(family: Path) -> None:
     (family / "b" / "chat_template.jinja").write_text("{{ messages }}")
     (finding,) = findings(family)
     assert (finding.severity, finding.where) == ("warn", "b: chat template")
@@ -240,14 +238,14 @@ def test_a_chat_template_that_the_result_does_not_get_is_said(family: Path) -> N
     assert findings(family) == ()
 
 
-def test_another_end_of_text_is_said(tmp_path: Path) -> None:
+def test_a_different_end_of_text_token_is_reported(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", random_tensors(0), config={"eos_token_id": 2})
     save_checkpoint(tmp_path / "b", random_tensors(1), config={"eos_token_id": [2, 7]})
     assert [(one.severity, one.where) for one in findings(tmp_path)] == [("warn", "b: config.json: eos_token_id")]
 
 
 @pytest.mark.parametrize("donor_ties", [True, False])
-def test_a_head_that_is_tied_in_one_model_alone_is_said_and_kept(tmp_path: Path, donor_ties: bool) -> None:
+def test_a_head_that_only_one_model_ties_is_reported_and_kept(tmp_path: Path, donor_ties: bool) -> None:
     for name, ties in (("a", donor_ties), ("b", not donor_ties)):
         tensors = random_tensors(0 if name == "a" else 1)
         if ties:
@@ -262,7 +260,7 @@ def test_a_head_that_is_tied_in_one_model_alone_is_said_and_kept(tmp_path: Path,
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_a_head_for_which_nothing_can_stand_is_refused(tmp_path: Path) -> None:
+def test_a_head_without_a_counterpart_is_refused(tmp_path: Path) -> None:
     tied = {name.replace("embed_tokens", "words"): one for name, one in random_tensors(0).items() if "head" not in name}
     save_checkpoint(
         tmp_path / "b",
@@ -274,7 +272,7 @@ def test_a_head_for_which_nothing_can_stand_is_refused(tmp_path: Path) -> None:
     assert "b: config.json: tie_word_embeddings" in blocking(findings(tmp_path))
 
 
-def test_everything_is_reported_at_once_and_the_worst_first(tmp_path: Path) -> None:
+def test_all_findings_are_reported_most_severe_first(tmp_path: Path) -> None:
     pair(tmp_path, tokens=30, config={"architectures": ["X"], "quantization_config": {}, "rope_theta": 3})
     found = findings(tmp_path)
     assert len(blocking(found)) >= 3
@@ -282,7 +280,7 @@ def test_everything_is_reported_at_once_and_the_worst_first(tmp_path: Path) -> N
     assert order == sorted(order)
 
 
-def test_a_plan_is_refused_for_the_first_thing_that_blocks(tmp_path: Path) -> None:
+def test_planning_raises_the_first_blocking_finding(tmp_path: Path) -> None:
     pair(tmp_path, tokens=30)
     recipe = load_recipe(LINEAR)
     with pytest.raises(InvalidInput, match=r"shape \[30, 12\]"):
@@ -305,7 +303,7 @@ def test_an_index_and_a_single_file_that_contradict_each_other_are_refused(tmp_p
     save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
     save_checkpoint(tmp_path / "b", random_tensors(0))
     (tmp_path / "b/model.safetensors").rename(tmp_path / "a/model.safetensors")
-    with pytest.raises(InvalidInput, match="stale"):
+    with pytest.raises(InvalidInput, match="left over from an earlier save"):
         open_checkpoint(tmp_path / "a")
 
 
@@ -313,7 +311,7 @@ def test_an_index_of_shards_that_do_not_exist_is_refused_and_deleting_it_helps(t
     save_checkpoint(tmp_path / "a", random_tensors(0))
     index = tmp_path / "a/model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(random_tensors(0), "model-00001-of-00002.safetensors")}))
-    with pytest.raises(InvalidInput, match=r"delete model.safetensors.index.json if model.safetensors is the whole"):
+    with pytest.raises(InvalidInput, match=r"delete model.safetensors.index.json if model.safetensors contains"):
         open_checkpoint(tmp_path / "a")
     index.unlink()
     assert open_checkpoint(tmp_path / "a").tensors.keys() == random_tensors(0).keys()
@@ -322,7 +320,7 @@ def test_an_index_of_shards_that_do_not_exist_is_refused_and_deleting_it_helps(t
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
     (tmp_path / "a/model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(InvalidInput, match=r"it names model-00002-of-00002.safetensors[\s\S]*download the files"):
+    with pytest.raises(InvalidInput, match=r"it lists model-00002-of-00002.safetensors[\s\S]*download the missing"):
         open_checkpoint(tmp_path / "a")
 
 

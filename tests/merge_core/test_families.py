@@ -32,15 +32,13 @@ PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
 @pytest.mark.parametrize("name", sampled(SAMPLE, SAMPLE[::2]))
-def test_a_sample_of_families_is_stacked_bit_by_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_sampled_families_are_stacked_exactly_or_refused(name: str, tmp_path: Path) -> None:
     models = parents_of(BY_NAME[name], tmp_path)
     assert list(cells(tried(BY_NAME[name], models, tmp_path))) == rows()[name][:2]
 
 
 @pytest.mark.parametrize("name", sampled(PARTS_SAMPLE, PARTS_SAMPLE[:2]))
-def test_a_sample_has_vocabularies_adapters_and_experts_bit_by_bit_or_refused_by_name(
-    name: str, tmp_path: Path
-) -> None:
+def test_sampled_families_handle_vocabularies_adapters_and_experts_exactly_or_refuse(name: str, tmp_path: Path) -> None:
     assert list(parts(BY_NAME[name], parents_of(BY_NAME[name], tmp_path), tmp_path)) == rows()[name][2:]
 
 
@@ -50,17 +48,17 @@ EVERY_CELL = [
 
 
 @pytest.mark.parametrize("name", EVERY_CELL)
-def test_every_cell_of_the_table_is_what_is_found(name: str, tmp_path: Path) -> None:
+def test_the_family_table_matches_the_measured_results(name: str, tmp_path: Path) -> None:
     assert row_of(BY_NAME[name], tmp_path) == rows()[name]
 
 
-def test_the_table_has_a_row_for_every_family_that_is_tried() -> None:
+def test_the_family_table_has_a_row_for_every_tested_family() -> None:
     assert list(rows()) == [family.name for family in FAMILIES]
     assert {len(row) for row in rows().values()} == {5}
     assert all(cell for row in rows().values() for cell in row)
 
 
-def test_every_family_that_is_described_is_tried_or_refused() -> None:
+def test_every_described_family_is_tested_or_refused() -> None:
     tried_types = {family.model_type for family in FAMILIES}
     parts = {"qwen2_vl_text", "qwen2_5_vl_text"}  # Tried within the networks that contain them.
     untried = {
@@ -137,7 +135,7 @@ KINDS = (
 @pytest.mark.parametrize("kind", sampled(KINDS.split(), KINDS.split()[::3]))
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(values=SETTINGS, picks=PICKS)
-def test_the_library_reads_of_the_result_what_it_read_of_the_parents(
+def test_transformers_reads_the_same_layer_kinds_from_the_result_as_from_the_parents(
     kind: str, values: dict[str, int], picks: list[tuple[int, int]]
 ) -> None:
     config = written(kind, values)
@@ -153,14 +151,14 @@ def test_the_library_reads_of_the_result_what_it_read_of_the_parents(
         assert of_the_library(result, number) == of_the_library(config, origin.index)
 
 
-def test_what_a_list_can_say_is_never_refused() -> None:
+def test_layer_kinds_that_a_list_can_express_are_never_refused() -> None:
     for kind in ("gemma3_text", "qwen3_next", "llama4_text", "qwen2_moe", "bamba", "lfm2"):
         config = written(kind, {"depth": 6, "first": 1, "period": 2})
         layers = origins(config, 6, [(3, 2), (0, 6), (5, 1), (1, 4)])
         assert stacked_config(config, layers, "slices")["num_hidden_layers"] == len(layers)
 
 
-def test_a_period_and_a_count_of_first_layers_follow_where_they_can_say_it() -> None:
+def test_periods_and_counts_of_first_layers_are_adapted_if_possible() -> None:
     jamba = written("jamba", {"depth": 8, "first": 1, "period": 2}) | {
         "expert_layer_period": 1,
         "expert_layer_offset": 0,
@@ -185,7 +183,7 @@ def test_a_period_and_a_count_of_first_layers_follow_where_they_can_say_it() -> 
         ("layer_types", ["full_attention"] * 6),
     ],
 )
-def test_a_key_that_may_be_about_single_layers_and_is_not_described_is_refused(key: str, value: Any) -> None:
+def test_an_undescribed_key_that_may_affect_single_layers_is_refused(key: str, value: Any) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 6, key: value}
     with pytest.raises(InvalidInput, match=key):
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
@@ -200,7 +198,7 @@ def test_a_key_that_may_be_about_single_layers_and_is_not_described_is_refused(k
         {"attention_period": 1, "moe_layers": [], "sliding_window_pattern": None, "rope_scaling": {"factor": 2}},
     ],
 )
-def test_keys_that_sound_alike_are_not_refused(harmless: dict[str, Any]) -> None:
+def test_harmless_keys_with_similar_names_are_accepted(harmless: dict[str, Any]) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 6, **harmless}
     assert stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")["num_hidden_layers"] == 7
 
@@ -221,9 +219,7 @@ def test_keys_that_sound_alike_are_not_refused(harmless: dict[str, Any]) -> None
         ({"model_type": "llava", "text_config": {"model_type": "unheard-of"}}, "model_type"),
     ],
 )
-def test_a_configuration_that_cannot_mean_anything_is_refused_without_a_traceback(
-    config: dict[str, Any], where: str
-) -> None:
+def test_an_invalid_configuration_is_refused_without_a_traceback(config: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidInput, match=where):
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
 
@@ -232,9 +228,7 @@ def test_a_configuration_that_cannot_mean_anything_is_refused_without_a_tracebac
 @pytest.mark.parametrize(
     ("container", "inner"), [("internvl", "qwen2"), ("internvl_chat", "qwen2"), ("lfm2_vl", "lfm2")]
 )
-def test_a_container_without_description_is_named_and_not_the_model_in_it(
-    container: str, inner: str, part: str
-) -> None:
+def test_an_undescribed_container_is_reported_instead_of_its_text_model(container: str, inner: str, part: str) -> None:
     text = {"model_type": inner, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
     config = {"model_type": container, part: text, "vision_config": {"model_type": "siglip2_vision_model"}}
     with pytest.raises(InvalidInput) as refused:
@@ -244,7 +238,7 @@ def test_a_container_without_description_is_named_and_not_the_model_in_it(
     assert repr(inner) not in refused.value.found
 
 
-def test_a_model_without_description_is_named_in_a_container_that_has_one() -> None:
+def test_an_undescribed_text_model_is_reported_in_a_described_container() -> None:
     config = {"model_type": "llava", "text_config": {"model_type": "unheard-of", "num_hidden_layers": 6}}
     with pytest.raises(InvalidInput, match=r"text_config\.model_type: 'unheard-of'"):
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
@@ -252,7 +246,7 @@ def test_a_model_without_description_is_named_in_a_container_that_has_one() -> N
 
 @pytest.mark.parametrize("family", ["smollm3", "llama", "mistral", "olmo2", "cohere2", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("window", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}, "on"])
-def test_a_number_that_another_family_reads_refuses_no_stack(family: str, window: Any) -> None:
+def test_a_number_that_only_another_family_reads_is_harmless(family: str, window: Any) -> None:
     flags = {"use_sliding_window": True, "sliding_window": 4} if window == "on" else window
     config = {"model_type": family, "num_hidden_layers": 6, "max_window_layers": 28, **flags}
     result = stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
@@ -262,7 +256,7 @@ def test_a_number_that_another_family_reads_refuses_no_stack(family: str, window
         assert read[0].layer_types == read[1].layer_types
 
 
-def test_layers_of_parents_with_other_rhythms_keep_what_they_were() -> None:
+def test_layers_of_parents_with_different_patterns_keep_their_kinds() -> None:
     second, third = ({"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window_pattern": n} for n in (2, 3))
     layers = [(LayerOrigin("a", second, index, 6),) for index in range(3)]
     layers += [(LayerOrigin("b", third, index, 6),) for index in range(3, 6)]
@@ -270,7 +264,7 @@ def test_layers_of_parents_with_other_rhythms_keep_what_they_were() -> None:
     assert stacked_config(second, layers, "slices")["layer_types"] == [*kinds, *kinds[::2], "full_attention"]
 
 
-def test_no_layer_of_a_kind_can_be_said_by_a_period_too() -> None:
+def test_a_period_can_express_that_no_layer_has_a_kind() -> None:
     config = {"model_type": "jamba", "num_hidden_layers": 8, "expert_layer_period": 1, "expert_layer_offset": 0}
     result = stacked_config(config, origins(config, 8, [(5, 3), (5, 3)]), "slices")
     assert AutoConfig.for_model(**result).layers_block_type == ["mamba"] * 6
@@ -282,18 +276,18 @@ def test_layers_that_keep_their_numbers_need_no_description() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "unheard-of", "zamba2"])
-def test_layers_that_keep_their_numbers_keep_keys_that_nobody_knows(family: str) -> None:
+def test_unknown_keys_stay_if_layers_keep_their_numbers(family: str) -> None:
     config = {"model_type": family, "num_hidden_layers": 6, "hybrid_layer_ids": [1], "secret_pattern": "LLG"}
     assert stacked_config(config, origins(config, 6, [(0, 6)]), "slices") == config
 
 
-def test_a_donor_of_another_depth_is_no_donor_for_layers_that_nobody_has_described() -> None:
+def test_undescribed_layers_need_a_donor_of_the_same_depth() -> None:
     config = {"model_type": "unheard-of", "num_hidden_layers": 6}
     with pytest.raises(InvalidInput, match="model_type"):
         stacked_config({**config, "num_hidden_layers": 4}, origins(config, 6, [(0, 6)]), "slices")
 
 
-def test_numbers_of_layers_follow_beside_a_list_that_decides() -> None:
+def test_lists_of_layer_numbers_follow_the_list_of_kinds() -> None:
     kinds = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
     config = {"model_type": "lfm2", "num_hidden_layers": 6, "layer_types": kinds, "full_attn_idxs": [1, 4]}
     result = stacked_config(config, origins(config, 6, [(0, 5), (1, 5)]), "slices")
@@ -301,7 +295,7 @@ def test_numbers_of_layers_follow_beside_a_list_that_decides() -> None:
     assert result["layer_types"] == kinds[:5] + kinds[1:]
 
 
-def test_the_depth_of_a_text_part_that_names_none_is_written() -> None:
+def test_a_missing_depth_of_the_text_part_is_written() -> None:
     config = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     assert stacked_config(config, origins(config, 32, [(0, 6), (2, 6)]), "slices")["text_config"] == {
         "model_type": "llama",
@@ -348,7 +342,7 @@ def check_any_cut(name: str, root: Path, models: dict[str, Any], picks: list[tup
 CUT_ANYWHERE = ["jamba", "qwen3_next, unlisted", "llama4, unlisted", "deepseek_v3", "nemotron_h"]
 
 
-def test_any_cut_of_a_family_without_lists_computes_what_the_stack_computes(
+def test_slices_of_a_family_without_lists_equal_the_stacked_layers(
     parents: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root, models = pair("gemma3, unlisted", parents, tmp_path_factory)
@@ -363,7 +357,7 @@ def test_any_cut_of_a_family_without_lists_computes_what_the_stack_computes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(CUT_ANYWHERE, CUT_ANYWHERE[::2], pytest.mark.long))
-def test_any_cut_computes_what_the_stack_computes_or_is_refused(
+def test_slices_equal_the_stacked_layers_or_are_refused(
     name: str, parents: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root, models = pair(name, parents, tmp_path_factory)
@@ -376,7 +370,7 @@ def test_any_cut_computes_what_the_stack_computes_or_is_refused(
     check()
 
 
-def test_the_parts_for_images_come_whole_from_one_parent(
+def test_image_parts_come_unchanged_from_one_parent(
     parents: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     root, _ = pair("gemma3, vision", parents, tmp_path_factory)

@@ -15,7 +15,7 @@ FINDINGS = st.lists(
 
 @settings(max_examples=40)
 @given(FINDINGS)
-def test_each_finding_is_in_one_group_whose_first_is_its_worst(findings: list[Finding]) -> None:
+def test_each_finding_is_in_one_group_led_by_its_most_severe(findings: list[Finding]) -> None:
     groups = group_findings(findings)
     members = [one for group in groups for one in (group.first, *group.others)]
     assert sorted(members, key=repr) == sorted(worst_first(findings), key=repr)
@@ -24,7 +24,7 @@ def test_each_finding_is_in_one_group_whose_first_is_its_worst(findings: list[Fi
         assert len({one.cause for one in (group.first, *group.others)}) == 1
 
 
-def test_what_comes_of_one_cause_is_counted_behind_it() -> None:
+def test_findings_with_one_cause_are_counted() -> None:
     cause = Finding("block", "big: config.json", "30 layers against 3", cause="big: size")
     tensors = [Finding("block", f"big: layers.{n}.weight", "no such tensor", cause="big: size") for n in range(270)]
     (group,) = group_findings([cause, *tensors])
@@ -32,17 +32,17 @@ def test_what_comes_of_one_cause_is_counted_behind_it() -> None:
     assert group.others_line() == ("and 270 more of this cause: layers.0.weight, layers.1.weight, layers.2.weight, …")
 
 
-def test_equal_words_about_two_models_are_two_things_to_mend() -> None:
+def test_equal_findings_about_two_models_are_separate_groups() -> None:
     assert len(group_findings([Finding("block", f"{model}: config.json", "none") for model in ("a", "b")])) == 2
 
 
-def test_a_finding_ends_a_run_as_what_it_was_made_of_would_have() -> None:
+def test_a_finding_becomes_the_error_that_it_was_created_from() -> None:
     for kind in (InvalidInput, Refused):
         error = kind("here", found="this", expected="that", remedy="so")
         assert type(finding_of(error).refusal()) is kind
         assert str(finding_of(error).refusal()) == str(error)
 
 
-def test_a_cause_is_in_no_key() -> None:
+def test_a_cause_is_not_part_of_a_key() -> None:
     one, other = (Finding("block", "a", "b", cause=cause) for cause in ("", "size"))
     assert one.content_key() == other.content_key()

@@ -120,7 +120,7 @@ def test_numbers_that_are_none_are_refused(root: Path, broken: float) -> None:
 def test_files_that_do_not_belong_together_are_refused(root: Path) -> None:
     merge_text(recipe(), root)
     (root / "importance/a" / importance_file_name(0)).unlink()
-    with pytest.raises(InvalidInput, match="nothing of that name"):
+    with pytest.raises(InvalidInput, match="no stored tensor"):
         open_importance(root / "importance/a")
 
 

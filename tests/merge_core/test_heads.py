@@ -110,7 +110,7 @@ def test_transformers_loads_the_result_with_the_head_that_it_stores(
         torch.testing.assert_close(merged.double()(ids).logits, average(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_heads_that_differ_in_the_last_number_are_heads(tmp_path: Path) -> None:
+def test_a_head_that_differs_in_one_number_is_not_tied(tmp_path: Path) -> None:
     save_model(tmp_path / "a", 0, flag=True, head="equal")
     assert HEAD not in open_checkpoint(tmp_path / "a").tensors
     tensors = load_file(tmp_path / "a" / "model.safetensors")

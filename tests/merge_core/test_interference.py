@@ -56,7 +56,7 @@ def vectors(root: Path, *names: str) -> list[np.ndarray]:
 
 
 def test_lengths_and_angles_are_those_of_whole_vectors(merged: Path) -> None:
-    whole = measure(merged, "base", "a", "b", "c", merge="out").whole
+    whole = measure(merged, "base", "a", "b", "c", merge="out").network_tally
     a, b, c, own = vectors(merged, "base", "a", "b", "c", "out")
     size = np.linalg.norm(np.concatenate([tensor.ravel() for tensor in load(merged / "base").values()]))
     assert whole.elements == len(a)
@@ -72,7 +72,7 @@ def test_lengths_and_angles_are_those_of_whole_vectors(merged: Path) -> None:
 
 
 def test_the_half_sum_of_two_is_half_their_difference_away_from_each(merged: Path) -> None:
-    whole = measure(merged, "base", "a", "b", merge="out").whole
+    whole = measure(merged, "base", "a", "b", merge="out").network_tally
     a, b = vectors(merged, "base", "a", "b")
     ratio = np.linalg.norm(a - b) / np.linalg.norm(a) / 2
     length, one, other = whole.length(0), whole.merge_distance(0), whole.merge_distance(1)
@@ -100,7 +100,7 @@ def test_sign_conflict_counts_what_two_parents_move_noticeably_and_oppositely(fa
         moved, opposed = moved + more[0], opposed + more[1]
         for at, pair in enumerate(itertools.combinations(range(3), 2)):
             pairs[at] += conflict_of(signs[list(pair)])
-    whole = found.whole
+    whole = found.network_tally
     assert (whole.moved, whole.opposed) == (moved, opposed)
     assert whole.conflict == opposed / moved
     assert 0.65 < opposed / moved < 0.8  # By chance, three unrelated task vectors conflict in 3 of 4 weights.
@@ -122,13 +122,13 @@ def test_spots_stand_in_the_order_of_the_network_and_add_up(merged: Path) -> Non
 
 
 def test_a_merge_that_is_a_parent_is_no_way_from_it(family: Path) -> None:
-    whole = measure(family, "base", "a", "b", merge="a").whole
+    whole = measure(family, "base", "a", "b", merge="a").network_tally
     assert whole.merge_distance(0) == 0.0
     assert whole.merge_length == whole.length(0)
 
 
 def test_a_parent_equal_to_the_origin_has_no_direction_and_conflicts_with_nobody(family: Path) -> None:
-    whole = measure(family, "base", "base", "a").whole
+    whole = measure(family, "base", "base", "a").network_tally
     assert (whole.length(0), whole.cosine(0, 1), whole.conflict, whole.pair_conflict(0, 1)) == (0.0, None, None, None)
 
 
@@ -156,7 +156,7 @@ def test_a_merge_with_other_layers_is_not_held_against_its_parents(tmp_path: Pat
     save_checkpoint(tmp_path / "deeper", random_tensors(9, layers=5))
     found = measure(family, "base", "a", "b", merge="../" + str((tmp_path / "deeper").relative_to(family.parent)))
     assert not found.has_merge
-    assert found.whole.merge_length is None
+    assert found.network_tally.merge_length is None
     assert found.skipped[0].reason == "the merge has other layers than its parents"
 
 
@@ -167,7 +167,7 @@ def test_models_of_nothing_in_common_are_refused(tmp_path: Path) -> None:
             "model.embed_tokens.weight": torch.zeros(3, 3)
         },
     )  # fmt: skip
-    with pytest.raises(InvalidInput, match="no tensor of the same name and shape"):
+    with pytest.raises(InvalidInput, match="no tensor with the same name and shape"):
         measure(tmp_path, "base", "a")
 
 
@@ -176,7 +176,7 @@ def test_every_format_of_weights_is_read(tmp_path: Path, dtype: torch.dtype) -> 
     base = random_tensors(0)
     for name, tensors in (("base", base), ("a", random_tensors(1, base)), ("b", random_tensors(2, base))):
         save_checkpoint(tmp_path / name, {key: tensor.to(dtype) for key, tensor in tensors.items()})
-    whole = measure(tmp_path, "base", "a", "b").whole
+    whole = measure(tmp_path, "base", "a", "b").network_tally
     a, b = vectors(tmp_path, "base", "a", "b")
     assert whole.cosine(0, 1) == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
 
@@ -186,7 +186,7 @@ def test_fused_kernels_read_from_disk_what_numpy_reads(
 ) -> None:
     plain = measure(family, "base", "a", "b", "c", merge="a")
     monkeypatch.setattr(interference, "_FUSE_FROM_BYTES", 0)
-    assert_alike(measure(family, "base", "a", "b", "c", merge="a").whole, plain.whole)
+    assert_alike(measure(family, "base", "a", "b", "c", merge="a").network_tally, plain.network_tally)
 
 
 def assert_alike(one: Tally, other: Tally) -> None:
@@ -226,7 +226,7 @@ def test_the_sums_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeyp
         monkeypatch.setattr(interference, "_BLOCK_BYTES", 2 * 4 * GRAIN)
         found.append(measure(tmp_path, "base", "a"))
     assert found[0] == found[1]
-    assert found[0].whole.length(0) == pytest.approx(0.01, rel=1e-4)
+    assert found[0].network_tally.length(0) == pytest.approx(0.01, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def look(done, total):
     global most
     most = max(most, anonymous())
 opened = [open_checkpoint(Path({str(tmp_path)!r}) / name) for name in ("base", "a", "b")]
-print(measure_interference(opened[0], opened[1:], on_progress=look).whole.elements, most - before)
+print(measure_interference(opened[0], opened[1:], on_progress=look).network_tally.elements, most - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     elements, grown = map(int, done.stdout.split())

@@ -52,7 +52,9 @@ NEWER = {
 
 @pytest.mark.parametrize("renamed", ["a", "b"])
 @pytest.mark.parametrize("name", NEWER)
-def test_parents_with_older_and_newer_names_merge_as_if_they_had_one(name: str, renamed: str, tmp_path: Path) -> None:
+def test_parents_with_older_and_newer_names_merge_like_equally_named_ones(
+    name: str, renamed: str, tmp_path: Path
+) -> None:
     family = BY_NAME[name]
     models = [load(family, make(family, tmp_path / one, seed)) for seed, one in enumerate("ab")]
     before = set(load_file(tmp_path / renamed / "model.safetensors"))
@@ -74,7 +76,7 @@ def test_slices_of_parents_with_older_and_newer_names_are_cut_from_the_same_laye
     assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, expected))
 
 
-def test_names_that_no_renaming_explains_are_still_missing(tmp_path: Path) -> None:
+def test_unexplained_names_are_reported_as_missing(tmp_path: Path) -> None:
     family = BY_NAME["llava"]
     for seed, one in enumerate("ab"):
         make(family, tmp_path / one, seed)
@@ -106,9 +108,7 @@ def with_predictions(directory: Path, seed: int, depth: int = LAYERS, *, said: b
 
 @pytest.mark.parametrize("said", [True, False])
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_a_layer_that_predicts_further_tokens_is_merged_with_whole_models(
-    name: str, said: bool, tmp_path: Path
-) -> None:
+def test_multi_token_prediction_layers_are_merged_with_whole_models(name: str, said: bool, tmp_path: Path) -> None:
     for seed, one in enumerate("ab"):
         with_predictions(make(BY_NAME[name], tmp_path / one, seed), seed, said=said)
     assert [one for one in findings(tmp_path) if one.severity != "info"] == []
@@ -119,7 +119,7 @@ def test_a_layer_that_predicts_further_tokens_is_merged_with_whole_models(
     assert torch.equal(out[part], 0.3 * a[part] + 0.7 * b[part])
 
 
-def test_a_stack_leaves_out_what_predicts_further_tokens_and_says_so(tmp_path: Path) -> None:
+def test_slices_drop_multi_token_prediction_layers_with_a_warning(tmp_path: Path) -> None:
     family = BY_NAME["glm4_moe"]
     models = {}
     for seed, one in enumerate("ab"):
@@ -134,7 +134,7 @@ def test_a_stack_leaves_out_what_predicts_further_tokens_and_says_so(tmp_path: P
     assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, stack(chosen, LAYERS)))
 
 
-def test_layers_that_keep_their_numbers_keep_what_predicts_further_tokens(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_stay_if_all_layers_keep_their_numbers(tmp_path: Path) -> None:
     for seed, one in enumerate("ab"):
         with_predictions(make(BY_NAME["glm4_moe"], tmp_path / one, seed), seed)
     assert merge_or_refuse(recipe_of([("a", 0, 3), ("b", 3, LAYERS)]), tmp_path, "out") is None
@@ -143,7 +143,7 @@ def test_layers_that_keep_their_numbers_keep_what_predicts_further_tokens(tmp_pa
     assert torch.equal(out[part], b[part])
 
 
-def test_more_layers_than_the_config_names_are_still_refused(tmp_path: Path) -> None:
+def test_more_layers_than_the_config_states_are_refused(tmp_path: Path) -> None:
     for name in "ab":
         save_checkpoint(tmp_path / name, random_tensors(0, layers=3), config={"num_hidden_layers": 2})
     assert "a: config.json: num_hidden_layers" in [one.where for one in findings(tmp_path) if one.severity == "block"]
@@ -167,7 +167,7 @@ PACKED = [
 
 
 @pytest.mark.parametrize(("part", "dtype", "shape"), PACKED)
-def test_packed_weights_are_refused_by_name_also_where_they_are_equal_and_the_config_is_silent(
+def test_equal_packed_weights_are_refused_without_a_quantization_config(
     part: str, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     name = f"model.layers.0.{part}"
@@ -179,14 +179,14 @@ def test_packed_weights_are_refused_by_name_also_where_they_are_equal_and_the_co
     assert all("dequantize" in one.remedy for one in blocking)
 
 
-def test_numbers_that_are_no_weights_are_not_taken_for_packed_ones(tmp_path: Path) -> None:
+def test_integer_buffers_are_not_mistaken_for_packed_weights(tmp_path: Path) -> None:
     for one in "ab":
         counters = {"model.embeddings.position_ids": torch.arange(4)[None], "model.steps": torch.tensor([3])}
         save_checkpoint(tmp_path / one, {**random_tensors(0), **counters})
     assert [one for one in findings(tmp_path, LINEAR) if one.severity == "block"] == []
 
 
-def test_tensors_that_the_kinds_do_not_explain_are_not_moved(tmp_path: Path) -> None:
+def test_layers_are_not_moved_if_their_kinds_do_not_explain_their_tensors(tmp_path: Path) -> None:
     extra = {"model.layers.1.self_attn.gate.weight": torch.ones(4)}
     for seed, one in enumerate("ab"):
         save_checkpoint(tmp_path / one, {**random_tensors(seed), **extra})
@@ -210,7 +210,7 @@ def test_layers_of_different_kinds_are_not_merged_into_one(tmp_path: Path) -> No
     assert "layer 1 of b" in finding.where
 
 
-def test_whole_models_whose_layers_look_differently_far_are_said_to(tmp_path: Path) -> None:
+def test_whole_models_with_different_layer_kinds_are_reported(tmp_path: Path) -> None:
     for seed, (one, pattern) in enumerate({"a": 2, "b": 3}.items()):
         config = {"model_type": "gemma3_text", "sliding_window_pattern": pattern}
         save_checkpoint(tmp_path / one, random_tensors(seed), config=config)
@@ -218,7 +218,7 @@ def test_whole_models_whose_layers_look_differently_far_are_said_to(tmp_path: Pa
     assert (finding.severity, finding.where) == ("warn", "b: config.json: layer_types, sliding_window_pattern")
 
 
-def test_tensors_of_unknown_place_come_from_nowhere(tmp_path: Path) -> None:
+def test_tensors_of_unknown_position_are_refused(tmp_path: Path) -> None:
     for seed, one in enumerate("ab"):
         save_checkpoint(tmp_path / one, {**random_tensors(seed), "model.mystery.weight": torch.ones(3)})
     (finding,) = [one for one in findings(tmp_path, recipe_of([("a", 0, 2), ("b", 1, 3)])) if one.severity == "block"]

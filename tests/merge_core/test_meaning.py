@@ -193,7 +193,7 @@ def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
         ("gpt2", {"activation_function": "gelu_new"}, {"activation_function": "gelu_pytorch_tanh"}),
     ],
 )
-def test_spellings_are_reported_where_the_logits_differ_and_nowhere_else(
+def test_spellings_are_reported_exactly_if_the_logits_differ(
     name: str, first: dict[str, Any], other: dict[str, Any]
 ) -> None:
     made = network(name)
@@ -243,7 +243,7 @@ def rope(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(st.sampled_from(["llama", "mistral", "qwen2", "cohere", "olmo2", "granite", "glm", "stablelm"]), rope(), rope())
 @settings(max_examples=150)
-def test_two_spellings_of_positions_are_one_exactly_where_transformers_reads_one(
+def test_two_spellings_of_positions_are_equal_exactly_if_transformers_reads_them_equally(
     kind: str, first: dict[str, Any], other: dict[str, Any]
 ) -> None:
     read = [full(AutoConfig.for_model(kind, **copy.deepcopy(one)))["rope_parameters"] for one in (first, other)]
@@ -279,7 +279,7 @@ def test_positions_of_each_type_of_layer_are_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", json.loads(DEFAULTS.read_text()))
-def test_keys_that_are_left_out_mean_the_defaults_of_the_family(kind: str) -> None:
+def test_missing_keys_have_the_defaults_of_the_family(kind: str) -> None:
     config = CONFIG_MAPPING[kind]()
     assert reported(full(config), json.loads(config.to_json_string(use_diff=True))) == []
     assert reported(full(config), full(config)) == []
@@ -305,7 +305,7 @@ def test_an_unknown_family_is_compared_key_by_key() -> None:
     assert reported(first, {**first, "warp_multiplier": 2.0}) == ["warp_multiplier"]
 
 
-def test_the_text_part_of_a_container_is_compared_wherever_it_is_stated() -> None:
+def test_the_text_part_is_compared_regardless_of_its_position() -> None:
     text = {"model_type": "qwen2_5_vl_text", "rms_norm_eps": 1e-6}
     nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": {"depth": 2}}
     flat = {"model_type": "qwen2_5_vl", "rms_norm_eps": 1e-6, "vision_config": {"depth": 2}}
@@ -329,13 +329,13 @@ def test_a_finding_names_both_spellings(tmp_path: Path) -> None:
     assert (finding.found, finding.expected[:24]) == ("10000.0", "1000000.0 (rope_theta), ")
 
 
-def test_null_is_a_value_and_a_missing_key_is_the_default(tmp_path: Path) -> None:
+def test_null_is_a_value_and_a_missing_key_has_the_default(tmp_path: Path) -> None:
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (finding,) = found(tmp_path, mistral, {**mistral, "sliding_window": None})
     assert (finding.severity, finding.where, finding.found) == ("warn", "b: config.json: sliding_window", "null")
     assert finding.expected.startswith("4096 (the default), as in a")
 
 
-def test_a_key_that_the_family_does_not_read_is_information(tmp_path: Path) -> None:
+def test_an_ignored_key_is_reported_as_information(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, {"attn_logit_softcapping": 30.0}, {"attn_logit_softcapping": 50.0})
     assert (finding.severity, finding.where) == ("info", "b: config.json: attn_logit_softcapping")

@@ -19,7 +19,8 @@ from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.gradient_statistics import read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.perplexity import pin_text
+from mergegate.tasks.merge.layer_windows import CalibrationJob
+from mergegate.tasks.perplexity import TextSetting, pin_text
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"
 MIXTURES = {
@@ -31,7 +32,7 @@ MIXTURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
+def test_distances_cover_every_expert_of_a_mixture(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     network = MIXTURES[name].loader.from_config(MIXTURES[name].config())
     for parameter in network.parameters():
@@ -44,14 +45,15 @@ def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": one}) + "\n" for one in ("rev: abcd>dcba", "a hen."))
     )
-    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), where="the text")
+    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), TextSetting("the text"))
     model = Model(name=name, digest=name, directory=place)
     unseen = []
     for read in (read_inputs, read_gradients):
         out = tmp_path / read.__name__
         out.mkdir()
         journal = JournalLocation(tmp_path / f"{read.__name__}.journal", name)
-        told = read(model, text, CalibrationReading(), "float32", "cpu", out, journal, lambda done, total: None)
+        job = CalibrationJob(model, text, CalibrationReading(), "float32", "cpu", out, journal)
+        told = read(job, lambda done, total: None)
         unseen += told.unseen
     assert unseen == []
     tensors = split_experts(open_checkpoint(place)).tensors

@@ -14,7 +14,7 @@ from tokenizer_samples import TEXTS, byte_level, content_of, with_added, write_t
 
 from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
-from mergegate.merge_core.checkpoint.vocabulary.pieces import read_pieces
+from mergegate.merge_core.checkpoint.vocabulary.tokens import read_pieces
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
@@ -92,7 +92,7 @@ def library_ids(directory: Path) -> list[list[int]]:
     st.booleans(),
     st.booleans(),
 )
-def test_what_gives_a_text_other_ids_blocks_whatever_form_the_files_have(
+def test_different_ids_block_in_every_file_format(
     pair: Path, first: list[str], second: list[str], change: str, is_older: bool, both_older: bool
 ) -> None:
     clear(pair)
@@ -117,7 +117,7 @@ def test_what_gives_a_text_other_ids_blocks_whatever_form_the_files_have(
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_one_tokenizer_in_two_forms_is_not_said_to_cut_text_otherwise(pair: Path, order: str) -> None:
+def test_one_tokenizer_in_two_formats_has_no_findings(pair: Path, order: str) -> None:
     first, second = order
     write_tokenizer(pair / first, content("<|a|>"), **SPECIAL)
     write_older(pair / second, content("<|a|>"))
@@ -127,10 +127,10 @@ def test_one_tokenizer_in_two_forms_is_not_said_to_cut_text_otherwise(pair: Path
     assert planned.tokenizer_pairs == ()
     (found,) = planned.findings
     assert found.severity == "warn"
-    assert "not compared, because vocab.json does not say it" in found.found
+    assert "not compared, because vocab.json does not contain them" in found.found
 
 
-def test_lines_of_a_vocabulary_are_its_ids(pair: Path) -> None:
+def test_line_numbers_of_a_vocabulary_are_its_ids(pair: Path) -> None:
     (pair / "a" / "vocab.txt").write_text("[PAD]\n[UNK]\nthe\n##s\n")
     (pair / "b" / "vocab.txt").write_text("[PAD]\n[UNK]\nthe\n##s\n")
     assert findings(pair) == ()
@@ -141,7 +141,7 @@ def test_lines_of_a_vocabulary_are_its_ids(pair: Path) -> None:
     assert blocking(pair) == ["b: tokenizer.json"]
 
 
-def test_a_tokenizer_that_does_not_say_how_text_is_split_is_not_written_again(pair: Path) -> None:
+def test_a_tokenizer_without_a_pipeline_is_not_rewritten(pair: Path) -> None:
     for name, tokens in (("a", ["<|a|>"]), ("b", ["<|b|>"])):
         write_older(pair / name, content(*tokens))
     found = findings(pair, "tokenizer_source: union\n")
@@ -187,13 +187,13 @@ def test_added_tokens_count_next_to_a_model_that_only_a_library_reads(
     assert bool(blocking(pair)) == (other_pieces or first != second)
 
 
-def test_pieces_are_those_of_the_library(pair: Path) -> None:
+def test_pieces_match_those_of_the_library(pair: Path) -> None:
     assert read_pieces(sentence_pieces_model(*PIECES)) == PIECES
     for content in (b"", b"not a model", b"\x0a\xff\xff", b"\x0f", b"\x0a\x02\x0a\x05"):
         assert read_pieces(content) is None
 
 
-def test_files_without_anything_in_common_are_said_not_to_be_compared(pair: Path) -> None:
+def test_files_of_different_kinds_are_reported_as_not_compared(pair: Path) -> None:
     write_tokenizer(pair / "a", byte_level())
     (pair / "b" / "tokenizer.model").write_bytes(sentence_pieces_model(*PIECES))
     (found,) = [one for one in findings(pair) if one.where == "b: tokenizer"]
@@ -213,7 +213,7 @@ def test_the_same_model_file_counts_next_to_a_tokenizer_that_can_be_read(pair: P
 
 
 @pytest.mark.parametrize("name", ["tekken.json", "qwen.tiktoken", "source.spm"])
-def test_another_binary_vocabulary_blocks_without_a_number(pair: Path, name: str) -> None:
+def test_a_different_binary_vocabulary_blocks_the_merge(pair: Path, name: str) -> None:
     for parent in "ab":
         (pair / parent / name).write_text("one")
     assert findings(pair) == ()

@@ -44,14 +44,14 @@ def test_another_method_keeps_only_the_parameters_that_it_has() -> None:
     }
 
 
-def test_a_method_that_needs_a_base_is_given_one() -> None:
+def test_a_base_can_be_added_for_a_method_that_needs_one() -> None:
     changed = apply_overrides(LINEAR, {"merge_method": "ties", "base_model": "base", "weight": 1, "density": 0.5}, "r")
     recipe = load_recipe(changed)
     assert recipe.summary() == "ties of 2 over base"
     assert changed["models"] == [{"model": "a"}, {"model": "b"}]
 
 
-def test_texts_and_rules_go_with_the_method_that_asks_for_them() -> None:
+def test_texts_and_distance_rules_are_removed_if_the_method_does_not_use_them() -> None:
     models = [{"model": "a", "text": "a.jsonl"}, {"model": "b", "text": "b.jsonl"}]
     regmean = {"merge_method": "regmean", "base_model": "base", "models": models, "leave_out_beyond": 5}
     regmean["statistics"] = {"documents": 9}
@@ -78,7 +78,7 @@ def test_parameters_may_be_written_as_in_a_recipe() -> None:
     assert apply_overrides(TIES, {"parameters": {"density": 0.3}}, "r") == apply_overrides(TIES, {"density": 0.3}, "r")
 
 
-def test_models_may_be_left_out_or_weighed_differently() -> None:
+def test_models_can_be_removed_or_reweighted() -> None:
     models = [{"model": "b", "parameters": {"weight": 1.5}}]
     changed = apply_overrides(TIES, {"models": models, "density": 0.2}, "r")
     assert changed["models"] == models
@@ -91,7 +91,7 @@ def test_a_model_that_becomes_the_base_has_no_weight_of_its_own() -> None:
     assert changed["models"][-1] == {"model": "base"}
 
 
-def test_the_recipe_itself_is_left_as_it_is() -> None:
+def test_overrides_do_not_modify_the_original_recipe() -> None:
     before = load_recipe(TIES).canonical()
     apply_overrides(TIES, {"density": 0.1, "dtype": "float32"}, "r")
     assert load_recipe(TIES).canonical() == before
@@ -107,6 +107,6 @@ def test_a_parameter_of_another_method_is_refused() -> None:
         apply_overrides(LINEAR, {"density": 0.3}, "remedies[0]")
 
 
-def test_no_change_is_no_remedy() -> None:
+def test_empty_changes_are_refused() -> None:
     with pytest.raises(InvalidInput, match="no changes"):
         apply_overrides(TIES, {}, "remedies[0]")

@@ -50,17 +50,17 @@ def test_the_first_filter_that_matches_counts() -> None:
     assert [weight(setting, name) for name in ("layers.0.mlp.up", "up_proj", "norm")] == [1, 2, 3]
 
 
-def test_without_a_match_the_next_scope_is_asked_and_then_the_default() -> None:
+def test_without_a_match_the_next_scope_applies_and_then_the_default() -> None:
     setting = {"filter": "mlp", "value": 1}
     assert weight(setting, "norm", 0.0, {"weight": 5}) == 5
     assert weight(setting, "norm") is REQUIRED
 
 
-def test_a_star_matches_everything() -> None:
+def test_a_star_filter_matches_every_tensor() -> None:
     assert weight({"filter": "*", "value": 4}, "anything") == 4
 
 
-def test_a_gradient_may_stand_behind_a_filter() -> None:
+def test_a_filter_can_have_a_gradient() -> None:
     assert weight([{"filter": "mlp", "value": [0, 1]}, {"value": 9}], "mlp", 0.25) == 0.25
 
 
@@ -99,7 +99,7 @@ def test_a_whole_number_that_becomes_a_fraction_between_layers_is_refused() -> N
         ([1], True, "mapping"),
     ],
 )
-def test_what_means_nothing_is_refused_with_its_place(content: Any, per_model: bool, said: str) -> None:
+def test_invalid_values_are_refused_with_their_location(content: Any, per_model: bool, said: str) -> None:
     with pytest.raises(InvalidInput, match=said) as caught:
         parse(content, per_model=per_model)
     assert caught.value.where.startswith("r.yaml: parameters")

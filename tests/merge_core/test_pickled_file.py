@@ -135,7 +135,7 @@ def saved(tmp_path: Path) -> Path:
 def test_a_pickle_that_would_run_a_program_is_refused_and_does_not_run(saved: Path, protocol: int) -> None:
     target = saved.with_name("was-here")
     evil = rewritten(saved, pickle.dumps({"weight": Malicious(target)}, protocol))
-    with pytest.raises(InvalidInput, match="nothing but tensors"):
+    with pytest.raises(InvalidInput, match="only tensors"):
         read_pickled(evil)
     assert not target.exists()
     pickle.loads(pickle.dumps(Malicious(target), protocol))  # This proves that the command would have run.
@@ -155,7 +155,7 @@ def test_a_whole_module_is_refused(tmp_path: Path) -> None:
         ({"weight": torch.ones(1).expand(5)}, "with strides"),
         ({"epoch": 3}, "a int"),
         ({"model": OrderedDict(weight=torch.ones(2))}, "a dictionary"),
-        ([torch.ones(2)], "no dictionary"),
+        ([torch.ones(2)], "not contain a dictionary"),
         ({"weight": torch.ones(2).to(torch.float8_e4m3fn)}, "code: torch"),
     ],
 )
@@ -167,13 +167,13 @@ def test_anything_but_contiguous_tensors_is_refused(tmp_path: Path, value: Any, 
 
 def test_a_file_of_the_old_format_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "x.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(InvalidInput, match="not a zip"):
+    with pytest.raises(InvalidInput, match="not a readable zip"):
         read_pickled(tmp_path / "x.bin")
 
 
 def test_a_truncated_file_is_refused(saved: Path) -> None:
     saved.write_bytes(saved.read_bytes()[:-200])
-    with pytest.raises(InvalidInput, match="not a zip"):
+    with pytest.raises(InvalidInput, match="not a readable zip"):
         read_pickled(saved)
 
 

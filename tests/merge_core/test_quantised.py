@@ -123,7 +123,7 @@ def test_a_merge_is_that_of_the_decoded_parents(tmp_path: Path, method: str) -> 
         checkpoints = {str(one): open_checkpoint(one) for one in (a, b)}
         planned = plan_with_findings(recipe, checkpoints)
         assert planned.blocking == ()
-        assert sum("decoded to bfloat16" in finding.found for finding in planned.findings) == 2 - number
+        assert sum("decodes it to bfloat16" in finding.found for finding in planned.findings) == 2 - number
         merge_weights(plan_merge(recipe, checkpoints), tmp_path / f"out{number}")
         results.append(load_file(tmp_path / f"out{number}/model.safetensors"))
     for name in (MATRIX, NORM):

@@ -43,7 +43,7 @@ def test_references_come_in_order_with_revision_and_adapter() -> None:
     assert recipe.summary() == "ties of 2 over base"
 
 
-def test_a_base_that_is_not_among_the_models_comes_last() -> None:
+def test_a_base_that_is_not_listed_under_models_is_the_last_reference() -> None:
     recipe = load_recipe("merge_method: task_arithmetic\nbase_model: b\nmodels: [{model: a}]\nparameters: {weight: 1}")
     assert [ref.path for ref in recipe.references()] == ["a", "b"]
 
@@ -79,7 +79,7 @@ def test_comments_and_spelling_of_numbers_do_not_change_the_canonical_form() -> 
         (("dtype: float16", "dtype: !!int ''"), "not YAML"),
     ],
 )
-def test_what_has_no_meaning_is_refused_with_place_and_suggestion(change: tuple[str, str], said: str) -> None:
+def test_invalid_content_is_refused_with_location_and_suggestion(change: tuple[str, str], said: str) -> None:
     text = TIES.replace(*change)
     assert text != TIES
     with pytest.raises(InvalidInput, match=said) as caught:
@@ -108,7 +108,9 @@ def test_what_has_no_meaning_is_refused_with_place_and_suggestion(change: tuple[
         (("dtype: float16", "name: []"), "name", "remove it"),
     ],
 )
-def test_what_mergekit_ignores_is_a_warning_with_a_remedy(change: tuple[str, str], where: str, remedy: str) -> None:
+def test_content_that_mergekit_ignores_causes_a_warning_with_a_remedy(
+    change: tuple[str, str], where: str, remedy: str
+) -> None:
     recipe = load_recipe(TIES.replace(*change), location="r.yaml")
     (finding,) = recipe.findings
     assert finding.severity == "warn"
@@ -135,7 +137,7 @@ def test_slices_of_unequal_length_are_refused() -> None:
         load_recipe(f"merge_method: slerp\nslices: [{{sources: {sources}}}]\nparameters: {{t: 0.5}}")
 
 
-def test_where_all_documents_have_names_the_result_is_the_one_that_no_other_needs() -> None:
+def test_the_document_that_no_other_document_needs_is_the_result() -> None:
     text = """
 name: last
 merge_method: linear
@@ -150,7 +152,7 @@ models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}
     assert [str(ref) for ref in recipe.references()] == ["a", "b", "c"]
 
 
-def test_documents_that_need_each_other_come_in_the_order_of_computing() -> None:
+def test_documents_are_sorted_by_their_dependencies() -> None:
     def text(name: str, models: str) -> str:
         return f"{name}merge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}\n"
 
@@ -173,7 +175,9 @@ def test_documents_that_need_each_other_come_in_the_order_of_computing() -> None
         )
 
 
-def test_a_model_is_sought_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_first_searched_in_the_directory_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place in ("recipes/m", "cwd/m", "cwd/n"):
         (tmp_path / place).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "cwd")
@@ -261,7 +265,7 @@ def test_the_good_recipe_has_no_findings() -> None:
 
 
 @given(st.lists(st.sampled_from(sorted(FAULTS)), unique=True, min_size=1), st.randoms(use_true_random=False))
-def test_all_faults_are_in_one_answer_and_nothing_else_in_any_order(planted: list[str], random: Any) -> None:
+def test_one_error_reports_all_faults_in_any_order(planted: list[str], random: Any) -> None:
     recipe = copy.deepcopy(dict(GOOD))
     for place in sorted(planted, key=lambda place: place != "models[8]"):
         FAULTS[place](recipe)
@@ -272,7 +276,7 @@ def test_all_faults_are_in_one_answer_and_nothing_else_in_any_order(planted: lis
     assert places(findings(yaml.safe_dump(content, sort_keys=False))) == sorted(planted)
 
 
-def test_the_message_names_each_fault_and_warning_and_survives_pickling() -> None:
+def test_the_message_lists_every_fault_and_warning_and_can_be_pickled() -> None:
     recipe = copy.deepcopy(dict(GOOD))
     for plant in FAULTS.values():
         plant(recipe)
@@ -285,7 +289,7 @@ def test_the_message_names_each_fault_and_warning_and_survives_pickling() -> Non
     assert (str(copied), copied.findings) == (text, caught.value.findings)
 
 
-def test_faults_of_several_documents_and_of_a_mixture_are_in_one_answer() -> None:
+def test_one_error_reports_the_faults_of_all_documents_and_mixtures() -> None:
     expert = {"source_model": "a", "positive_prompts": [""], "noise_scale": -1, "nois": 1}
     mixture = {"gate_mode": "hiden", "experts": [expert, {"positive_prompts": "x"}], "experts_per_token": 0}
     reported = places(findings(yaml.safe_dump_all([{"dtype": "x", "merge_method": "nothing"}, mixture])))
@@ -307,7 +311,7 @@ def test_faults_of_several_documents_and_of_a_mixture_are_in_one_answer() -> Non
 
 
 @pytest.mark.parametrize("key", ["models", "slices", "modules", "base_model", "parameters", "dtype", "tokenizer"])
-def test_null_is_absent(key: str) -> None:
+def test_a_null_value_counts_as_absent(key: str) -> None:
     recipe = {**GOOD, "base_model": "org/base"}
     absent = {name: value for name, value in recipe.items() if name != key}
     if key in ("models", "base_model"):
@@ -408,7 +412,7 @@ REMEDIED: Mapping[str, tuple[Mapping[str, Any], Plant]] = {
 
 
 @pytest.mark.parametrize("fault", REMEDIED)
-def test_a_remedy_helps(fault: str) -> None:
+def test_applying_the_remedy_fixes_the_fault(fault: str) -> None:
     good, plant = REMEDIED[fault]
     recipe = copy.deepcopy(dict(good))
     plant(recipe)
@@ -429,7 +433,7 @@ def test_a_remedy_helps(fault: str) -> None:
         (r"\\server\share\a", "mount the share"),
     ],
 )
-def test_a_windows_path_is_called_by_its_name(tmp_path: Path, path: str, remedy: str) -> None:
+def test_a_windows_path_is_recognized(tmp_path: Path, path: str, remedy: str) -> None:
     (tmp_path / "models" / "a").mkdir(parents=True)
     with pytest.raises(InvalidInput, match="a Windows path") as caught:
         resolve_local(parse_reference(path, "r"), tmp_path)

@@ -32,7 +32,7 @@ def test_layers_are_stacked_with_embeddings_of_the_first_and_head_of_the_last(fa
     assert json.loads((family / "out/config.json").read_text())["num_hidden_layers"] == 4
 
 
-def test_gradients_run_over_each_slice_and_everything_else_takes_the_first_value(family: Path) -> None:
+def test_gradients_span_each_slice_and_other_tensors_get_the_first_value(family: Path) -> None:
     merge_text(
         "merge_method: linear\nslices:\n"
         "  - sources: [{model: a, layer_range: [0, 3], parameters: {weight: [1, 0]}},"
@@ -48,7 +48,7 @@ def test_gradients_run_over_each_slice_and_everything_else_takes_the_first_value
         assert np.array_equal(out[name], a[name])
 
 
-def test_gradients_run_over_all_layers_of_whole_models(family: Path) -> None:
+def test_gradients_span_all_layers_of_whole_models(family: Path) -> None:
     merge_text(
         "merge_method: linear\n"
         "models: [{model: a, parameters: {weight: [1, 0]}}, {model: b, parameters: {weight: [0, 1]}}]",
@@ -65,7 +65,7 @@ def test_a_layer_that_does_not_exist_is_refused(family: Path) -> None:
         merge_text(STACK.replace("[1, 3]", "[2, 4]"), family)
 
 
-def test_scaling_by_filter_scales_what_it_names(family: Path) -> None:
+def test_a_scale_with_a_filter_only_affects_matching_tensors(family: Path) -> None:
     merge_text(STACK + "parameters: {scale: [{filter: q_proj, value: 0.5}, {value: 1}]}\n", family)
     a, out = load(family / "a"), load(family / "out")
     q, up = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
@@ -73,7 +73,7 @@ def test_scaling_by_filter_scales_what_it_names(family: Path) -> None:
     assert np.array_equal(out[up], a[up])
 
 
-def test_documents_that_feed_each_other_give_what_they_give_one_by_one(family: Path) -> None:
+def test_dependent_documents_equal_separate_merges(family: Path) -> None:
     first = "merge_method: slerp\nbase_model: base\nmodels: [{model: a}]\nparameters: {t: 0.4}\ndtype: bfloat16\n"
     second = "merge_method: linear\nmodels: [{model: first}, {model: b}]\nparameters: {weight: 1}\n"
     together = merge_text(f"{second}---\nname: first\n{first}", family, "together")
@@ -90,7 +90,7 @@ def test_documents_that_feed_each_other_give_what_they_give_one_by_one(family: P
         st.tuples(st.sampled_from("ab"), st.integers(0, LAYERS), st.integers(0, LAYERS)), min_size=1, max_size=5
     )
 )
-def test_an_empty_slice_gives_embeddings_or_norm_and_head_and_no_layer(
+def test_an_empty_slice_provides_only_embeddings_or_norm_and_head(
     cuts: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("slices")
@@ -113,7 +113,7 @@ def test_an_empty_slice_gives_embeddings_or_norm_and_head_and_no_layer(
     assert json.loads((root / "out/config.json").read_text())["num_hidden_layers"] == len(origins)
 
 
-def test_an_empty_slice_of_several_models_merges_what_is_outside_the_layers(family: Path) -> None:
+def test_an_empty_slice_of_several_models_merges_tensors_outside_the_layers(family: Path) -> None:
     both = "[{model: a, layer_range: [0, 0], parameters: {weight: 1}}, {model: b, layer_range: [2, 2]}]"
     merge_text(
         f"merge_method: linear\nparameters: {{weight: 3}}\nslices:\n- sources: {both}\n"

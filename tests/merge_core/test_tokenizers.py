@@ -113,7 +113,7 @@ SWITCHES = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_change_of_a_tokenizer_that_changes_ids_of_a_text_is_named(kind: str, pair: Path) -> None:
+def test_every_tokenizer_difference_that_changes_ids_is_reported(kind: str, pair: Path) -> None:
     content = content_of(KINDS[kind]())
     expected = ids(content)
     assert compared(pair, content, content) == ()
@@ -135,7 +135,7 @@ def test_every_change_of_a_tokenizer_that_changes_ids_of_a_text_is_named(kind: s
     assert other > 5
 
 
-def test_a_sequence_of_nothing_is_nothing(pair: Path) -> None:
+def test_an_empty_sequence_equals_no_step(pair: Path) -> None:
     content = {**content_of(byte_level()), "normalizer": None}
     assert compared(pair, content, {**content, "normalizer": {"type": "Sequence", "normalizers": []}}) == ()
 
@@ -156,7 +156,7 @@ def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("spelling", [sequence_of_one, merges_as_text, without_defaults])
-def test_two_spellings_of_one_meaning_are_no_difference(
+def test_equivalent_spellings_are_not_a_difference(
     spelling: Callable[[dict[str, Any]], dict[str, Any]], pair: Path
 ) -> None:
     content = content_of(byte_level())
@@ -179,7 +179,7 @@ def exchanged(content: dict[str, Any]) -> dict[str, Any]:
         (lambda one: {**one, "post_processor": None}, "post_processor"),
     ],
 )
-def test_another_cut_with_the_same_ids_blocks_and_is_accepted_by_name(
+def test_different_segmentation_blocks_unless_it_is_accepted(
     change: Callable[[dict[str, Any]], dict[str, Any]], key: str, pair: Path
 ) -> None:
     content = content_of(byte_level())
@@ -189,7 +189,7 @@ def test_another_cut_with_the_same_ids_blocks_and_is_accepted_by_name(
     assert [one.severity for one in compared(pair, content, change(content), key)] == ["info"]
 
 
-def test_what_changes_no_id_warns(pair: Path) -> None:
+def test_a_difference_that_changes_no_id_is_a_warning(pair: Path) -> None:
     content = content_of(byte_level())
     padded = {
         **content,
@@ -229,7 +229,7 @@ def test_special_tokens_of_the_settings_are_compared(pair: Path) -> None:
     "added", [[("X", 3), ("Y", 5)], [("Y", 4), ("X", 3)], [("b", 9), ("X", 3)], [("", 3), ("X", 4)]]
 )
 @pytest.mark.parametrize("vocab", [{"u": 0, "a": 1, "b": 2}, {"u": 0, "a": 1, "b": 7}])
-def test_ids_are_those_that_the_library_gives_whatever_the_file_says(
+def test_ids_are_those_that_the_library_assigns(
     tmp_path: Path, vocab: dict[str, int], added: list[tuple[str, int]]
 ) -> None:
     entries = [
@@ -260,7 +260,7 @@ def test_ids_are_those_that_the_library_gives_whatever_the_file_says(
     }
 
 
-def test_ids_that_are_not_given_so_are_said(pair: Path) -> None:
+def test_ids_that_the_library_does_not_assign_are_reported(pair: Path) -> None:
     content = content_of(byte_level())
     wrong = copy.deepcopy(content)
     wrong["added_tokens"][-1]["id"] += 7

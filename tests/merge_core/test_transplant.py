@@ -23,7 +23,7 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.mark.parametrize("needed", [1, 3, 6])
-def test_rows_that_are_combinations_of_few_are_found_exactly(needed: int) -> None:
+def test_sparse_combinations_of_rows_are_recovered_exactly(needed: int) -> None:
     generator = torch.Generator().manual_seed(needed)
     atoms = torch.randn(200, 64, generator=generator, dtype=torch.float64)
     wanted, numbers, weights = torch.zeros(30, 64, dtype=torch.float64), [], []
@@ -60,7 +60,7 @@ def pursuit(wanted: np.ndarray, atoms: np.ndarray, k: int) -> np.ndarray:
     return left
 
 
-def test_many_at_once_are_what_the_textbook_finds_one_by_one() -> None:
+def test_batched_pursuit_equals_the_textbook_algorithm() -> None:
     generator = torch.Generator().manual_seed(0)
     atoms, wanted = (torch.randn(n, 32, generator=generator, dtype=torch.float64) for n in (80, 10))
     chosen, weights = sparse_combinations(wanted, atoms, 8)
@@ -102,7 +102,7 @@ def planted(root: Path, *, tied: bool = False) -> tuple[Tokenizer, Tokenizer]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_combinations_carry_over_from_one_space_to_the_other(tmp_path: Path, tied: bool) -> None:
+def test_combinations_transfer_between_spaces(tmp_path: Path, tied: bool) -> None:
     first, second = planted(tmp_path, tied=tied)
     donor_rows = load(tmp_path / "donor")[EMBED]
     opened = [open_checkpoint(tmp_path / name) for name in ("model", "donor")]
@@ -136,7 +136,7 @@ def test_combinations_carry_over_from_one_space_to_the_other(tmp_path: Path, tie
             assert np.array_equal(out[name], before[name])
 
 
-def test_the_command_writes_a_whole_checkpoint_or_nothing(tmp_path: Path) -> None:
+def test_the_command_writes_a_complete_checkpoint_or_nothing(tmp_path: Path) -> None:
     planted(tmp_path)
     arguments = ["transplant-tokenizer", str(tmp_path / "model"), str(tmp_path / "donor"), str(tmp_path / "out")]
     result = CliRunner().invoke(app, [*arguments, "--method", "mean", "--json"])
@@ -158,7 +158,7 @@ def test_the_command_writes_a_whole_checkpoint_or_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "other").exists()
 
 
-def test_models_without_a_token_in_common_are_refused(tmp_path: Path) -> None:
+def test_models_without_common_tokens_are_refused(tmp_path: Path) -> None:
     planted(tmp_path)
     content = {"model": {"type": "WordLevel", "vocab": {"one": 0}}}
     write_tokenizer(tmp_path / "donor", content)
@@ -168,7 +168,7 @@ def test_models_without_a_token_in_common_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_tokens_are_one_where_they_stand_for_the_same_bytes(tmp_path: Path) -> None:
+def test_tokens_with_the_same_bytes_are_equal(tmp_path: Path) -> None:
     pieces = {"model": {"type": "BPE", "vocab": {"<unk>": 0, "<0xFF>": 1, "▁the": 2, "é": 3}, "merges": []}}
     pieces["added_tokens"] = [{"id": 0, "content": "<unk>", "special": True}]
     for name, one in (("a", byte_level()), ("b", pieces)):

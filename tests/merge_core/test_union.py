@@ -93,7 +93,7 @@ def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_a_union_of_siblings_keeps_every_token_and_every_row_and_every_cut(
+def test_a_union_of_siblings_keeps_tokens_rows_and_segmentation(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     root = tmp_path_factory.mktemp("siblings")
@@ -120,7 +120,7 @@ def test_a_union_of_siblings_keeps_every_token_and_every_row_and_every_cut(
         assert union.token_to_id(token) == number
 
 
-def test_a_special_token_that_the_base_has_as_an_ordinary_one_becomes_one(tmp_path: Path) -> None:
+def test_an_ordinary_token_of_the_base_becomes_special_if_another_model_needs_it(tmp_path: Path) -> None:
     first = content_of(byte_level())
     first["model"]["vocab"]["<|y|>"] = 340
     first["added_tokens"] = [one for one in first["added_tokens"] if one["content"] != "<|x|>"]
@@ -133,9 +133,7 @@ def test_a_special_token_that_the_base_has_as_an_ordinary_one_becomes_one(tmp_pa
 
 
 @pytest.mark.parametrize("shape", [(341,), (1, 341), (341, 8)])
-def test_what_is_as_long_as_the_vocabulary_under_a_name_that_nobody_knows_is_refused(
-    tmp_path: Path, shape: tuple[int, ...]
-) -> None:
+def test_an_unknown_tensor_of_vocabulary_size_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """Its rows may belong to tokens whose ids change, so it is merged only if no token moves."""
     own = content_of(byte_level())
     for seed, (name, one) in enumerate({"a": own, "b": own, "c": moved(byte_level(), random.Random(3))}.items()):
@@ -147,7 +145,7 @@ def test_what_is_as_long_as_the_vocabulary_under_a_name_that_nobody_knows_is_ref
         merge_text(LINEAR.replace("{model: b}", "{model: c}") + "tokenizer_source: union", tmp_path, "2")
 
 
-def test_padding_rows_stay_and_more_come_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_padding_rows_are_kept_and_added_on_request(tmp_path: Path) -> None:
     a = model(tmp_path, "a", byte_level(), seed=0, rows=400)
     model(tmp_path, "b", with_added(byte_level(), "<|new|>"), seed=1)
     merge_text(LINEAR + "tokenizer: {source: union, pad_to_multiple_of: 64}", tmp_path)
@@ -167,7 +165,7 @@ def test_padding_rows_stay_and_more_come_where_they_are_asked_for(tmp_path: Path
     assert (tmp_path / "2/model.safetensors").read_bytes() == first
 
 
-def test_ids_past_the_table_need_no_row(tmp_path: Path) -> None:
+def test_ids_beyond_the_table_need_no_row(tmp_path: Path) -> None:
     model(tmp_path, "a", with_added(byte_level(), "<|past|>"), seed=0, rows=341)
     model(tmp_path, "b", with_added(byte_level(), "<|past|>", "<|more|>"), seed=1, rows=341)
     for source in ("a", "b", "base", "union"):
@@ -175,7 +173,7 @@ def test_ids_past_the_table_need_no_row(tmp_path: Path) -> None:
         assert len(load(tmp_path / f"of-{source}")[EMBED]) == 341
 
 
-def test_an_id_past_the_table_of_one_model_gets_the_row_of_another(tmp_path: Path) -> None:
+def test_an_id_beyond_the_table_of_one_model_gets_the_row_of_another(tmp_path: Path) -> None:
     model(tmp_path, "a", with_added(byte_level(), "<|past|>"), seed=0, rows=341)
     b = model(tmp_path, "b", with_added(byte_level(), "<|past|>"), seed=1)
     merge_text(LINEAR + "tokenizer_source: union", tmp_path)
@@ -195,7 +193,7 @@ TOKENS = """tokenizer:
 """
 
 
-def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) -> None:
+def test_rows_of_single_tokens_follow_the_recipe(tmp_path: Path) -> None:
     model(tmp_path, "a", byte_level(), seed=0)
     model(tmp_path, "b", byte_level(), seed=1)
     merge_text(LINEAR + TOKENS, tmp_path)
@@ -225,7 +223,7 @@ def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) ->
         ("tokens: {<|n|>: {source: {kind: model_token, token: a}}}", "no 'model'"),
         ("tokens: {<|n|>: {source: {kind: one}}}", "zero or model_token"),
         ("tokens: {<|n|>: {source: {kind: zero, model: b}}}", "unknown key 'model'"),
-        ("tokens: {<|n|>: {force: true}}", "no source"),
+        ("tokens: {<|n|>: {force: true}}", "true without a source"),
         ("tokens: {<|n|>: {source: b, force: 1}}", "true or false"),
         ("tokens: [a]", "token: {source"),
         ("pad_to_multiple_of: -1", "from 1"),
@@ -234,7 +232,7 @@ def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) ->
         ("source: a, strangers: dormant", "source: union"),
     ],
 )
-def test_what_a_recipe_cannot_mean_is_refused_with_its_place(tmp_path: Path, block: str, match: str) -> None:
+def test_invalid_tokenizer_settings_are_refused_with_their_location(tmp_path: Path, block: str, match: str) -> None:
     model(tmp_path, "a", byte_level(), seed=0)
     model(tmp_path, "b", byte_level(), seed=1)
     with pytest.raises(InvalidInput, match=match) as caught:
@@ -255,7 +253,7 @@ def strangers(root: Path, **changes: Any) -> tuple[Tokenizer, Tokenizer]:
     return one, two
 
 
-def test_strangers_are_refused_unless_the_recipe_says_what_becomes_of_them(tmp_path: Path) -> None:
+def test_unshared_tokens_are_refused_unless_the_recipe_handles_them(tmp_path: Path) -> None:
     strangers(tmp_path)
     with pytest.raises(InvalidInput, match="union of strangers") as caught:
         merge_text(LINEAR + "tokenizer_source: union", tmp_path)
@@ -264,7 +262,7 @@ def test_strangers_are_refused_unless_the_recipe_says_what_becomes_of_them(tmp_p
 
 
 @pytest.mark.parametrize("way", ["specials", "dormant", "appended"])
-def test_strangers_come_into_the_vocabulary_in_the_way_that_is_named(tmp_path: Path, way: str) -> None:
+def test_unshared_tokens_join_the_vocabulary_as_the_recipe_requests(tmp_path: Path, way: str) -> None:
     one, two = strangers(tmp_path)
     text = LINEAR + f"tokenizer: {{source: union, strangers: {way}}}"
     merge_text(text, tmp_path)
@@ -294,7 +292,7 @@ def test_a_tokenizer_that_needs_no_merges_has_no_dormant_tokens(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", ["dormant", "appended"])
-def test_scores_of_two_models_are_not_put_side_by_side(tmp_path: Path, way: str) -> None:
+def test_scores_of_two_unigram_models_are_not_combined(tmp_path: Path, way: str) -> None:
     model(tmp_path, "a", unigram(), seed=0)
     other = content_of(unigram())
     other["model"]["vocab"][5][1] -= 1.0
@@ -306,14 +304,14 @@ def test_scores_of_two_models_are_not_put_side_by_side(tmp_path: Path, way: str)
 
 
 @pytest.mark.parametrize("way", ["dormant", "appended"])
-def test_tokens_that_are_written_in_another_way_are_refused(tmp_path: Path, way: str) -> None:
+def test_tokens_with_a_different_encoding_are_refused(tmp_path: Path, way: str) -> None:
     model(tmp_path, "a", byte_level(), seed=0)
     model(tmp_path, "b", sentence_pieces(), seed=1)
-    with pytest.raises(InvalidInput, match="writes its tokens in another way"):
+    with pytest.raises(InvalidInput, match="spells its tokens differently"):
         merge_text(LINEAR + f"tokenizer: {{source: union, strangers: {way}}}", tmp_path)
 
 
-def test_single_characters_cannot_be_dormant_and_are_left_out(tmp_path: Path) -> None:
+def test_single_characters_cannot_be_dormant_and_are_omitted(tmp_path: Path) -> None:
     pairs = []
     for name, vocab, merges in (("a", "ab", []), ("b", "abc", [("a", "b")])):
         words = {token: number for number, token in enumerate([*vocab, *["".join(pair) for pair in merges]])}
@@ -374,7 +372,7 @@ def test_a_special_token_that_the_result_lacks_blocks(tmp_path: Path) -> None:
         plan_merge(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"})
 
 
-def test_files_of_the_tokenizer_agree_with_each_other(tmp_path: Path) -> None:
+def test_all_written_tokenizer_files_are_consistent(tmp_path: Path) -> None:
     first, second = byte_level(), with_added(byte_level(), "<|call|>")
     a = model(tmp_path, "a", first, seed=0)
     model(tmp_path, "b", second, seed=1)
@@ -399,7 +397,7 @@ def test_files_of_the_tokenizer_agree_with_each_other(tmp_path: Path) -> None:
     assert loaded("the <|call|> theory")["input_ids"] == union.encode("the <|call|> theory").ids
 
 
-def test_a_step_with_a_union_is_the_input_of_another(tmp_path: Path) -> None:
+def test_a_step_with_a_union_can_be_the_input_of_another_step(tmp_path: Path) -> None:
     tables = {
         "a": with_added(byte_level(), "<|a|>"),
         "b": with_added(byte_level(), "<|b|>"),
@@ -421,7 +419,7 @@ def test_a_step_with_a_union_is_the_input_of_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["slerp", "ties", "task_arithmetic", "dare_linear"])
-def test_every_method_gets_the_rows_of_the_union(tmp_path: Path, method: str) -> None:
+def test_every_method_merges_the_rows_of_the_union(tmp_path: Path, method: str) -> None:
     """The result equals a merge of models whose tables were reordered first."""
     tables = {"a": byte_level(), "b": with_added(byte_level(), "<|b|>")}
     for seed, (name, one) in enumerate(tables.items()):
@@ -442,7 +440,7 @@ def test_every_method_gets_the_rows_of_the_union(tmp_path: Path, method: str) ->
     assert (tmp_path / "out/model.safetensors").read_bytes() == (ready / "out/model.safetensors").read_bytes()
 
 
-def test_added_tokens_with_other_flags_are_said(tmp_path: Path) -> None:
+def test_added_tokens_with_different_flags_are_reported(tmp_path: Path) -> None:
     other = Tokenizer.from_str(byte_level().to_str())
     first = with_added(byte_level(), "<|y|>")
     other.add_tokens([AddedToken("<|y|>", lstrip=True, special=True, normalized=False)])

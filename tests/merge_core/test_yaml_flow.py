@@ -25,7 +25,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 @given(value=VALUES)
-def test_what_is_written_reads_back_equal_in_one_line(value: Any) -> None:
+def test_flow_yaml_writes_one_line_that_parses_to_the_same_value(value: Any) -> None:
     line = flow_yaml(value)
     assert len(line.splitlines()) <= 1
     (read,) = parse_yaml(f"key: {line}\nother: {{inner: {line}, list: [{line}]}}\n", "a line")
@@ -43,5 +43,5 @@ def test_what_is_written_reads_back_equal_in_one_line(value: Any) -> None:
         ("held out.jsonl", "held out.jsonl"),
     ],
 )
-def test_quotes_stand_only_where_they_must(value: object, line: str) -> None:
+def test_flow_yaml_quotes_only_when_necessary(value: object, line: str) -> None:
     assert flow_yaml(value) == line

@@ -97,7 +97,7 @@ def test_models_of_different_tokenizers_have_no_ensemble(tmp_path: Path, documen
 
 
 def test_one_model_is_no_ensemble(tmp_path: Path, documents: HeldOutText) -> None:
-    with pytest.raises(InvalidInput, match="1 model"):
+    with pytest.raises(InvalidInput, match="1 parent"):
         measure((make_model(tmp_path / "a"),), documents, tmp_path / "out")
 
 

@@ -104,7 +104,7 @@ def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked
     profile = write_profile(tmp_path, publish={"to": "hub", "repo": "acme/demo"})
     result = mergegate("run", str(profile), "--json")
     assert result.exit_code == 3
-    assert "the token may only read" in json.loads(result.stdout)["message"]
+    assert "the token has read access only" in json.loads(result.stdout)["message"]
     assert not any("resolve" in entry.path for entry in online.log)
 
 

@@ -313,7 +313,7 @@ def test_a_token_can_come_from_a_secret_block(monkeypatch: pytest.MonkeyPatch, p
     monkeypatch.delenv("HF_TOKEN", raising=False)
     Secret(value="hf_from_block").save("hub-token", overwrite=True, _sync=True)  # type: ignore[call-arg]
     assert hub_access("hub-token", writing=True).token == "hf_from_block"
-    with pytest.raises(InvalidInput, match="no such Secret block"):
+    with pytest.raises(InvalidInput, match="no Secret block"):
         hub_access("hub-tokne", writing=True)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mergegate.tasks.checkpoints.hub.file import RemoteFile
+from mergegate.tasks.checkpoints.hub.access import RemoteFile
 from mergegate.tasks.publish.targets.contract import PublicationBlocked
 from mergegate.tasks.publish.targets.hub_state import (
     ChangeSettings,

@@ -23,9 +23,9 @@ from mergegate.tasks.report import (
     RunParent,
     RunRecord,
     RunScore,
+    archive_run,
     changes_since,
     file_name,
-    keep_run,
     read_history,
     render_ending,
     render_history,
@@ -34,7 +34,7 @@ from mergegate.tasks.report.history import archive, ledger
 from mergegate.tasks.report.history.archive import run_facts
 from mergegate.tasks.report.history.ledger import History
 from mergegate.tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
-from mergegate.tasks.report.history.links import Neighbours, tied
+from mergegate.tasks.report.history.links import NeighborPages, add_links
 from mergegate.tasks.report.history.record import parse_record
 
 PAGE = "<html><head><style></style></head><body><main>\n<header>x</header></main></body></html>"
@@ -105,7 +105,7 @@ class TestTheLines:
         for length in range(1, len(line)):
             file.write_bytes(first.line() + b"\n" + line[:length])
             known = read_history(tmp_path)
-            assert known.said_of_damage() == "1 damaged line of the history left out."
+            assert known.damage_sentence() == "1 damaged line of the history left out."
             ledger.append_record(tmp_path, known, second)
             assert read_history(tmp_path) == History((first, second))
         assert list(tmp_path.glob("history.jsonl.damaged-*")), "what was damaged is set aside, not lost"
@@ -119,12 +119,12 @@ class TestTheLines:
 
     def test_a_directory_in_its_place_is_set_aside(self, tmp_path: Path) -> None:
         (tmp_path / ledger.HISTORY / "x").mkdir(parents=True)
-        assert "cannot be read" in read_history(tmp_path).said_of_damage()
+        assert "cannot be read" in read_history(tmp_path).damage_sentence()
         ledger.append_record(tmp_path, read_history(tmp_path), record())
         assert read_history(tmp_path).records == (record(),)
 
     def test_it_is_bounded_and_the_newest_stay(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ledger, "MOST_OF_ONE", 5)
+        monkeypatch.setattr(ledger, "MAX_PER_PROFILE", 5)
         monkeypatch.setattr(ledger, "_SLACK", 2)
         history = History()
         for number in range(30):
@@ -194,8 +194,8 @@ class TestWhatChanged:
 class TestThePages:
     def test_every_link_leads_to_a_page_and_neighbours_know_each_other(self, tmp_path: Path) -> None:
         for number in range(5):
-            keep_run(tmp_path, record(run=str(number), ended=1e9 + number), PAGE)
-            keep_run(tmp_path, record(run=str(number), ended=1e9 + number, profile="other"), PAGE)
+            archive_run(tmp_path, record(run=str(number), ended=1e9 + number), PAGE)
+            archive_run(tmp_path, record(run=str(number), ended=1e9 + number, profile="other"), PAGE)
         pages = sorted((tmp_path / "demo").glob("*.html"))
         assert len(pages) == 5
         chain = {page: neighbours(page) for page in pages}
@@ -215,12 +215,14 @@ class TestThePages:
     def test_the_newest_sixty_are_kept_and_no_link_leads_nowhere(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(archive, "MOST_PAGES", 3)
+        monkeypatch.setattr(archive, "MAX_PAGES", 3)
         stray = tmp_path / "demo" / "9999-stray.html"
         stray.parent.mkdir()
         stray.write_text("of a run that was killed before it was noted")
         for number in range(6):
-            kept = keep_run(tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE)  # clock runs backward
+            kept = archive_run(
+                tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE
+            )  # clock runs backward
         assert not stray.exists()
         assert len(list((tmp_path / "demo").glob("*.html"))) == 3
         assert kept.page.is_file(), "the newest by the order of runs, though its clock says otherwise"
@@ -231,9 +233,9 @@ class TestThePages:
     def test_the_page_of_a_search_lies_beside_that_of_its_release_and_goes_with_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(archive, "MOST_PAGES", 2)
+        monkeypatch.setattr(archive, "MAX_PAGES", 2)
         for number in range(3):
-            kept = keep_run(tmp_path, record(run=str(number), flow="sweep", ended=1e9 + number), PAGE, search=PAGE)
+            kept = archive_run(tmp_path, record(run=str(number), flow="sweep", ended=1e9 + number), PAGE, search=PAGE)
             beside = neighbours(kept.page)["alternate"]
             assert beside.name.endswith(".sweep.html")
             assert kept.page.name.removesuffix(".html") in beside.name
@@ -242,7 +244,7 @@ class TestThePages:
         assert all(link.is_file() for page in tmp_path.rglob("*.html") for link in links(page))
 
     def test_runs_in_the_same_second_have_pages_of_their_own(self, tmp_path: Path) -> None:
-        kept = {keep_run(tmp_path, record(run=str(number)), PAGE).page for number in range(4)}
+        kept = {archive_run(tmp_path, record(run=str(number)), PAGE).page for number in range(4)}
         assert len(kept) == 4
 
     def test_a_run_that_dies_at_any_step_of_it_leaves_nothing_that_stops_the_next(
@@ -253,13 +255,13 @@ class TestThePages:
         for at in range(20):
             reports, taken = tmp_path / str(at), []
             for number in range(2):
-                keep_run(reports, record(run=str(number), ended=1e9 + number), PAGE)
+                archive_run(reports, record(run=str(number), ended=1e9 + number), PAGE)
             with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
                 for step in steps:
                     patch.setattr(archive, step, _dying(getattr(archive, step), taken, at))
-                keep_run(reports, record(run="killed", ended=1e9 + 2), PAGE)
+                archive_run(reports, record(run="killed", ended=1e9 + 2), PAGE)
             died += len(taken) == at + 1
-            keep_run(reports, record(run="next", ended=1e9 + 3), PAGE)
+            archive_run(reports, record(run="next", ended=1e9 + 3), PAGE)
             known = [one.run for one in read_history(reports).records]
             assert known in (["0", "1", "next"], ["0", "1", "killed", "next"])
             for page in (reports / "index.html", *(reports / one.report for one in read_history(reports).records)):
@@ -292,7 +294,7 @@ class TestThePages:
     def test_no_name_of_a_profile_leads_out_of_the_directory(self, tmp_path: Path, profile: str) -> None:
         reports = tmp_path / "reports"
         for _ in range(2):
-            kept = keep_run(reports, record(profile=profile), PAGE)
+            kept = archive_run(reports, record(profile=profile), PAGE)
             assert kept.page.parent.parent == reports
             assert kept.latest.parent == reports
         assert {path.name for path in tmp_path.iterdir()} == {"reports"}
@@ -300,8 +302,8 @@ class TestThePages:
         assert file_name(profile).lower() != "index"
 
     def test_a_page_that_was_linked_before_is_linked_anew_not_twice(self, tmp_path: Path) -> None:
-        first = keep_run(tmp_path, record(), PAGE)
-        second = keep_run(tmp_path, record(run="2"), first.page.read_text(encoding="utf-8"))
+        first = archive_run(tmp_path, record(), PAGE)
+        second = archive_run(tmp_path, record(run="2"), first.page.read_text(encoding="utf-8"))
         text = second.page.read_text(encoding="utf-8")
         assert text.count("<!--nights-->") == text.count("<!--since-->") == 1
         assert neighbours(second.page) == {"prev": first.page}
@@ -369,8 +371,8 @@ class TestTheIndex:
 
     @pytest.mark.parametrize("ended", [-1e18, 0.0, 1e18, 253402300800.0])
     def test_a_clock_that_is_years_away_is_no_error(self, tmp_path: Path, ended: float) -> None:
-        keep_run(tmp_path, record(ended=ended), PAGE)
-        keep_run(tmp_path, record(ended=ended, scores=(score(),)), PAGE)
+        archive_run(tmp_path, record(ended=ended), PAGE)
+        archive_run(tmp_path, record(ended=ended, scores=(score(),)), PAGE)
         assert (tmp_path / "index.html").is_file()
 
     def test_with_no_run_it_says_so(self) -> None:
@@ -430,7 +432,7 @@ def _dying(step: Callable[..., object], taken: list[int], at: int) -> Callable[.
 
 def _end_some(reports: Path, worker: int) -> None:
     for number in range(3):
-        keep_run(reports, record(run=f"{worker}-{number}"), PAGE)
+        archive_run(reports, record(run=f"{worker}-{number}"), PAGE)
 
 
 def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> None:
@@ -452,8 +454,8 @@ def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> No
         "to merge it": "mergegate merge 'my winner.yaml' OUT",
     }
     hostile = [("x", "https://a/<script>"), ("y", "<b>"), *run_facts(record)]
-    page = tied("<style></style><main><header></header></main>", "demo/a.html", Neighbours(), (), hostile)
+    page = add_links("<style></style><main><header></header></main>", "demo/a.html", NeighborPages(), (), hostile)
     assert '<a href="https://prefect.example/runs/flow-run/7f">' in page
     assert "<script>" not in page
     assert "<b>" not in page
-    assert tied(page, "demo/a.html", Neighbours(), (), hostile) == page  # links are added only once
+    assert add_links(page, "demo/a.html", NeighborPages(), (), hostile) == page  # links are added only once

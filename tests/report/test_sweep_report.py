@@ -17,7 +17,7 @@ from mergegate.tasks.report import SearchStatus, render_sweep, search_line, swee
 from mergegate.tasks.report.sweep import study_facts, wording
 from mergegate.tasks.report.sweep.canvas import score_axis
 from mergegate.tasks.report.sweep.content import HeldOut, ReportedParameter, SweepContent
-from mergegate.tasks.report.sweep.slices_plot import share_of
+from mergegate.tasks.report.sweep.parameter_plots import share_of
 from mergegate.tasks.sweep import Trial
 
 MINUS = "\N{MINUS SIGN}"

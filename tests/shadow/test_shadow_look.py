@@ -101,7 +101,7 @@ def test_what_is_better_is_promoted_once_and_users_are_told_where(
         ("shadow", "promoted"),
     ]
 
-    back = watch.by_hand("rollback", "--why", "users complain")
+    back = watch.by_hand("rollback", "--reason", "users complain")
     assert back.exit_code == 0, back.output
     assert watch.routing.serving == "rolled back"
     assert "users complain" in watch.routing.why

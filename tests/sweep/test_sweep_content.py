@@ -9,7 +9,7 @@ import pytest
 import yaml
 from toy_search import ToyModels, noise, run_toy, toy_settings
 
-from mergegate.tasks.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
+from mergegate.tasks.report import SweepFacts, render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
 from mergegate.tasks.report.sweep import study_facts
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.sweep import ConfirmationPower, Study
@@ -38,7 +38,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 @pytest.fixture(scope="module")
 def content(study: Study) -> SweepContent:
     test = confirmed_by_toy(study, ToyModels())
-    return sweep_content(study, test, name="toy", method="ties of 2", power=POWER, sizes=SIZES)
+    return sweep_content(study, test, SweepFacts("toy", "ties of 2", POWER, SIZES))
 
 
 def test_the_content_has_every_parameter_trial_and_set(study: Study, content: SweepContent) -> None:
@@ -79,7 +79,7 @@ def test_the_change_penalty_is_subtracted_from_both_scores(study: Study) -> None
     test = confirmed_by_toy(study, ToyModels())
     penalised = tuple(replace(one, scores=(one.scores[0] - 0.25,)) for one in study.trials)
     best = penalised[study.best.number]
-    shown = sweep_content(replace(study, trials=penalised, best=best), test, name="toy", method="ties of 2")
+    shown = sweep_content(replace(study, trials=penalised, best=best), test, SweepFacts("toy", "ties of 2"))
     rows = {row.role: row for row in study_facts.recipe_rows(shown, 0)}
     assert rows["winner"].optimism == pytest.approx(test.optimism)
 
@@ -99,7 +99,7 @@ def test_the_page_shows_why_there_is_nothing_to_confirm(study: Study) -> None:
     level = replace(study, best=replace(study.reference, number=7, origin="sampler"))
     nothing = reason_not_to_confirm(level)
     assert nothing is not None
-    shown = sweep_content(level, nothing, name="toy", method="ties of 2")
+    shown = sweep_content(level, nothing, SweepFacts("toy", "ties of 2"))
     assert sweep_title(shown) == "No candidate confirmed"
     assert "No candidate scored above ties on the search documents." in sweep_sentence(shown)
     assert shown.recipe == ""
@@ -109,7 +109,7 @@ def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
     models = ToyModels(noise)
     study = run_toy(models, tmp_path, toy_settings(budget={"trials": 14}))
     test = reason_not_to_confirm(study) or confirmed_by_toy(study, models)
-    shown = sweep_content(study, test, name="toy", method="ties of 2")
+    shown = sweep_content(study, test, SweepFacts("toy", "ties of 2"))
     if not (isinstance(test, Confirmation) and test.confirmed):
         assert shown.recipe == ""
         assert sweep_title(shown) == "No candidate confirmed"
@@ -117,5 +117,5 @@ def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
 
 def test_the_page_shows_that_the_time_limit_ended_the_search(study: Study) -> None:
     test = confirmed_by_toy(study, ToyModels())
-    shown = sweep_content(replace(study, stop_reason="hours"), test, name="toy", method="ties of 2")
+    shown = sweep_content(replace(study, stop_reason="hours"), test, SweepFacts("toy", "ties of 2"))
     assert shown.ending == "Its time was up after 40 of 40 trials."

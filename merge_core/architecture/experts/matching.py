@@ -159,7 +159,7 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
         findings += _findings(str(donor), name, matched, is_aligned=recipe.align_experts)
         if recipe.align_experts:
             measurements = measured.get(name) if measured else None
-            table[name], measurements = _renumber(parent, measurements, orders)
+            table[name], measurements = _renumber(name, parent, measurements, orders)
             if measured and measurements:
                 measured[name] = measurements
     recipe = replace(recipe, experts_in_order=True, measured=measured)
@@ -214,7 +214,6 @@ def _match(
             moved = int(np.count_nonzero(np.asarray(order) != numbering))
             merged_order = list(order) if recipe.align_experts else list(range(len(order)))
             if recipe.align_experts and moved:
-                _require_known_tensors(name, module_name, other_module)
                 orders[module_name] = order
             cosine, distance = samples.routers(module, other_module, merged_order)
             layers.append(
@@ -292,38 +291,36 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
     return modules
 
 
-def _require_known_tensors(name: str, module_name: str, module: _Module) -> None:
-    rows = [part for part, tensor in module.router.items() if len(tensor.shape) == 2]
-    if module.unknown or not rows:
-        tensor_name = f"{module_name}.{module.unknown[0]}" if module.unknown else f"{module_name}.experts"
-        raise InvalidInput(
-            f"{name}: {tensor_name}",
-            found=(
-                "mergegate does not know how this tensor depends on the order of the experts"
-                if module.unknown
-                else "the experts have no router"
-            ),
-            expected="a router that can be reordered together with its experts",
-            remedy="remove align_experts, or reorder the experts of the model first",
-        )
-
-
 def _renumber(
-    checkpoint: Checkpoint, measured: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
+    model: str, checkpoint: Checkpoint, measured: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
 ) -> tuple[Checkpoint, InputMeasurements | None]:
-    """Return a model and its measurements with expert ``order[i]`` of each module, and its router row, at ``i``."""
+    """Return a model and its measurements with expert ``order[i]`` of each module, and its router row, at ``i``.
+
+    Raises:
+        InvalidInput: A tensor may depend on the order of the experts in an unknown way, or there is no router.
+    """
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
     importance = dict(measured.importance) if measured else {}
     names = {name: name for name in (*measured.moments, *importance)} if measured else {}
     for module_name, order in orders.items():
+        module = modules[module_name]
+        if module.unknown or not any(len(tensor.shape) == 2 for tensor in module.router.values()):
+            raise InvalidInput(
+                f"{model}: {module_name}.{module.unknown[0] if module.unknown else 'experts'}",
+                found="mergegate does not know how this tensor depends on the order of the experts"
+                if module.unknown
+                else "the experts have no router",
+                expected="a router that can be reordered together with its experts",
+                remedy="remove align_experts, or reorder the experts of the model first",
+            )
         new_names = {
             f"{module_name}.experts.{number}.{part}": f"{module_name}.experts.{old_number}.{part}"
             for number, old_number in enumerate(order)
-            for part in modules[module_name].experts[old_number]
+            for part in module.experts[old_number]
         }
         names |= new_names
         table |= {new_name: replace(checkpoint.tensors[name], name=new_name) for new_name, name in new_names.items()}
-        for part, tensor in modules[module_name].router.items():
+        for part, tensor in module.router.items():
             name = f"{module_name}.{part}"
             table[name] = permuted_rows(tensor, order)
             if name in importance:

@@ -223,13 +223,6 @@ def mixture_config(
 ) -> dict[str, Any]:
     """Return the configuration of the mixture, which states all settings that the base leaves to its family's defaults.
 
-    Args:
-        base: Configuration of the base, which is of one of the family's sources.
-        family: Family of the mixture.
-        experts: Number of routed experts.
-        per_token: Number of routed experts per token.
-        location: Name of the base in error messages.
-
     Raises:
         InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
     """

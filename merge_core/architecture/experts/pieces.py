@@ -286,10 +286,6 @@ def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor:
     Layer numbers may differ from the donor's, so the parts of a layer are written like the same parts of any layer of
     the donor. If experts do not fill a fused tensor, because one is missing or has another size, they are written one
     by one.
-
-    Args:
-        outputs: Format and shape of each computed tensor by name.
-        donor: Donor checkpoint from :func:`split_experts`.
     """
     forms: dict[tuple[str, str], DiskLocation] = {}
     for tensor in donor.tensors.values():

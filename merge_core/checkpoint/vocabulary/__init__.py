@@ -16,13 +16,13 @@ from mergegate.merge_core.checkpoint.vocabulary.definition import (
     read_settings,
     read_tokenizer,
 )
-from mergegate.merge_core.checkpoint.vocabulary.spelling import token_bytes
 from mergegate.merge_core.checkpoint.vocabulary.tokens import Vocabulary, read_vocabulary, vocabulary_differences
 from mergegate.merge_core.checkpoint.vocabulary.transplant import (
     METHODS,
     TransplantMethod,
     combined_rows,
     sparse_combinations,
+    token_bytes,
 )
 from mergegate.merge_core.checkpoint.vocabulary.union import (
     STRANGERS,

@@ -64,95 +64,99 @@ class SpellingDifference:
     changes_ids: bool
 
 
-def compare_tokenizers(first: TokenizerDefinition, other: TokenizerDefinition) -> tuple[SpellingDifference, ...]:
+def compare_tokenizers(first: TokenizerDefinition, second: TokenizerDefinition) -> tuple[SpellingDifference, ...]:
     """Return the differences between two tokenizers, except for ids of tokens (see ``vocabulary_differences``).
 
     Older formats contain neither the splitting rules nor the options of the model. If one tokenizer has such a format,
     only merges and settings are compared, and an additional difference reports that the rest was not.
     """
-    if first.has_pipeline != other.has_pipeline:
-        first_file, other_file = Path(first.where).name, Path(other.where).name
-        older_file = other_file if first.has_pipeline else first_file
-        found = f"{other_file}: how text is split was not compared, because {older_file} does not say it"
-        unknown = SpellingDifference("pre_tokenizer", other_file, found, first_file, changes_ids=False)
-        merges = _merges(first, other) if first.merges and other.merges else ()
-        return (*merges, *settings_differences(first.settings, other.settings), unknown)
+    if first.has_pipeline != second.has_pipeline:
+        first_file, second_file = Path(first.location).name, Path(second.location).name
+        older_file = second_file if first.has_pipeline else first_file
+        found = f"{second_file}: the splitting rules were not compared, because {older_file} does not contain them"
+        unknown = SpellingDifference("pre_tokenizer", second_file, found, first_file, changes_ids=False)
+        merges = _merges(first, second) if first.merges and second.merges else ()
+        return (*merges, *settings_differences(first.settings, second.settings), unknown)
     return (
-        *model_differences(first, other),
-        *pipeline_differences(first, other),
-        *_added_differences(first, other),
-        *settings_differences(first.settings, other.settings),
+        *model_differences(first, second),
+        *pipeline_differences(first, second),
+        *_added_differences(first, second),
+        *settings_differences(first.settings, second.settings),
     )
 
 
-def model_differences(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
+def model_differences(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator[SpellingDifference]:
     """Yield the differences between the ``model`` parts of two tokenizers, apart from the ids of their tokens.
 
     The model is the part that splits words into tokens, such as BPE or Unigram. Its kind, the order of its merges, its
     scores and its options are compared. If the kinds differ, nothing else is compared.
     """
-    if first.kind != other.kind:
-        yield SpellingDifference("model.type", NAME, other.kind or "nothing", first.kind or "nothing", True)
+    if first.kind != second.kind:
+        yield SpellingDifference("model.type", NAME, second.kind or "nothing", first.kind or "nothing", True)
         return
-    yield from _merges(first, other)
-    if (scores_1 := _scores(first)) != (scores_2 := _scores(other)):
+    yield from _merges(first, second)
+    if (scores_1 := _scores(first)) != (scores_2 := _scores(second)):
         names = [token for token in scores_1 if token in scores_2 and scores_1[token] != scores_2[token]]
         found = f"{len(names)} scores differ" + (f", such as that of {names[0]!r}" if names else "")
         if names:  # Pieces that only one tokenizer has are differences of the vocabulary.
             yield SpellingDifference("scores", NAME, found, "the same scores", True)
-    options_1, options_2 = _model_options(first), _model_options(other)
+    options_1, options_2 = _model_options(first), _model_options(second)
     for key in sorted(options_1.keys() | options_2.keys()):
         value_1, value_2 = options_1.get(key), options_2.get(key)
         if value_1 != value_2:
             yield SpellingDifference(f"model.{key}", NAME, _format_value(value_2), _format_value(value_1), True)
 
 
-def _merges(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
-    if first.merges != other.merges:
-        pairs = zip(first.merges, other.merges, strict=False)
-        shorter = min(len(first.merges), len(other.merges))
+def _merges(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator[SpellingDifference]:
+    if first.merges != second.merges:
+        pairs = zip(first.merges, second.merges, strict=False)
+        shorter = min(len(first.merges), len(second.merges))
         index = next((number for number, (merge_1, merge_2) in enumerate(pairs) if merge_1 != merge_2), shorter)
-        found, expected = (_format_merge(tokenizer.merges, index) for tokenizer in (other, first))
-        file = NAME if other.has_pipeline else MERGES
+        found, expected = (
+            " + ".join(map(repr, tokenizer.merges[index])) if index < len(tokenizer.merges) else "none"
+            for tokenizer in (second, first)
+        )
+        file = NAME if second.has_pipeline else MERGES
         yield SpellingDifference("merges", file, f"merge {index} is {found}", expected, True)
 
 
-def pipeline_differences(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
+def pipeline_differences(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator[SpellingDifference]:
     """Yield differences outside the models: normalizer, pre-tokenizer, post-processor, decoder, and unknown parts."""
-    for key in sorted((first.content.keys() | other.content.keys()) - _COMPARED_SEPARATELY):
-        part_1, part_2 = (_normalize(tokenizer.content.get(key), key) for tokenizer in (first, other))
+    for key in sorted((first.content.keys() | second.content.keys()) - _COMPARED_SEPARATELY):
+        part_1, part_2 = (_normalize(tokenizer.content.get(key), key) for tokenizer in (first, second))
         if key == "post_processor":
-            part_1, part_2 = _replace_ids(part_1, first), _replace_ids(part_2, other)
+            part_1, part_2 = _replace_ids(part_1, first), _replace_ids(part_2, second)
         if part_1 != part_2:
             found, expected = _format_value(part_2), _format_value(part_1)
             yield SpellingDifference(key, NAME, found, expected, key not in _HARMLESS)
 
 
-def _added_differences(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
-    common = first.ids.keys() & other.ids.keys()
-    one_sided = [token for token in common if (token in first.added) != (token in other.added)]
+def _added_differences(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator[SpellingDifference]:
+    common = first.ids.keys() & second.ids.keys()
+    one_sided = [token for token in common if (token in first.added) != (token in second.added)]
     if one_sided:
         token = min(one_sided)
         yield SpellingDifference(
             "added_tokens",
             NAME,
-            f"{len(one_sided)} tokens are added ones in only one of them, such as {token!r}",
+            f"{len(one_sided)} tokens are added tokens in only one tokenizer, such as {token!r}",
             "the same added tokens",
             True,
         )
-    both = [token for token in first.added if token in other.added]
+    both = [token for token in first.added if token in second.added]
     for flags, changes in ((("single_word", "lstrip", "rstrip", "normalized"), True), (("special",), False)):
-        differing = [t for t in both if any(first.added[t][flag] != other.added[t][flag] for flag in flags)]
+        differing = [t for t in both if any(first.added[t][flag] != second.added[t][flag] for flag in flags)]
         if differing:
             key = "added_tokens.flags" if changes else "added_tokens.special"
-            found = f"{len(differing)} added tokens with other flags, such as {differing[0]!r}"
+            found = f"{len(differing)} added tokens have different flags, such as {differing[0]!r}"
             yield SpellingDifference(key, NAME, found, f"the same {', '.join(flags)}", changes)
 
 
-def settings_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[SpellingDifference]:
+def settings_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[SpellingDifference]:
     """Yield differences between the settings of two tokenizers (``tokenizer_config.json``)."""
     for key in (*_ID_SETTINGS, *_ROLES):
-        value_1, value_2 = (_token_text(settings.get(key)) for settings in (first, other))
+        tokens = (settings.get(key) for settings in (first, second))
+        value_1, value_2 = (token.get("content") if isinstance(token, Mapping) else token for token in tokens)
         if value_1 is None and value_2 is None:
             continue
         if value_1 != value_2:
@@ -211,14 +215,6 @@ def _replace_ids(value: Any, tokenizer: TokenizerDefinition) -> Any:
         return [_replace_ids(item, tokenizer) for item in value] if isinstance(value, list) else value
     keys_with_ids = ("special_tokens", "sep", "cls")  # Under other keys, numbers are segment types.
     return {name: replace_in(item) if name in keys_with_ids else item for name, item in value.items()}
-
-
-def _format_merge(merges: tuple[tuple[str, str], ...], index: int) -> str:
-    return " + ".join(map(repr, merges[index])) if index < len(merges) else "none"
-
-
-def _token_text(token: Any) -> Any:
-    return token.get("content") if isinstance(token, Mapping) else token
 
 
 def _format_value(value: Any) -> str:

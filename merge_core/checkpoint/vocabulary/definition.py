@@ -40,7 +40,7 @@ class TokenizerDefinition:
     """Content of a tokenizer's files.
 
     Args:
-        where: File of the tokenizer, for messages.
+        location: File of the tokenizer, for messages.
         kind: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or another type that the file names.
         content: Content of ``tokenizer.json``. Older files (``vocab.json``, ``merges.txt``) are converted to this form.
         settings: Content of ``tokenizer_config.json``, with the special tokens of ``special_tokens_map.json``.
@@ -53,7 +53,7 @@ class TokenizerDefinition:
             ``tokenizer.json`` defines it. For ``vocab.json`` and ``vocab.txt``, the class of the tokenizer does.
     """
 
-    where: str
+    location: str
     kind: str
     content: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -109,36 +109,23 @@ def _read_files(files: Companions) -> TokenizerDefinition | None:
     settings = read_settings(files)
     content = files.json(NAME, TOKENIZER_BOUNDS)
     if content is not None:
-        return define(content, settings, files.where(NAME))
-    model = _older_model(files)
-    if model is None:
-        return None
-    name, older = model
-    return replace(
-        define({**older, "added_tokens": _older_added(files, settings)}, settings, files.where(name)),
-        has_pipeline=False,
-    )
-
-
-def _older_model(files: Companions) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of a vocabulary file in an older format, and its content in the form of tokenizer.json."""
+        return define(content, settings, files.location(NAME))
+    # Convert an older format to the form of tokenizer.json.
     vocab = files.json("vocab.json", TOKENIZER_BOUNDS)
     if vocab is not None:
-        if MERGES not in files:
-            return "vocab.json", {"model": {"vocab": vocab}}
-        text = files.text(MERGES, _MAX_MERGES_BYTES, "merges, one per line")
-        lines = [line.rstrip("\r") for line in text.split("\n")]
-        merges = [line for line in lines if line.strip() and not line.startswith("#version")]
-        return "vocab.json", {"model": {"vocab": vocab, "type": "BPE", "merges": merges}}
-    if "vocab.txt" not in files:
+        name, model = "vocab.json", dict[str, Any](vocab=vocab)
+        if MERGES in files:
+            text = files.text(MERGES, _MAX_MERGES_BYTES, "merges, one per line")
+            lines = [line.rstrip("\r") for line in text.split("\n")]
+            merges = [line for line in lines if line.strip() and not line.startswith("#version")]
+            model |= {"type": "BPE", "merges": merges}
+    elif "vocab.txt" in files:
+        # One token per line. If a token is repeated, the last line counts, as in the library.
+        lines = files.text("vocab.txt", _MAX_MERGES_BYTES, "tokens, one per line").removesuffix("\n").split("\n")
+        name, model = "vocab.txt", {"vocab": {line.rstrip(): number for number, line in enumerate(lines)}}
+    else:
         return None
-    # One token per line. If a token is repeated, the last line counts, as in the library.
-    lines = files.text("vocab.txt", _MAX_MERGES_BYTES, "tokens, one per line").removesuffix("\n").split("\n")
-    return "vocab.txt", {"model": {"vocab": {line.rstrip(): number for number, line in enumerate(lines)}}}
-
-
-def _older_added(files: Companions, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the added tokens that are listed in files next to a vocabulary, in the order of their ids."""
+    # The added tokens are in other files. They are added in the order of their ids.
     ids = added_ids(files, settings)
     decoder = settings.get("added_tokens_decoder")
     flags = {
@@ -146,7 +133,9 @@ def _older_added(files: Companions, settings: Mapping[str, Any]) -> list[dict[st
         for entry in (decoder.values() if isinstance(decoder, Mapping) else ())
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
     }
-    return [{**flags.get(token, {}), "content": token, "id": ids[token]} for token in sorted(ids, key=ids.__getitem__)]
+    added = [{**flags.get(token, {}), "content": token, "id": ids[token]} for token in sorted(ids, key=ids.__getitem__)]
+    definition = define({"model": model, "added_tokens": added}, settings, files.location(name))
+    return replace(definition, has_pipeline=False)
 
 
 def read_settings(files: Companions) -> dict[str, Any]:
@@ -169,14 +158,18 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
     """
     content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
     if not all(type(number) is int and number >= 0 for number in content.values()):
-        raise InvalidInput(files.where("added_tokens.json"), found="ids that are not numbers", expected="token → id")
+        raise InvalidInput(
+            files.location("added_tokens.json"),
+            found="ids that are not whole numbers from 0",
+            expected="an object: token → id",
+        )
     ids = {token: number for token, number in content.items() if token}
-    for entry in _settings_entries(settings, set(), files.where(SETTINGS)):
+    for entry in _settings_entries(settings, set(), files.location(SETTINGS)):
         ids.setdefault(entry["content"], entry["id"])
     return ids
 
 
-def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> TokenizerDefinition:
+def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: str) -> TokenizerDefinition:
     """Return the tokenizer that a parsed ``tokenizer.json`` defines.
 
     Raises:
@@ -185,21 +178,35 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) 
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(vocab, (dict, list)):
-        raise InvalidInput(f"{where}: model.vocab", found=f"{vocab!r:.40}", expected="a vocabulary")
-    model_ids = _model_ids(vocab, f"{where}: model.vocab")
-    entries = _entries(content.get("added_tokens"), f"{where}: added_tokens")
-    entries += _settings_entries(settings, {entry["content"] for entry in entries}, where)
+        raise InvalidInput(f"{location}: model.vocab", found=f"{vocab!r:.40}", expected="a vocabulary")
+    if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids.
+        tokens = [item[0] if isinstance(item, list) and len(item) == 2 else None for item in vocab]
+        if not all(isinstance(token, str) for token in tokens):
+            raise InvalidInput(
+                f"{location}: model.vocab", found="entries that are not pairs", expected="pairs [token, score]"
+            )
+        model_ids = {str(token): number for number, token in enumerate(tokens)}
+    elif all(type(number) is int and number >= 0 for number in vocab.values()):
+        model_ids = dict(vocab)
+    else:
+        raise InvalidInput(
+            f"{location}: model.vocab", found="ids that are not whole numbers from 0", expected="an object: token → id"
+        )
+    # Older files have no type, but their content reveals it.
+    kind = "Unigram" if isinstance(vocab, list) else "BPE" if model.get("merges") is not None else ""
+    entries = _entries(content.get("added_tokens"), f"{location}: added_tokens")
+    entries += _settings_entries(settings, {entry["content"] for entry in entries}, location)
     ids = assign_ids(model_ids, [entry["content"] for entry in entries])
     return TokenizerDefinition(
-        where=where,
-        kind=_kind(model),
+        location=location,
+        kind=str(model["type"]) if isinstance(model.get("type"), str) else kind,
         content=content,
         settings=settings,
         model_ids=model_ids,
         ids=ids,
         added={entry["content"]: {flag: bool(entry.get(flag, FLAGS[flag])) for flag in FLAGS} for entry in entries},
         misnumbered=tuple(entry["content"] for entry in entries if entry["id"] != ids[entry["content"]]),
-        merges=_merges(model.get("merges"), f"{where}: model.merges"),
+        merges=_merges(model.get("merges"), f"{location}: model.merges"),
     )
 
 
@@ -217,41 +224,22 @@ def assign_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, 
     return ids
 
 
-def _kind(model: Mapping[str, Any]) -> str:
-    if isinstance(model.get("type"), str):
-        return str(model["type"])
-    if isinstance(model["vocab"], list):  # Older files have no type, but their content reveals it.
-        return "Unigram"
-    return "BPE" if model.get("merges") is not None else ""
-
-
-def _model_ids(vocab: dict[str, Any] | list[Any], where: str) -> dict[str, int]:
-    if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids.
-        tokens = [item[0] if isinstance(item, list) and len(item) == 2 else None for item in vocab]
-        if not all(isinstance(token, str) for token in tokens):
-            raise InvalidInput(where, found="entries that are no tokens", expected="[token, score]")
-        return {str(token): number for number, token in enumerate(tokens)}
-    if not all(type(number) is int and number >= 0 for number in vocab.values()):
-        raise InvalidInput(where, found="ids that are not whole numbers from 0", expected="token → id")
-    return dict(vocab)
-
-
-def _entries(value: object, where: str) -> list[dict[str, Any]]:
+def _entries(value: object, location: str) -> list[dict[str, Any]]:
     entries = value or []
     if not isinstance(entries, list):
-        raise InvalidInput(where, found=f"{value!r:.40}", expected="a list of tokens")
+        raise InvalidInput(location, found=f"{value!r:.40}", expected="a list of tokens")
     by_token: dict[str, dict[str, Any]] = {}
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
-            raise InvalidInput(where, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
+            raise InvalidInput(location, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
         if entry["id"] < 0:
-            raise InvalidInput(where, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
+            raise InvalidInput(location, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
         if entry["content"]:  # The library ignores an empty token.
             by_token.setdefault(entry["content"], entry)
     return list(by_token.values())
 
 
-def _settings_entries(settings: Mapping[str, Any], listed: set[str], where: str) -> list[dict[str, Any]]:
+def _settings_entries(settings: Mapping[str, Any], listed: set[str], location: str) -> list[dict[str, Any]]:
     """Return added tokens that only ``tokenizer_config.json`` lists, ordered by id, as transformers adds them."""
     decoder = settings.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
@@ -260,21 +248,21 @@ def _settings_entries(settings: Mapping[str, Any], listed: set[str], where: str)
     for number, entry in decoder.items():
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and str(number).isdecimal():
             if len(str(number)) > 12:
-                raise InvalidInput(f"{where}: added_tokens_decoder", found=f"id {number!r:.40}", expected="an id")
+                raise InvalidInput(f"{location}: added_tokens_decoder", found=f"id {number!r:.40}", expected="an id")
             if entry["content"] and entry["content"] not in listed:
                 entries.append({**entry, "id": int(number)})
     return sorted(entries, key=lambda entry: int(entry["id"]))
 
 
-def _merges(value: object, where: str) -> tuple[tuple[str, str], ...]:
+def _merges(value: object, location: str) -> tuple[tuple[str, str], ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise InvalidInput(where, found=f"{value!r:.40}", expected="a list of pairs")
+        raise InvalidInput(location, found=f"{value!r:.40}", expected="a list of pairs")
     pairs = []
     for entry in value:  # Up to half a million entries, so the loop makes as few calls as possible.
         parts = entry.split(" ") if type(entry) is str else entry
         if type(parts) is not list or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not str:
-            raise InvalidInput(where, found=f"{entry!r:.60}", expected="two tokens")
+            raise InvalidInput(location, found=f"{entry!r:.60}", expected="a pair of tokens")
         pairs.append((parts[0], parts[1]))
     return tuple(pairs)

@@ -1,5 +1,8 @@
 """Compute embedding rows for tokens that a model lacks, as combinations of its existing rows.
 
+Tokens of two tokenizers are compared by the bytes that they represent: ``Ġthe`` of a byte-level tokenizer and ``▁the``
+of SentencePiece are two spellings of the same token.
+
 Tokens that both tokenizers have connect the embedding spaces of the two models. The donor's row of a new token is
 approximated by a combination of the donor's rows of a few shared tokens. The same combination of *the model's rows* of
 these tokens is the new row (arXiv:2506.06607). Orthogonal matching pursuit determines the combination. In each step, it
@@ -9,7 +12,12 @@ residual.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from mergegate.merge_core.checkpoint.vocabulary.definition import TokenizerDefinition
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +25,51 @@ if TYPE_CHECKING:
 TransplantMethod = Literal["omp", "mean"]
 METHODS: tuple[str, ...] = get_args(TransplantMethod)
 # A residual below this fraction of the target is rounding error.
-_DONE = 1e-6
+_ROUNDING = 1e-6
+
+
+def token_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:
+    """Return the id of every token by the bytes that it represents.
+
+    Added tokens are listed by their text with a leading zero byte, which does not occur in texts. If several tokens
+    represent the same bytes, the first one counts.
+    """
+    types = {*_types(tokenizer.content.get("decoder")), *_types(tokenizer.content.get("pre_tokenizer"))}
+    byte_level = "ByteLevel" in types
+    table = _byte_of_character()
+    metaspace = not byte_level and any("▁" in token for token in tokenizer.model_ids)
+    ids: dict[bytes, int] = {}
+    for token, number in tokenizer.ids.items():
+        if token in tokenizer.added:
+            ids.setdefault(b"\0" + token.encode(), number)
+        elif byte_level and all(character in table for character in token):
+            ids.setdefault(bytes(table[character] for character in token), number)
+        elif metaspace and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+            ids.setdefault(bytes([int(token[3:5], 16)]), number)
+        elif metaspace:
+            ids.setdefault(token.replace("▁", " ").encode(), number)
+        else:
+            ids.setdefault(token.encode(), number)
+    return ids
+
+
+def _types(part: Any) -> Iterator[str]:
+    if isinstance(part, Mapping):
+        yield str(part.get("type"))
+        for inner in part.values():
+            yield from _types(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            yield from _types(inner)
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """Return GPT-2's table: printable Latin-1 characters are their own bytes, U+0100 and up are the other bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(0x100 + index): byte for index, byte in enumerate(unprintable)}
 
 
 def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +110,8 @@ def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> t
             atom = atom - torch.einsum("nk,nkd->nd", part, basis[:, :step])
             inside = inside + part
         length = atom.norm(dim=1)
-        needed = (length > _DONE) & (residual.norm(dim=1) > _DONE * size) & (match.amax(dim=1) > 0)
-        direction = torch.where(needed[:, None], atom / length.clamp_min(_DONE)[:, None], torch.zeros_like(atom))
+        needed = (length > _ROUNDING) & (residual.norm(dim=1) > _ROUNDING * size) & (match.amax(dim=1) > 0)
+        direction = torch.where(needed[:, None], atom / length.clamp_min(_ROUNDING)[:, None], torch.zeros_like(atom))
         basis[:, step] = direction
         upper[:, :step, step] = torch.where(needed[:, None], inside, torch.zeros_like(inside))
         upper[:, step, step] = torch.where(needed, length, torch.ones_like(length))

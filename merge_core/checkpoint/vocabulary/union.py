@@ -19,7 +19,7 @@ The ids of the base do not change. New tokens follow, in the order of the models
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,7 @@ from mergegate.merge_core.errors import InvalidInput
 Strangers = Literal["refuse", "specials", "dormant", "appended"]
 STRANGERS: tuple[str, ...] = get_args(Strangers)
 _SPLITTING_PARTS = ("normalizer", "pre_tokenizer")
-_TRANSPLANT = "mergegate transplant-tokenizer gives one model the other's tokenizer"
+_TRANSPLANT = "give one model the other's tokenizer with mergegate transplant-tokenizer"
 # Files for other libraries that duplicate the model part of tokenizer.json.
 _OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -73,19 +73,19 @@ def stranger_reason(base: TokenizerDefinition, other: TokenizerDefinition) -> st
 
 def join_tokenizers(
     base: TokenizerDefinition,
-    others: Mapping[str, TokenizerDefinition],
+    tokenizers: Mapping[str, TokenizerDefinition],
     strangers: Strangers,
-    where: str,
-    more: Mapping[str, Mapping[str, bool]] | None = None,
+    location: str,
+    extra: Mapping[str, Mapping[str, bool]] | None = None,
 ) -> JoinedTokenizer:
     """Extend the tokenizer of the base by tokens of other tokenizers.
 
     Args:
         base: Tokenizer of the base, whose ids do not change.
-        others: Other tokenizers by model, in the order of the recipe.
+        tokenizers: Tokenizers of the other models, by model, in the order of the recipe.
         strangers: Treatment of ordinary tokens that the base lacks, see the module docstring.
-        where: Location in the recipe, for messages.
-        more: Additional tokens to add, with their flags.
+        location: Location in the recipe, for messages.
+        extra: Additional tokens to add, with their flags.
 
     Raises:
         InvalidInput: Strangers are refused or cannot be joined in the selected way, or two tokens would have the same
@@ -95,10 +95,10 @@ def join_tokenizers(
     ordinary: dict[str, None] = {}
     merges: list[tuple[str, str]] = []
     remarks: list[str] = []
-    for name, other in others.items():
+    for name, other in tokenizers.items():
         if not (reason := stranger_reason(base, other)):
             continue
-        _require_joinable(base, other, name, reason, strangers, where)
+        _require_joinable(base, other, name, reason, strangers, location)
         if strangers == "specials":
             continue
         new_tokens = sorted(_ordinary(other, base), key=lambda token: other.model_ids[token])
@@ -106,21 +106,27 @@ def join_tokenizers(
             active = [token for token in new_tokens if _is_atom(token, base)]
             new_tokens = [token for token in new_tokens if not _is_atom(token, base)]
             if active:
-                remarks.append(f"{len(active)} single characters of {name} are left out: they would be used at once")
+                remarks.append(f"{len(active)} single characters of {name} are omitted: they would not be dormant")
         else:
             merges += other.merges
         ordinary.update(dict.fromkeys(new_tokens))
-    added = _new_added(base, others, more or {})
+    # The first definition of an added token counts.
+    added: dict[str, Mapping[str, bool]] = {}
+    for other in tokenizers.values():
+        for token in sorted(other.added, key=other.ids.__getitem__):
+            if token not in base.added:
+                added.setdefault(token, other.added[token])
+    added |= {token: flags for token, flags in (extra or {}).items() if token not in base.ids and token not in added}
     changed = bool(ordinary or merges)
-    entries = [dict(entry) for entry in _added_entries(base)]
+    entries = [{"id": base.ids[token], "content": token, **flags} for token, flags in base.added.items()]
     if changed:
-        _extend_model(content["model"], base, list(ordinary), merges, where)
+        _extend_model(content["model"], base, list(ordinary), merges)
     model_ids = content["model"]["vocab"] if changed else base.model_ids
     ids = assign_ids(model_ids, [*base.added, *added])
     for token, flags in added.items():
         entries.append({"id": ids[token], "content": token, **flags})
     content["added_tokens"] = sorted(entries, key=lambda entry: int(entry["id"]))
-    _require_distinct(ids, where)
+    _require_distinct(ids, location)
     return JoinedTokenizer(content, ids, added, changed, tuple(remarks))
 
 
@@ -147,49 +153,49 @@ def rewritten_files(
 
 
 def _require_joinable(
-    base: TokenizerDefinition, other: TokenizerDefinition, name: str, reason: str, strangers: Strangers, where: str
+    base: TokenizerDefinition, other: TokenizerDefinition, name: str, reason: str, strangers: Strangers, location: str
 ) -> None:
     """Raise InvalidInput if two strangers cannot be joined in the selected way."""
-    found = f"{name} has another tokenizer than the base: {reason}"
+    found = f"the tokenizer of {name} differs from that of the base ({reason})"
     if strangers == "refuse":
         ways = "specials" if base.kind == "Unigram" else "specials, dormant or appended"
         raise InvalidInput(
-            where,
+            location,
             found=f"a union of strangers: {found}",
-            expected="tokenizers that differ in added tokens only",
-            remedy=f"tokenizer: {{source: union, strangers: ...}} with {ways}; or {_TRANSPLANT}",
+            expected="tokenizers that differ only in added tokens",
+            remedy=f"set tokenizer: {{source: union, strangers: …}} to {ways}, or {_TRANSPLANT}",
         )
     if strangers == "specials":
         return
     if base.kind != other.kind or base.kind == "Unigram" or (strangers == "dormant" and base.kind != "BPE"):
         raise InvalidInput(
-            f"{where}: strangers",
+            f"{location}: strangers",
             found=f"{strangers}, and {found}",
-            expected="two BPE models" if strangers == "dormant" else "models of one kind, whose tokens have no scores",
-            remedy=f"strangers: specials; or {_TRANSPLANT}",
+            expected="two BPE models" if strangers == "dormant" else "models of one kind without token scores",
+            remedy=f"set strangers: specials, or {_TRANSPLANT}",
         )
     if strangers == "dormant" and base.model.get("ignore_merges"):
         raise InvalidInput(
-            f"{where}: strangers",
-            found="dormant, and the base's tokenizer has ignore_merges: whole words are used without any merge",
-            expected="a tokenizer that uses no token without a merge",
-            remedy=f"strangers: specials or appended; or {_TRANSPLANT}",
+            f"{location}: strangers",
+            found="dormant, but the base's tokenizer has ignore_merges and uses complete words without any merge",
+            expected="a tokenizer that needs a merge for every token",
+            remedy=f"set strangers: specials or appended, or {_TRANSPLANT}",
         )
     for difference in pipeline_differences(base, other):
         if difference.key == "decoder":
             raise InvalidInput(
-                f"{where}: strangers",
-                found=f"{name} writes its tokens in another way: decoder {difference.found}",
-                expected=f"{difference.expected}, as the base",
-                remedy=f"strangers: specials; or {_TRANSPLANT}",
+                f"{location}: strangers",
+                found=f"{name} spells its tokens differently: decoder {difference.found}",
+                expected=f"{difference.expected}, as in the base",
+                remedy=f"set strangers: specials, or {_TRANSPLANT}",
             )
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if (base.model.get(key) or "") != (other.model.get(key) or ""):
             raise InvalidInput(
-                f"{where}: strangers",
-                found=f"{name} marks its tokens in another way: {key}",
-                expected="the same marks in both",
-                remedy=f"strangers: specials; or {_TRANSPLANT}",
+                f"{location}: strangers",
+                found=f"{name} marks its tokens differently: {key}",
+                expected="the same value in both tokenizers",
+                remedy=f"set strangers: specials, or {_TRANSPLANT}",
             )
 
 
@@ -210,33 +216,8 @@ def _is_atom(token: str, base: TokenizerDefinition) -> bool:
     return len(bare) <= 1 or len(token) <= 1 or is_byte
 
 
-def _new_added(
-    base: TokenizerDefinition, others: Mapping[str, TokenizerDefinition], more: Mapping[str, Mapping[str, bool]]
-) -> dict[str, Mapping[str, bool]]:
-    """Return added tokens of the others that are not added tokens of the base. The first definition counts."""
-    added: dict[str, Mapping[str, bool]] = {}
-    for other in others.values():
-        for token in sorted(other.added, key=lambda item: other.ids[item]):
-            if token not in base.added:
-                added.setdefault(token, other.added[token])
-    for token, flags in more.items():
-        if token not in base.ids:
-            added.setdefault(token, flags)
-    return added
-
-
-def _added_entries(base: TokenizerDefinition) -> Iterator[Mapping[str, Any]]:
-    """Yield entries for the base's added tokens with the ids that the library assigns."""
-    for token, flags in base.added.items():
-        yield {"id": base.ids[token], "content": token, **flags}
-
-
 def _extend_model(
-    model: dict[str, Any],
-    base: TokenizerDefinition,
-    tokens: Sequence[str],
-    merges: Sequence[tuple[str, str]],
-    where: str,
+    model: dict[str, Any], base: TokenizerDefinition, tokens: Sequence[str], merges: Sequence[tuple[str, str]]
 ) -> None:
     """Write additional tokens and merges into a model.
 
@@ -249,32 +230,28 @@ def _extend_model(
         vocab[token], size = size, size + 1
     model["vocab"] = vocab
     if base.kind == "BPE":
-        base_merges = set(base.merges)
+        base_merges, prefix = set(base.merges), base.model.get("continuing_subword_prefix") or ""
         new_merges = [
-            pair
-            for pair in dict.fromkeys(merges)
-            if pair not in base_merges and pair[0] in vocab and pair[1] in vocab and _merge_result(pair, base) in vocab
+            (left, right)
+            for left, right in dict.fromkeys(merges)
+            if (left, right) not in base_merges and {left, right, left + right.removeprefix(prefix)} <= vocab.keys()
         ]
         model["merges"] = [list(pair) for pair in (*base.merges, *new_merges)]
 
 
-def _merge_result(pair: tuple[str, str], base: TokenizerDefinition) -> str:
-    return pair[0] + pair[1].removeprefix(base.model.get("continuing_subword_prefix") or "")
-
-
-def _require_distinct(ids: Mapping[str, int], where: str) -> None:
+def _require_distinct(ids: Mapping[str, int], location: str) -> None:
     if len(set(ids.values())) == len(ids):
         return
-    seen: dict[int, str] = {}
+    by_id: dict[int, str] = {}
     for token, number in ids.items():
-        if number in seen:
+        if number in by_id:
             raise InvalidInput(
-                where,
-                found=f"id {number} for both {seen[number]!r} and {token!r}: the base's vocabulary has holes",
-                expected="ids without holes, behind which tokens can be added",
-                remedy="save the base's tokenizer with tokens in the holes",
+                location,
+                found=f"id {number} for both {by_id[number]!r} and {token!r}, because the base's vocabulary has gaps",
+                expected="consecutive ids, after which tokens can be added",
+                remedy="fill the gaps with tokens and save the base's tokenizer again",
             )
-        seen[number] = token
+        by_id[number] = token
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -1,10 +1,17 @@
 """Access the Hugging Face Hub: credentials, the files of a commit, downloads, and headers without weights."""
 
-from mergegate.tasks.checkpoints.hub.access import HubAccess, describe_hub_error, hub_access, is_offline, is_retryable
-from mergegate.tasks.checkpoints.hub.cache import snapshots_directory
+from mergegate.tasks.checkpoints.hub.access import (
+    HubAccess,
+    RemoteFile,
+    describe_hub_error,
+    git_blob,
+    hub_access,
+    is_offline,
+    is_retryable,
+    snapshots_directory,
+)
 from mergegate.tasks.checkpoints.hub.download import download_snapshots
 from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
-from mergegate.tasks.checkpoints.hub.file import RemoteFile, git_blob
 from mergegate.tasks.checkpoints.hub.permissions import require_write_access
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 

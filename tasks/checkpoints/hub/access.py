@@ -8,14 +8,15 @@ whether files are transferred with Xet or LFS. Set ``HF_HUB_DISABLE_XET=1`` to c
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.hub.file import RemoteFile
 from mergegate.tasks.http import TRANSIENT_STATUSES, exception_chain, is_transient, status_of
 
 if TYPE_CHECKING:
@@ -26,6 +27,35 @@ _PUBLIC = "https://huggingface.co"
 # the response to an earlier step was lost, another client changed the repository, or a listing is out of date.
 # Repeating the request would return the same response, so the caller has to read the state again.
 LOOK_AGAIN_STATUSES = TRANSIENT_STATUSES | {404, 409, 412}
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file in the Hub's listing of a commit.
+
+    Attributes:
+        size: Size in bytes.
+        blob: Git's sha1 of the file.
+        sha256: sha256 of the content, or None for files outside large file storage (LFS or Xet). For those, the Hub
+            lists only ``blob``.
+    """
+
+    size: int
+    blob: str
+    sha256: str | None = None
+
+
+def git_blob(data: bytes) -> str:
+    """Return git's id of a file with this content: the sha1 over a header and the bytes, as 40 hex digits."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def snapshots_directory(repo: str) -> Path:
+    """Return the directory of the commits of ``org/name`` in the Hub's own cache. It may not exist."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "snapshots"
 
 
 @dataclass(frozen=True)
@@ -85,17 +115,30 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
     if is_offline():
         raise InvalidInput(
             "HF_HUB_OFFLINE",
-            found="the environment forbids the Hub",
-            expected="a way to reach it",
+            found="the environment forbids access to the Hub",
+            expected="access to the Hub",
             remedy="unset HF_HUB_OFFLINE, or publish to a directory" if writing else "unset HF_HUB_OFFLINE",
         )
-    token = _from_block(token_block) if token_block else os.environ.get("HF_TOKEN", "").strip()
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if token_block:
+        from prefect.blocks.system import Secret
+
+        try:
+            block = Secret.load(token_block, _sync=True)  # type: ignore[call-arg]  # added by sync_compatible
+        except ValueError:
+            raise InvalidInput(
+                f"publish.token_block: {token_block}",
+                found="Prefect has no Secret block with this name",
+                expected="a Prefect Secret block that contains the token",
+                remedy="create it in Prefect's dashboard, or remove token_block and export HF_TOKEN",
+            ) from None
+        token = str(block.get()).strip()  # type: ignore[union-attr]  # a block, after the synchronous load
     if writing and not token:
         raise InvalidInput(
             "HF_TOKEN",
-            found="not set",
-            expected="a token that may write to the repository",
-            remedy="export HF_TOKEN, or name a Prefect Secret block in publish.token_block",
+            found="the variable is not set",
+            expected="a token with write access to the repository",
+            remedy="export HF_TOKEN, or set publish.token_block to a Prefect Secret block",
         )
     if not (writing or token):
         from huggingface_hub import get_token
@@ -107,21 +150,6 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
 def is_offline() -> bool:
     """Return whether ``HF_HUB_OFFLINE`` forbids requests to the Hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-
-
-def _from_block(name: str) -> str:
-    from prefect.blocks.system import Secret
-
-    try:
-        block = Secret.load(name, _sync=True)  # type: ignore[call-arg]  # added by Prefect's sync_compatible decorator
-    except ValueError:
-        raise InvalidInput(
-            f"publish.token_block: {name}",
-            found="no such Secret block",
-            expected="a Prefect Secret block that holds the token",
-            remedy="make it in Prefect's pages, or leave token_block out and export HF_TOKEN",
-        ) from None
-    return str(block.get()).strip()  # type: ignore[union-attr]  # a block, after the synchronous load
 
 
 def is_retryable(error: BaseException) -> bool:

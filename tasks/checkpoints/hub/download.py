@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from mergegate.merge_core.errors import MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
+from mergegate.tasks.checkpoints.hub.access import HubAccess, git_blob, hub_access, is_offline
 from mergegate.tasks.checkpoints.hub.errors import client_errors, combine_hub_errors, hub_refusal
-from mergegate.tasks.checkpoints.hub.file import RemoteFile, git_blob
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.http import retry_transient
 
@@ -57,18 +55,18 @@ def download_snapshots(
         Refused: The Hub is not reachable, does not serve a file, or a file differs from the Hub's listing.
     """
     unique = {(snapshot.repo, snapshot.commit): snapshot for snapshot in snapshots}.values()
-    jobs = [(snapshot, name, file) for snapshot in unique for name, file in snapshot.files.items()]
+    jobs = [(snapshot, name) for snapshot in unique for name in snapshot.files]
     missing = {(snapshot.repo, name): file.size for snapshot in unique for name, file in snapshot.missing().items()}
     access = None if is_offline() else hub_access(writing=False)
     progress = _progress_class(sum(missing.values()), on_progress)
 
-    def fetch(job: tuple[Snapshot, str, RemoteFile]) -> MergegateError | None:
-        snapshot, name, file = job
+    def fetch(job: tuple[Snapshot, str]) -> MergegateError | None:
+        snapshot, name = job
         path = snapshot.directory / name
         try:
             if not path.is_file():
                 retry_transient(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)
-            return _find_mismatch(snapshot, path, name, file, hashes)
+            return _find_mismatch(snapshot, name, hashes)
         except client_errors() as error:
             return hub_refusal(f"{snapshot.repo}: {name}", snapshot.repo, error, access)
 
@@ -97,8 +95,9 @@ def _download(snapshot: Snapshot, name: str, access: HubAccess | None, progress:
     )
 
 
-def _find_mismatch(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: HashMemo) -> Refused | None:
+def _find_mismatch(snapshot: Snapshot, name: str, hashes: HashMemo) -> Refused | None:
     """Return an error if the hash of the file differs from the Hub's listing, or None if they agree."""
+    path, file = snapshot.directory / name, snapshot.files[name]
     if file.sha256 is not None:
         kind, actual, listed = "sha256", hashes.sha256(path), file.sha256
     else:
@@ -109,7 +108,7 @@ def _find_mismatch(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, 
         f"{snapshot.repo}@{snapshot.commit[:12]}: {name}",
         found=f"{kind} {actual[:16]}… in the Hub's cache",
         expected=f"{listed[:16]}…, as the Hub lists it",
-        remedy=f"it was damaged on its way or on this disk: delete {path.resolve()} and run again",
+        remedy=f"delete {path.resolve()} and run again. The file was damaged during the download or on this disk",
     )
 
 
@@ -129,7 +128,7 @@ def _progress_class(total: int, on_progress: OnBytes) -> Any:
         def update(self, count: float | None = 1) -> None:
             nonlocal done
             if FileProgress.halted:
-                raise RuntimeError("the run was ended")
+                raise RuntimeError("the run was stopped")
             with lock:
                 done += int(count or 0)
                 context.run(on_progress, min(done, total), total)

@@ -14,7 +14,6 @@ from mergegate.tasks.checkpoints.hub.access import HubAccess, describe_hub_error
 from mergegate.tasks.http import exception_chain, status_of
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-_NEITHER = "neither a directory here nor a repository on the Hub that"
 
 
 def client_errors() -> tuple[type[Exception], ...]:
@@ -50,25 +49,25 @@ def hub_refusal(location: str, repo: str, error: Exception, access: HubAccess | 
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return Refused(
                 location,
-                found=f"it cannot be written into the Hub's cache: {cause.strerror}",
-                expected="room, and the right to write",
-                remedy="free some space, or point HF_HOME to another disk",
+                found=f"the file cannot be written to the Hub's cache: {cause.strerror}",
+                expected="free space and write permission",
+                remedy="free some space, or set HF_HOME to a directory on another disk",
             )
     statuses = [status for cause in chain if (status := status_of(cause)) is not None]
-    reader = "the token's account" if access.token else "somebody without a token"
+    reader = "the token's account" if access.token else "a user without a token"
     if is_a(errors.GatedRepoError) and not access.token:
         return InvalidInput(
             location,
-            found="a gated repository, and HF_TOKEN is not set",
+            found="the repository is gated, and HF_TOKEN is not set",
             expected="HF_TOKEN of an account that has access",
-            remedy=f"ask for access on {access.endpoint}/{repo}, then export HF_TOKEN of that account",
+            remedy=f"request access on {access.endpoint}/{repo}, then export HF_TOKEN of that account",
         )
     if is_a(errors.GatedRepoError):
         return Refused(
             location,
-            found=f"a gated repository, closed to {reader}",
+            found=f"the repository is gated, and {reader} has no access",
             expected="access to its files",
-            remedy=f"ask for access on {access.endpoint}/{repo} and export HF_TOKEN of the account that has it"
+            remedy=f"request access on {access.endpoint}/{repo}, and export HF_TOKEN of the account with access"
             " (a fine-grained token must also be allowed to read gated repositories)",
         )
     if 401 in statuses and access.token and not is_a(errors.RepositoryNotFoundError):
@@ -77,28 +76,28 @@ def hub_refusal(location: str, repo: str, error: Exception, access: HubAccess | 
         return InvalidInput(
             location,
             found=f"the repository {repo} has no such branch, tag or commit",
-            expected="a revision that there is",
-            remedy=f"look at {access.url(repo, 'main')}",
+            expected="an existing revision",
+            remedy=f"see {access.url(repo, 'main')}",
         )
     if is_a(errors.RepositoryNotFoundError, errors.HFValidationError):
         return InvalidInput(
             location,
-            found=f"{_NEITHER} {reader} can see",
+            found=f"neither a local directory nor a Hub repository that {reader} can read",
             expected="a path relative to the recipe, or org/name on the Hub",
-            remedy="check the spelling; for a private repository export HF_TOKEN of an account that may read it",
+            remedy="check the spelling. For a private repository, export HF_TOKEN of an account with read access",
         )
     if 403 in statuses:
         return Refused(
             location,
-            found=f"the Hub does not let {reader} read it: {describe_hub_error(error, access)}",
-            expected="a repository that may be read",
-            remedy=f"look at {access.endpoint}/{repo} with that account, or export HF_TOKEN of another",
+            found=f"the Hub does not let {reader} read the repository: {describe_hub_error(error, access)}",
+            expected="read access to the repository",
+            remedy=f"open {access.endpoint}/{repo} with that account, or export HF_TOKEN of another account",
         )
     return Refused(
         location,
-        found=f"not here, and cannot be had from the Hub: {describe_hub_error(error, access)}",
-        expected="a directory here, or an answer from the Hub",
-        remedy="check spelling and network, or run again later: what has been downloaded stays",
+        found=f"it is not a local directory, and the Hub does not serve it: {describe_hub_error(error, access)}",
+        expected="a local directory, or an answer from the Hub",
+        remedy="check the spelling and the network, or run again later. Downloaded files are kept",
     )
 
 
@@ -106,9 +105,9 @@ def unreachable_offline(location: str) -> InvalidInput:
     """Return the error for a model that is not completely cached while the environment forbids access to the Hub."""
     return InvalidInput(
         location,
-        found="no such directory here, nor whole in the Hub's cache, and HF_HUB_OFFLINE forbids to ask the Hub",
+        found="it is neither a local directory nor complete in the Hub's cache, and HF_HUB_OFFLINE forbids access",
         expected="a path relative to the recipe, or org/name on the Hub",
-        remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded, or correct the spelling",
+        remedy="unset HF_HUB_OFFLINE for one run, which downloads it, or correct the spelling",
     )
 
 
@@ -129,6 +128,6 @@ def rejected_token(access: HubAccess) -> InvalidInput:
     return InvalidInput(
         "HF_TOKEN",
         found="the Hub does not know this token",
-        expected="a token that is valid",
-        remedy=f"make a new one on {access.endpoint}/settings/tokens, or unset HF_TOKEN to read only what is public",
+        expected="a valid token",
+        remedy=f"create a new one on {access.endpoint}/settings/tokens, or unset HF_TOKEN to read public models only",
     )

@@ -66,16 +66,16 @@ def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]
     if not missing[0].endswith(".safetensors"):
         raise Refused(
             f"{snapshot.repo}: {missing[0]}",
-            found="its weights are pickled only, and so cannot be looked into before they are downloaded",
+            found="all its weights are pickled, so mergegate cannot read their headers before the download",
             expected="safetensors",
-            remedy="choose a revision with safetensors, or download it yourself:"
+            remedy="select a revision with safetensors, or download the model with"
             f" hf download {snapshot.repo} --revision {snapshot.commit}",
         )
     if is_offline():
         raise InvalidInput(
             f"{snapshot.repo}: {missing[0]}",
-            found="not in the Hub's cache, and HF_HUB_OFFLINE forbids to ask the Hub",
-            remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded",
+            found="the file is not in the Hub's cache, and HF_HUB_OFFLINE forbids access to the Hub",
+            remedy="unset HF_HUB_OFFLINE for one run, which downloads the file",
         )
     sizes = tuple((name, snapshot.files[name].size) for name in missing)
     return _fetch_headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes)
@@ -119,8 +119,8 @@ def _read_range(url: str, start: int, count: int, access: HubAccess) -> bytes:
         if response.status_code != 206 or int(response.headers.get("Content-Length", count)) != count:
             raise InvalidInput(
                 url,
-                found=f"status {response.status_code} to a ranged read",
-                expected="the part that was asked for",
+                found=f"the server answered a ranged read with status {response.status_code}",
+                expected="exactly the requested range",
                 remedy="use another HF_ENDPOINT, or download the model first",
             )
         data = response.read()

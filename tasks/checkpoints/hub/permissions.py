@@ -59,7 +59,7 @@ def parse_account(answer: Mapping[str, Any]) -> Account:
     )
 
 
-def why_not(account: Account, repo: str, endpoint: str) -> Refused | None:
+def find_write_refusal(account: Account, repo: str, endpoint: str) -> Refused | None:
     """Return an error if the account's token cannot write to ``repo`` (``org/name``), or None if it may."""
     namespace = repo.partition("/")[0]
     page = f"{endpoint}/settings/tokens"
@@ -70,26 +70,26 @@ def why_not(account: Account, repo: str, endpoint: str) -> Refused | None:
     if namespace != account.name and namespace not in account.organizations:
         namespaces = [account.name, *account.organizations]
         return refused(
-            f"the token is of {account.name}, who is not {namespace} and no member of it",
+            f"the token belongs to {account.name}, which is not a member of {namespace}",
             f"a repository of {' or '.join(namespaces)}",
-            f"{suggest(namespace, namespaces)}; or export HF_TOKEN of a member",
+            f"{suggest(namespace, namespaces)}. Otherwise, export HF_TOKEN of a member",
         )
     role = account.organizations.get(namespace, "")
     if namespace != account.name and role in _READING_ROLES:
         return refused(
-            f"{account.name} may only read in {namespace}",
-            "a member who may write",
-            f"have the role changed on {endpoint}/organizations/{namespace}/settings/members",
+            f"{account.name} has read access only in {namespace}",
+            "a member with write access",
+            f"ask an administrator to change the role on {endpoint}/organizations/{namespace}/settings/members",
         )
     if account.role == "read":
-        return refused("the token may only read", "a token that may write", f"make one on {page}")
+        return refused("the token has read access only", "a token with write access", f"create one on {page}")
     if account.role == "fineGrained" and account.scopes is not None:
         permissions = (
             account.scopes.get(namespace, frozenset()) | account.scopes.get(repo, frozenset()) | account.everywhere
         )
         if _WRITES not in permissions:
             return refused(
-                f"the fine-grained token may not write to {namespace} or {repo}",
+                f"the fine-grained token has no write access to {namespace} or {repo}",
                 f"write access to contents of the repositories of {namespace}",
                 f"edit its permissions on {page}",
             )
@@ -111,7 +111,7 @@ def require_write_access(repo: str, access: HubAccess) -> None:
         if status_of(error) == 404:
             return
         raise rejected_token(access) if status_of(error) == 401 else _unanswered(repo, error, access) from None
-    if (refusal := why_not(parse_account(answer), repo, access.endpoint)) is not None:
+    if (refusal := find_write_refusal(parse_account(answer), repo, access.endpoint)) is not None:
         raise refusal
     try:
         access.api().auth_check(repo, write=True)
@@ -123,8 +123,8 @@ def require_write_access(repo: str, access: HubAccess) -> None:
             raise Refused(
                 f"publish.repo: {repo}",
                 found=f"the Hub does not let the token write: {describe_hub_error(error, access)}",
-                expected="a token that may write to it",
-                remedy=f"look at {access.endpoint}/{repo}/settings with that account",
+                expected="a token with write access",
+                remedy=f"open {access.endpoint}/{repo}/settings with that account",
             ) from None
         raise _unanswered(repo, error, access) from None
 
@@ -132,8 +132,8 @@ def require_write_access(repo: str, access: HubAccess) -> None:
 def _unanswered(repo: str, error: Exception, access: HubAccess) -> MergegateError:
     return Refused(
         f"publish.repo: {repo}",
-        found=f"the Hub cannot be asked whether the token may write: {describe_hub_error(error, access)}",
-        expected="an answer before anything is merged",
+        found=f"the Hub did not answer whether the token has write access: {describe_hub_error(error, access)}",
+        expected="an answer before the merge starts",
         remedy="run again later",
     )
 

@@ -17,10 +17,14 @@ from mergegate.merge_core.adapters import CONFIG_FILE, adapter_files, is_own_tex
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.checkpoints.files import files_about, files_beside, weight_files
-from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
-from mergegate.tasks.checkpoints.hub.cache import snapshots_directory
+from mergegate.tasks.checkpoints.hub.access import (
+    HubAccess,
+    RemoteFile,
+    hub_access,
+    is_offline,
+    snapshots_directory,
+)
 from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
-from mergegate.tasks.checkpoints.hub.file import RemoteFile
 from mergegate.tasks.http import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -85,12 +89,18 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
         listed = access.listing(repo, commit)
         if (config := _config_file(adapter)) not in listed:
             kind = "an adapter as PEFT saves it" if adapter else "a model in Hugging Face layout"
-            raise InvalidInput(location, found=f"no {config}", expected=kind)
+            raise InvalidInput(location, found=f"the repository has no {config}", expected=kind)
         without_weights = _deciding_without_weights(listed, adapter)
         small = [name for name in (*without_weights, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
         snapshot = _build_snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
         if snapshot.missing():
-            _require_read_access(repo, access)
+            # The listing does not prove read access, because the Hub returns it for gated repositories too. The small
+            # files do not either, because they may have been cached while access was open.
+            try:
+                access.api().auth_check(repo)
+            except client_errors() as error:
+                if status_of(error) != 404:  # A self-hosted Hub may lack this endpoint.
+                    raise
         return snapshot
     except client_errors() as error:
         raise hub_refusal(location, repo, error, access) from error
@@ -125,24 +135,18 @@ def _resolve_commit(repo: str, revision: str | None, access: HubAccess | None) -
     if revision and _COMMIT.fullmatch(revision):
         return revision
     if access is None:
-        raise _offline_error(repo, revision)
+        commits = snapshots_directory(repo).glob("*")
+        newest = max(commits, key=lambda path: path.stat().st_mtime, default=Path("<40 hex digits>"))
+        raise InvalidInput(
+            repo,
+            found=f"it is not a local directory, and HF_HUB_OFFLINE forbids to resolve {revision or 'main'} on the Hub",
+            expected="a directory, or a commit that is in the cache",
+            remedy=f"write {repo}@{newest.name}, unset HF_HUB_OFFLINE, or correct the spelling",
+        )
     commit = access.api().model_info(repo, revision=revision).sha
     if commit is None:
-        raise InvalidInput(repo, found="a repository without commits")
+        raise InvalidInput(repo, found="the repository has no commits")
     return commit
-
-
-def _require_read_access(repo: str, access: HubAccess) -> None:
-    """Raise the client's error unless the files of the repository may be downloaded.
-
-    The file listing does not prove access, because the Hub returns it for gated repositories too. The small files do
-    not prove it either, because they may have been cached while access was open.
-    """
-    try:
-        access.api().auth_check(repo)
-    except client_errors() as error:
-        if status_of(error) != 404:  # A self-hosted Hub may lack this endpoint.
-            raise
 
 
 def _find_complete_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
@@ -166,13 +170,8 @@ def _find_complete_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot |
         file.path: RemoteFile(file.size, file.blob_id, name if len(name := names.get(file.path, "")) == 64 else None)
         for file in tree
     }
-    if (
-        not {
-            *_deciding_without_weights(listed, adapter),  # This includes the index.
-            _config_file(adapter),
-        }
-        <= names.keys()
-    ):
+    # The files other than weights include the index.
+    if not {*_deciding_without_weights(listed, adapter), _config_file(adapter)} <= names.keys():
         return None
     snapshot = _build_snapshot(repo, commit, directory, listed, adapter)
     return snapshot if snapshot.weights and snapshot.files.keys() <= names.keys() else None
@@ -194,17 +193,4 @@ def _download_small_files(repo: str, commit: str, names: list[str], access: HubA
             endpoint=access.endpoint,
             token=access.token or False,
         )
-    )
-
-
-def _offline_error(repo: str, revision: str | None) -> InvalidInput:
-    """Return the error for a revision that cannot be resolved without access to the Hub."""
-    newest = max(
-        snapshots_directory(repo).glob("*"), key=lambda path: path.stat().st_mtime, default=Path("<40 hex digits>")
-    )
-    return InvalidInput(
-        repo,
-        found=f"no such directory here, and HF_HUB_OFFLINE forbids to ask the Hub which commit {revision or 'main'} is",
-        expected="a directory, or a commit that is in the cache",
-        remedy=f"write {repo}@{newest.name}, unset HF_HUB_OFFLINE, or correct the spelling",
     )

@@ -17,18 +17,19 @@ import re
 import shlex
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from mergegate.merge_core.files import locked, read_state, state_directory, write_state
 from mergegate.merge_core.wording import format_duration
-from mergegate.tasks.report.history.changes import changes_since, previous_of
+from mergegate.tasks.report.history.changes import changes_since, earlier_runs
 from mergegate.tasks.report.history.ledger import LOCK, History, append_record, read_history
-from mergegate.tasks.report.history.links import INDEX, Neighbours, relinked, tied
+from mergegate.tasks.report.history.links import INDEX, NeighborPages, add_links, replace_links
 from mergegate.tasks.report.history.overview import render_history
 from mergegate.tasks.report.history.record import RunRecord
 
-MOST_PAGES = 60  # per profile
+MAX_PAGES = 60  # per profile
 SEARCH = ".sweep.html"  # suffix of a page about a search
 # Largest size of our own pages in bytes. A larger file is not one of them.
 _MAX_PAGE_BYTES = 64 << 20
@@ -41,7 +42,7 @@ class ArchivedPage(NamedTuple):
     latest: Path
 
 
-def keep_run(
+def archive_run(
     reports: Path,
     record: RunRecord,
     page: str,
@@ -67,24 +68,28 @@ def keep_run(
         history_before = read_history(reports)
         profile = file_name(record.profile)
         directory = state_directory(reports / profile, private=True)
-        report = f"{profile}/{_free_name(directory, record)}"
+        moment = time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime(max(0.0, min(record.ended, 4e9))))
+        stem = f"{moment}-{file_name(record.status)}"
+        names = (f"{stem}{f'-{number}' if number > 1 else ''}.html" for number in count(1))
+        # The name may exist: two runs in the same second, or a clock that was set back.
+        report = next(f"{profile}/{name}" for name in names if not (directory / name).exists())
         record = record.model_copy(update={"report": report})
-        previous = previous_of(history_before.records, record)
+        previous = "".join(run.report for run in earlier_runs(history_before.records, record)[-1:])
         changes = changes_since(history_before.records, record)
-        neighbours = Neighbours(
-            before=_existing_page(reports, previous.report if previous else ""),
-            search=_search_page(report) if search else "",
-        )
+        neighbors = NeighborPages(_existing_page(reports, previous), search=_search_page(report) if search else "")
         pages = {report: page, f"{latest or profile}.html": latest_page or page}
         if search:
             pages |= {_search_page(report): search, f"{profile}{SEARCH}": search}
         for location, content in pages.items():
-            write_state(reports / location, tied(content, location, neighbours, changes, run_facts(record)).encode())
+            write_state(
+                reports / location, add_links(content, location, neighbors, changes, run_facts(record)).encode()
+            )
         history = append_record(reports, history_before, record)
         oldest = _prune(directory, history, record.profile)
-        for page in {neighbours.before, oldest} - {"", report}:
+        for page in {neighbors.previous, oldest} - {"", report}:
             _relink(reports, history, page)
-        write_state(reports / INDEX, render_history(history, _existing_pages(reports, history)).encode())
+        existing = {_existing_page(reports, run.report) for run in history.records}
+        write_state(reports / INDEX, render_history(history, existing - {""}).encode())
     return ArchivedPage(reports / report, reports / f"{latest or profile}.html")
 
 
@@ -123,25 +128,10 @@ def _search_page(page: str) -> str:
     return f"{page.removesuffix('.html')}{SEARCH}"
 
 
-def _free_name(directory: Path, record: RunRecord) -> str:
-    moment = time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime(max(0.0, min(record.ended, 4e9))))
-    stem = f"{moment}-{file_name(record.status)}"
-    number, name = 1, f"{stem}.html"
-    while (directory / name).exists():  # two runs in the same second, or a clock that was set back
-        number += 1
-        name = f"{stem}-{number}.html"
-    return name
-
-
 def _existing_page(reports: Path, page: str) -> str:
     """Return ``page`` if it exists and is inside the directory of reports, else an empty string."""
     match = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*/[A-Za-z0-9_-][A-Za-z0-9._-]*\.html", page)
     return page if match and (reports / page).is_file() else ""
-
-
-def _existing_pages(reports: Path, history: History) -> frozenset[str]:
-    """Return the pages of the history that still exist."""
-    return frozenset(page for record in history.records if (page := _existing_page(reports, record.report)))
 
 
 def _relink(reports: Path, history: History, page: str) -> None:
@@ -149,17 +139,17 @@ def _relink(reports: Path, history: History, page: str) -> None:
     record = next((candidate for candidate in reversed(history.records) if candidate.report == page), None)
     if record is None:
         return
-    runs = history.of(record.profile, record.flow)
+    runs = history.runs_of(record.profile, record.flow)
     index = runs.index(record)
-    before_page, after_page = (
-        _existing_page(reports, candidate[0].report) if candidate else ""
-        for candidate in (runs[index - 1 : index], runs[index + 1 : index + 2])
+    previous, following = (
+        "".join(_existing_page(reports, run.report) for run in neighbor)
+        for neighbor in (runs[index - 1 : index], runs[index + 1 : index + 2])
     )
-    neighbours = Neighbours(before_page, after_page, _existing_page(reports, _search_page(page)))
-    for location in filter(None, (page, neighbours.search)):
+    neighbors = NeighborPages(previous, following, _existing_page(reports, _search_page(page)))
+    for location in filter(None, (page, neighbors.search)):
         content = read_state(reports / location, bytes.decode, most=_MAX_PAGE_BYTES)
         if isinstance(content, str):
-            write_state(reports / location, relinked(content, location, neighbours).encode())
+            write_state(reports / location, replace_links(content, location, neighbors).encode())
 
 
 def _prune(directory: Path, history: History, profile: str) -> str:
@@ -172,8 +162,8 @@ def _prune(directory: Path, history: History, profile: str) -> str:
     pages = [page for page in directory.glob("*.html") if page.is_file() or page.is_symlink()]
     pages = [page for page in pages if not page.name.endswith(SEARCH)]
     pages.sort(key=lambda page: (order.get(f"{directory.name}/{page.name}", -1), page.name))
-    for page in pages[:-MOST_PAGES]:
+    for page in pages[:-MAX_PAGES]:
         with suppress(OSError):  # another user's file in a shared directory
             page.with_name(_search_page(page.name)).unlink(missing_ok=True)
             page.unlink()
-    return f"{directory.name}/{pages[-MOST_PAGES:][0].name}"
+    return f"{directory.name}/{pages[-MAX_PAGES:][0].name}"

@@ -16,13 +16,13 @@ from mergegate.tasks.report.history.record import RunRecord, RunScore
 _MAX_SENTENCES = 5  # per kind of change; the tables show all of them
 
 
-def previous_of(records: Sequence[RunRecord], record: RunRecord) -> RunRecord | None:
-    """Return the run of the same profile and flow before ``record``.
+def earlier_runs(records: Sequence[RunRecord], record: RunRecord) -> list[RunRecord]:
+    """Return the runs of the same profile and flow before ``record``, oldest first.
 
     ``record`` may be in ``records`` or be new.
     """
     before = records[: records.index(record)] if record in records else records
-    return next((candidate for candidate in reversed(before) if _is_same_series(candidate, record)), None)
+    return [run for run in before if (run.profile, run.flow) == (record.profile, record.flow)]
 
 
 def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str, ...]:
@@ -32,16 +32,21 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
         records: Runs in the order in which they ended.
         record: A new run or one of ``records``. Runs after it are ignored.
     """
-    before = records[: records.index(record)] if record in records else records
-    runs = [candidate for candidate in before if _is_same_series(candidate, record)]
+    runs = earlier_runs(records, record)
     if not runs:
         return ("The first run of this profile that is known here.",)
-    last = runs[-1]
-    sentences = [_ending_sentence(last, record)]
-    version = next((candidate.version for candidate in reversed(runs) if candidate.version), None)
+    last, status = runs[-1], record.status.capitalize()
+    if last.status != record.status:
+        verb = "found" if last.status == "nothing new" else "was"
+        sentences = [f"{status}; the run before, {format_run_time(last)}, {verb} {last.status}."]
+    elif last.message != record.message and record.status in ("refused", "invalid", "failed"):
+        sentences = [f"{status} like the run before, {format_run_time(last)}, but for another reason."]
+    else:
+        sentences = [f"{status} like the run before, {format_run_time(last)}."]
+    version = next((run.version for run in reversed(runs) if run.version), None)
     if version and record.version and version != record.version:
         sentences.append(f"Version {version} → {record.version}.")
-    reference = next((candidate for candidate in reversed(runs) if candidate.parents), None)
+    reference = next((run for run in reversed(runs) if run.parents), None)
     if reference is None or not record.parents:
         return tuple(sentences)
     changes = [
@@ -51,9 +56,7 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
         *_score_changes(reference, record),
     ]
     since = "" if reference is last else f" since {format_run_time(reference)}, when parents and scores were last known"
-    return (
-        (*sentences, *changes) if changes else (*sentences, f"Parents, recipe, limits and scores are the same{since}.")
-    )
+    return (*sentences, *(changes or [f"Parents, recipe, limits and scores are the same{since}."]))
 
 
 def format_run_time(record: RunRecord) -> str:
@@ -62,19 +65,6 @@ def format_run_time(record: RunRecord) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended))
     except (OverflowError, ValueError, OSError):  # the clock was off by years
         return "at no known time"
-
-
-def _is_same_series(first: RunRecord, second: RunRecord) -> bool:
-    return (first.profile, first.flow) == (second.profile, second.flow)
-
-
-def _ending_sentence(last: RunRecord, now: RunRecord) -> str:
-    if last.status != now.status:
-        verb = "found" if last.status == "nothing new" else "was"
-        return f"{now.status.capitalize()}; the run before, {format_run_time(last)}, {verb} {last.status}."
-    if last.message != now.message and now.status in ("refused", "invalid", "failed"):
-        return f"{now.status.capitalize()} like the run before, {format_run_time(last)}, but for another reason."
-    return f"{now.status.capitalize()} like the run before, {format_run_time(last)}."
 
 
 def _parent_changes(last: RunRecord, now: RunRecord) -> list[str]:
@@ -132,31 +122,26 @@ def _limit_changes(last: RunRecord, now: RunRecord) -> list[str]:
 
 
 def _score_changes(last: RunRecord, now: RunRecord) -> list[str]:
+    def points(score: RunScore) -> str:
+        return "" if score.merge is None else wording.number(score.merge, 1)
+
     before = _by_guard(last.scores)
     changes = []
-    for guard, score in _by_guard(now.scores).items():
+    for guard, new in _by_guard(now.scores).items():
         old = before.get(guard)
-        if old is not None and (_score(old), f"{old.drop:.1f}") != (_score(score), f"{score.drop:.1f}"):
-            size = max(abs((score.merge or 0.0) - (old.merge or 0.0)), abs(score.drop - old.drop))
-            changes.append((size, _score_sentence(old, score)))
+        if old is None or (points(old), f"{old.drop:.1f}") == (points(new), f"{new.drop:.1f}"):
+            continue
+        drop = f"drop against {new.reference} {wording.number(old.drop, 1)} → {wording.number(new.drop, 1)}"
+        scores = dict.fromkeys((points(old), points(new)))
+        text = f"scores {' → '.join(scores)}, {drop}" if all(scores) else drop
+        size = max(abs((new.merge or 0.0) - (old.merge or 0.0)), abs(new.drop - old.drop))
+        changes.append((size, f"{new.task}: {text}."))
     changes.sort(key=lambda change: -change[0])
     sentences = [sentence for _, sentence in changes]
     ratios = (last.perplexity, now.perplexity)
     if ratios[0] is not None and ratios[1] is not None and _ratio(ratios[0]) != _ratio(ratios[1]):
         sentences.append(f"Perplexity {_ratio(ratios[0])} → {_ratio(ratios[1])} of the better parent's.")
     return _limited(sentences, "scores")
-
-
-def _score_sentence(old: RunScore, new: RunScore) -> str:
-    drop = f"drop against {new.reference} {wording.number(old.drop, 1)} → {wording.number(new.drop, 1)}"
-    scores = _score(old), _score(new)
-    if not all(scores):
-        return f"{new.task}: {drop}."
-    return f"{new.task}: scores {' → '.join(dict.fromkeys(scores))}, {drop}."
-
-
-def _score(score: RunScore) -> str:
-    return "" if score.merge is None else wording.number(score.merge, 1)
 
 
 def _by_guard(scores: Iterable[RunScore]) -> dict[tuple[str, str], RunScore]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from mergegate.tasks.report.history.record import RunRecord, parse_record
 HISTORY, LOCK = "history.jsonl", "history.lock"
 # Runs per profile and flow: more than a year of nightly runs. Runs in total: enough for a directory that hundreds of
 # profiles share.
-MOST_OF_ONE, MOST_OF_ALL = 400, 2000
+MAX_PER_PROFILE, MAX_TOTAL = 400, 2000
 # Number of surplus lines that are tolerated before the file is rewritten.
 _SLACK = 100
 _log = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ class History:
     damaged: int = 0
     why: str = ""
 
-    def of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
+    def runs_of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
         """Return the runs that one flow made for one profile."""
         return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
 
-    def said_of_damage(self) -> str:
+    def damage_sentence(self) -> str:
         """Return a sentence that tells the user what is damaged, or an empty string if the history is intact."""
         if self.why:
             return f"The history cannot be read: {self.why}."
@@ -79,7 +79,13 @@ def append_record(reports: Path, history: History, record: RunRecord) -> History
     """
     path = reports / HISTORY
     after = History((*history.records, record))
-    newest = _newest(after.records)
+    counts: Counter[tuple[str, str]] = Counter()
+    newest_first: list[RunRecord] = []
+    for item in reversed(after.records):
+        counts[item.profile, item.flow] += 1
+        if counts[item.profile, item.flow] <= MAX_PER_PROFILE and len(newest_first) < MAX_TOTAL:
+            newest_first.append(item)
+    newest = tuple(reversed(newest_first))
     if history.damaged:
         _set_aside(path, history)
     if history.damaged or len(newest) + _SLACK < len(after.records):
@@ -110,21 +116,11 @@ def mend_history(reports: Path) -> None:
 
 def _set_aside(path: Path, history: History) -> None:
     backup = move_aside(path)
-    _log.warning("%s %s", history.said_of_damage(), f"It is kept as {backup.name}" if backup else "")
+    _log.warning("%s %s", history.damage_sentence(), f"The damaged file is {backup.name}." if backup else "")
 
 
 def _rewrite(path: Path, records: Sequence[RunRecord]) -> None:
     write_state(path, b"".join(record.line() + b"\n" for record in records))
-
-
-def _newest(records: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    newest: list[RunRecord] = []
-    for record in reversed(records):
-        counts[record.profile, record.flow] += 1
-        if counts[record.profile, record.flow] <= MOST_OF_ONE and len(newest) < MOST_OF_ALL:
-            newest.append(record)
-    return tuple(reversed(newest))
 
 
 def _parse(content: bytes) -> History:

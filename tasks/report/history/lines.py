@@ -18,7 +18,7 @@ from mergegate.tasks.report.svg import Ink
 
 _INKS = (Ink.ACCENT, Ink.TEXT, Ink.INCONCLUSIVE, Ink.PASS, Ink.FAIL, Ink.MUTED)
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
-MOST_SERIES = 12
+MAX_SERIES = 12
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def draw_lines(
     """Return the lines with their axes. The result is empty if no series has a value.
 
     Args:
-        series: Series with one value per label. Only the first ``MOST_SERIES`` are drawn.
+        series: Series with one value per label. Only the first ``MAX_SERIES`` are drawn.
         labels: Short time of each run. The first, the last and some in between are displayed.
         chart: Size of the drawing.
         unit: Unit of the values.
         from_zero: Whether the axis includes zero.
         limit: Allowed value, drawn as a separate line.
     """
-    series = [line for line in series[:MOST_SERIES] if any(value is not None for value in line.values)]
+    series = [line for line in series[:MAX_SERIES] if any(value is not None for value in line.values)]
     if not series:
         return ""
     values = [value for line in series for value in line.values if value is not None]
@@ -104,7 +104,7 @@ def draw_bars(series: Sequence[Series], labels: Sequence[str], chart: Chart, uni
 
     The arguments are those of :func:`draw_lines`. Negative values are not supported.
     """
-    series = series[:MOST_SERIES]
+    series = series[:MAX_SERIES]
     totals = [sum(item.values[index] or 0.0 for item in series) for index in range(len(labels))]
     if not any(totals):
         return ""
@@ -136,7 +136,9 @@ def _frame(canvas: _Canvas, labels: Sequence[str]) -> list[str]:
         parts.append(f'<path d="{rule}" style="stroke:{Ink.RULE.variable}"/>')
         parts.append(_text(_LEFT - 8, canvas.y(value) + 4, wording.plain(round(value, 9) + 0.0), "end"))
     last = len(labels) - 1
-    for index in _labeled_runs(len(labels), 4 if canvas.chart is NARROW else 8):
+    # Label the first run, the last, and evenly spaced ones between them.
+    count = min(len(labels), 4 if canvas.chart is NARROW else 8)
+    for index in [round(number * last / max(1, count - 1)) for number in range(count)]:
         anchor = "start" if index == 0 and last else "end" if index == last and index else "middle"
         parts.append(_text(canvas.x(index), canvas.chart.height - 6, labels[index], anchor))
     return parts
@@ -206,13 +208,6 @@ def _axis(low: float, high: float) -> tuple[float, float, float]:
     bottom = math.floor(low / step + 1e-9) * step
     top = math.ceil(high / step - 1e-9) * step
     return bottom, top if top > bottom else bottom + step, step
-
-
-def _labeled_runs(count: int, most: int) -> list[int]:
-    """Return the indexes of the runs with a label: the first, the last, and evenly spaced ones between them."""
-    if count <= most:
-        return list(range(count))
-    return [round(number * (count - 1) / (most - 1)) for number in range(most)]
 
 
 def _alt_text(series: Sequence[Series], unit: str) -> str:

@@ -16,7 +16,7 @@ from mergegate.merge_core.wording import format_bytes, format_duration
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import History
-from mergegate.tasks.report.history.lines import MOST_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
+from mergegate.tasks.report.history.lines import MAX_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
 from mergegate.tasks.report.history.record import RunRecord, RunScore
 from mergegate.tasks.report.page import page_style, page_template
 from mergegate.tasks.stage import Outcome, worst_verdict
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 # Runs per profile that are drawn and that are listed, and number of profiles with details.
-DRAWN, LISTED, AT_LENGTH = 120, 30, 40
+MAX_DRAWN, MAX_LISTED, MAX_DETAILED = 120, 30, 40
 _STAGES = 6  # number of stages with drawn durations, the slowest first
 _GOOD_STATUSES = ("released", "nothing new", "passed", "promoted")
 _BAD_STATUSES = ("refused", "invalid", "failed", "rolled back", "killed")
@@ -68,17 +68,21 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in reversed(history.records):
         groups.setdefault((record.profile, record.flow), []).append(record)
-    shown = [
-        _profile_runs(number, history, profile, flow, records, at_length=number < AT_LENGTH)
-        for number, ((profile, flow), records) in enumerate(groups.items())
-    ]
+    shown = []
+    for number, ((profile, flow), records) in enumerate(groups.items()):
+        changes: tuple[str, ...] = ()
+        curves: tuple[Curves, ...] = ()
+        if number < MAX_DETAILED:
+            changes = changes_since(history.runs_of(profile, flow)[:-1], records[0])
+            curves = _curves(records[:MAX_DRAWN][::-1])
+        shown.append(ProfileRuns(f"profile-{number}", profile, flow, tuple(records), changes, curves))
     return page_template("history/history.html").render(
         profiles=shown,
         count=len(history.records),
-        damage=history.said_of_damage(),
+        damage=history.damage_sentence(),
         pages=frozenset(pages),
         glyphs=wording.GLYPHS,
-        listed=LISTED,
+        listed=MAX_LISTED,
         kind=outcome_of_status,
         worst_of_all=worst_verdict(outcome_of_status(runs.last.status) for runs in shown),
         well=sum(outcome_of_status(runs.last.status) == "pass" for runs in shown),
@@ -106,15 +110,6 @@ def worst_drop(record: RunRecord) -> RunScore | None:
     return max(record.scores, key=lambda score: score.drop, default=None)
 
 
-def _profile_runs(
-    number: int, history: History, profile: str, flow: str, records: list[RunRecord], *, at_length: bool
-) -> ProfileRuns:
-    recent = records[:DRAWN][::-1]
-    curves = _curves(recent) if at_length and len(recent) > 1 else ()
-    changes = changes_since(history.of(profile, flow)[:-1], records[0]) if at_length else ()
-    return ProfileRuns(f"profile-{number}", profile, flow, tuple(records), changes, curves)
-
-
 def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
     """Return the scores, drops and durations of runs in the order in which they ended."""
     # A run that a check refused measured nothing. It has no scores and leaves no gap in the lines.
@@ -132,16 +127,13 @@ def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
     limit = limits.pop() if len(limits) == 1 else None
     days = [_day(run) for run in scored]
     allowed = f"; {wording.plain(limit)} are allowed" if limit else ""
-    charts = (WIDE, NARROW)
+    score_plots = [draw_lines(scores, days, chart, "points") for chart in (WIDE, NARROW)]
+    drop_plots = [
+        draw_lines(drops, days, chart, "points lost", from_zero=True, limit=limit) for chart in (WIDE, NARROW)
+    ]
     pictures = (
-        _picture(
-            "Scores of the merge, points", scores, [draw_lines(scores, days, chart, "points") for chart in charts]
-        ),
-        _picture(
-            f"Drops against the reference, points lost{allowed}",
-            drops,
-            [draw_lines(drops, days, chart, "points lost", from_zero=True, limit=limit) for chart in charts],
-        ),
+        _picture("Scores of the merge, points", scores, score_plots),
+        _picture(f"Drops against the reference, points lost{allowed}", drops, drop_plots),
         _durations(runs),
     )
     return tuple(picture for picture in pictures if picture is not None)
@@ -152,7 +144,8 @@ def _durations(runs: Sequence[RunRecord]) -> Curves | None:
     names = dict.fromkeys(name for run in seconds_by_run for name in run)
     total = {name: sum(run.get(name, 0.0) for run in seconds_by_run) for name in names}
     longest = sorted(total, key=lambda name: -total[name])[:_STAGES]
-    unit, factor = _unit_of(max((sum(run.values()) for run in seconds_by_run), default=0.0))
+    most = max((sum(run.values()) for run in seconds_by_run), default=0.0)
+    unit, factor = ("seconds", 1.0) if most < 180 else ("minutes", 60.0) if most < 3 * 3600 else ("hours", 3600.0)
     series = [Series(name, tuple(run.get(name, 0.0) / factor for run in seconds_by_run)) for name in longest]
     if len(total) > len(longest):
         rest = (sum(seconds for name, seconds in run.items() if name not in longest) for run in seconds_by_run)
@@ -171,12 +164,8 @@ def _picture(title: str, series: Sequence[Series], plots: Sequence[str], *, bars
 
     if not all(plots) or len(series[0].values) < 2:
         return None
-    keys = tuple((Markup(draw_key(index, bar=bars)), item.name) for index, item in enumerate(series[:MOST_SERIES]))
-    return Curves(title, tuple(map(Markup, plots)), keys, max(0, len(series) - MOST_SERIES))
-
-
-def _unit_of(longest: float) -> tuple[str, float]:
-    return ("seconds", 1.0) if longest < 180 else ("minutes", 60.0) if longest < 3 * 3600 else ("hours", 3600.0)
+    keys = tuple((Markup(draw_key(index, bar=bars)), item.name) for index, item in enumerate(series[:MAX_SERIES]))
+    return Curves(title, tuple(map(Markup, plots)), keys, max(0, len(series) - MAX_SERIES))
 
 
 def _day(record: RunRecord) -> str:

@@ -132,7 +132,7 @@ def parse_record(line: bytes) -> RunRecord:
     """
     body, _, ending = line.rpartition(_CHECKSUM)
     if ending != _digits(body) + b'"}':
-        raise ValueError("a line that is not as it was written")
+        raise ValueError("the checksum of the line does not match its content")
     return RunRecord.model_validate(json.loads(body + b"}"))
 
 

@@ -45,7 +45,7 @@ def shadow_sentence(content: ShadowContent) -> str:
     return sentence_case(content.reason)
 
 
-def what_users_get(content: ShadowContent) -> str:
+def routing_sentence(content: ShadowContent) -> str:
     """Return what the routing means for users."""
     share = _percent(content.share)
     return {
@@ -57,14 +57,6 @@ def what_users_get(content: ShadowContent) -> str:
         if content.mode == "mirror"
         else f"{share} of the users are answered by the candidate, always the same ones.",
     }[content.serving]
-
-
-def win_rate_text(content: ShadowContent) -> str:
-    """Return the win rate with its interval: '48.2 % [44.9, 51.3]', or that no pair is judged yet."""
-    now = content.now
-    if now is None:
-        return "no pair is judged yet"
-    return f"{_percent(now.win_rate, 1)} {wording.interval(100 * now.low, 100 * now.high, 1)}"
 
 
 def evidence_text(log_e: float, confidence: float) -> str:
@@ -89,12 +81,20 @@ def power_of_ten(power: int) -> str:
 def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each part of the state."""
     now = content.now
-    yield "serving", _serving(content)
+    if content.serving == "watch":
+        action = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
+        yield "serving", f"the parent; {_percent(content.share)} of the requests {action}"
+    else:
+        promoted = content.serving == "promoted"
+        yield "serving", "the candidate" if promoted else f"the parent: the candidate was {content.serving}"
     yield "watched", f"{format_duration(3600 * content.hours)} ({wording.plain(content.minimum_hours)} h at least)"
     counts = f"{content.wins:,} won, {content.ties:,} tied, {content.losses:,} lost"
     yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {counts}"
-    yield "win rate", win_rate_text(content)
-    if now is not None:
+    if now is None:
+        yield "win rate", "no pair is judged yet"
+    else:
+        bounds = wording.interval(100 * now.low, 100 * now.high, 1)
+        yield "win rate", f"{_percent(now.win_rate, 1)} {bounds}"
         if content.consistency is not None:
             yield "judge", f"the same in both orders in {_percent(content.consistency, 0)}"
         yield "evidence for it", evidence_text(now.log_e_promote, content.confidence)
@@ -105,25 +105,18 @@ def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
     """Return the requests, the failure rate, and the median and 95 % quantile of first byte and whole answer."""
     bounds = wording.interval(100 * arm.low, 100 * arm.high, 2)
     rate = f"{_percent(arm.rate, 2)} {bounds}" if arm.requests else wording.NONE
-    return f"{arm.requests:,}", rate, *_quantiles(arm.first_byte), *_quantiles(arm.seconds)
+    values = [seconds for quantiles in (arm.first_byte, arm.seconds) for seconds in (quantiles or (None, None))[:2]]
+    return (
+        f"{arm.requests:,}",
+        rate,
+        *(
+            wording.NONE if value is None else f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+            for value in values
+        ),
+    )
 
 
 ARM_COLUMNS = ("Requests", "Failed", "First byte", "95 %", "Whole answer", "95 %")
-
-
-def _quantiles(seconds: tuple[float, float, float] | None) -> tuple[str, str]:
-    return (wording.NONE, wording.NONE) if seconds is None else (_seconds(seconds[0]), _seconds(seconds[1]))
-
-
-def _seconds(value: float) -> str:
-    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
-
-
-def _serving(content: ShadowContent) -> str:
-    if content.serving == "watch":
-        action = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
-        return f"the parent; {_percent(content.share)} of the requests {action}"
-    return "the candidate" if content.serving == "promoted" else f"the parent: the candidate was {content.serving}"
 
 
 def _percent(share: float, decimals: int | None = None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import yaml
 
@@ -46,49 +47,69 @@ _UNITS = {
     "entropy": ("nats", 1.0),
 }
 _PARTS = ("merge", "load", "score")  # parts of a trial, in order
-_BY_GENERATION = ("cma", "nsga2")
 
 
-def sweep_content(
-    study: Study,
-    confirmation: Confirmation | NothingToConfirm,
-    *,
-    name: str,
-    method: str,
-    power: ConfirmationPower | None = None,
-    sizes: Mapping[str, Mapping[str, int]] | None = None,
-    runner: str = "local",
-    recipe: str = "",
-    importances: Mapping[str, float] | None = None,
-    no_importances: str = "",
-    reproduce: tuple[str, ...] = (),
-    versions: tuple[str, ...] = (),
-) -> SweepContent:
-    """Return the content of a sweep's page.
+@dataclass(frozen=True)
+class SweepFacts:
+    """Facts about a sweep that are not part of its search.
 
-    Args:
-        study: The finished search.
-        confirmation: Result of the confirmation, or the reason why there was nothing to confirm.
+    Attributes:
         name: Name of the profile.
         method: Subject of the search: 'ties of 2 over base'.
         power: Gain that the confirmation can detect.
         sizes: Number of documents by set (``search``, ``confirmation``, ``gate``) and task.
         runner: Description of the runner: 'local, 2 workers'.
-        recipe: Recipe of the winner as written to disk. Default: YAML of its values, if the winner was confirmed.
         importances: Importance of each coordinate by name. They add up to 1.
         no_importances: Reason why there are no importances.
         reproduce: Shell commands that reproduce the sweep.
         versions: Names and versions of the libraries.
     """
-    test = confirmation if isinstance(confirmation, Confirmation) else None
-    settings = study.settings
-    if not recipe and test is not None and test.confirmed and test.winner in study.recipes:
-        recipe = yaml.safe_dump(dict(study.recipes[test.winner]), sort_keys=False, default_flow_style=None, width=100)
-    importance_by_name = importances or {}
+
+    name: str
+    method: str
+    power: ConfirmationPower | None = None
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    runner: str = "local"
+    importances: Mapping[str, float] = field(default_factory=dict)
+    no_importances: str = ""
+    reproduce: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+
+
+def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, facts: SweepFacts) -> SweepContent:
+    """Return the content of a sweep's page.
+
+    Args:
+        study: The finished search.
+        confirmation: Result of the confirmation, or the reason why there was nothing to confirm.
+        facts: Facts about the sweep that are not part of its search.
+    """
+    settings, ending, recipe, result = study.settings, [], "", None
+    if study.stop_reason != "trials":
+        tried = f"after {len(study.trials)} of {settings.budget.trials} trials"
+        spent = "Its time was up" if study.stop_reason == "hours" else "Its money was spent"
+        ending.append(f"{spent} {tried}.")
+    if isinstance(confirmation, NothingToConfirm):
+        ending.append(f"{confirmation.why[:1].upper()}{confirmation.why[1:]}.")
+    else:
+        result = ReportedConfirmation(
+            confirmed=confirmation.confirmed,
+            gain=confirmation.gain,
+            low=confirmation.low,
+            high=confirmation.high,
+            p=confirmation.p_value,
+            confidence=confirmation.confidence,
+            documents=confirmation.documents,
+        )
+        if confirmation.confirmed and confirmation.winner in study.recipes:
+            winner = dict(study.recipes[confirmation.winner])
+            recipe = yaml.safe_dump(winner, sort_keys=False, default_flow_style=None, width=100)
+    tasks = dict.fromkeys(task for counts in facts.sizes.values() for task in counts)
+    search, confirmed, gate = (facts.sizes.get(name, {}) for name in ("search", "confirmation", "gate"))
     return SweepContent(
-        name=name,
-        method=method,
-        ending=" ".join(part for part in (_stop_sentence(study), _unconfirmed_sentence(confirmation)) if part),
+        name=facts.name,
+        method=facts.method,
+        ending=" ".join(ending),
         parameters=tuple(
             ReportedParameter(
                 name=coordinate.name,
@@ -97,7 +118,7 @@ def sweep_content(
                 high=coordinate.high,
                 among=coordinate.free.choices,
                 start=coordinate.free.start,
-                importance=importance_by_name.get(coordinate.name),
+                importance=facts.importances.get(coordinate.name),
             )
             for coordinate in study.coordinates
         ),
@@ -107,10 +128,18 @@ def sweep_content(
         winner=study.best.number if study.best else None,
         reference=study.reference.number,
         front=tuple(trial.number for trial in study.front),
-        held_out=_held_out(study, test) if test else (),
-        confirmation=_confirmation(test) if test else None,
-        power=f"Said before the sweep: {power.sentence()}." if power else "",
-        sets=_sets(sizes or {}),
+        held_out=_held_out(study, confirmation) if isinstance(confirmation, Confirmation) else (),
+        confirmation=result,
+        power=f"Said before the sweep: {facts.power.sentence()}." if facts.power else "",
+        sets=tuple(
+            ReportedSet(
+                task=task or "held-out text",
+                search=search.get(task, 0),
+                confirmation=confirmed.get(task, 0),
+                gate=gate.get(task),
+            )
+            for task in tasks
+        ),
         racing=_racing(study),
         budget=ReportedBudget(
             trials=settings.budget.trials,
@@ -119,15 +148,15 @@ def sweep_content(
             spent_hours=study.seconds.get("wall", 0.0) / 3600,
             spent_cost=study.spent,
         ),
-        no_importances=no_importances,
+        no_importances=facts.no_importances,
         recipe=recipe,
         sampler=settings.sampler,
         seed=settings.seed,
-        population=study.population if settings.sampler in _BY_GENERATION else None,
-        runner=runner,
+        population=study.population if settings.sampler in ("cma", "nsga2") else None,
+        runner=facts.runner,
         seconds_by_part=tuple((part, study.seconds[part]) for part in _PARTS if part in study.seconds),
-        reproduce=reproduce,
-        versions=versions,
+        reproduce=facts.reproduce,
+        versions=facts.versions,
     )
 
 
@@ -147,25 +176,20 @@ def _objective(terms: tuple[Term, ...]) -> ReportedObjective:
     if len(titles) == 1 and len(terms) == 1:
         suffix = f" of {terms[0].key.task}" if terms[0].key.task != TEXT else ""
         return ReportedObjective(title=f"{_title(terms[0])}{suffix}", unit=unit, factor=factor)
-    term_texts = tuple(
-        _term_text(term, titled=len(titles) > 1, weighed=len({other_term.weight for other_term in terms}) > 1)
-        for term in terms
-    )
-    return ReportedObjective(
-        title=titles.pop() if len(titles) == 1 else "weighted mean", terms=term_texts, unit=unit, factor=factor
-    )
+    texts = []
+    for term in terms:
+        details = [_title(term)] if len(titles) > 1 and term.key.task != TEXT else []
+        details += [f"weight {term.weight:.2g}"] if len({item.weight for item in terms}) > 1 else []
+        name = term.key.task or "the held-out text"
+        texts.append(f"{name} ({', '.join(details)})" if details else name)
+    title = titles.pop() if len(titles) == 1 else "weighted mean"
+    return ReportedObjective(title=title, terms=tuple(texts), unit=unit, factor=factor)
 
 
 def _title(term: Term) -> str:
     if term.key.task == TEXT:
         return "log-likelihood of the held-out text"
     return term.key.metric or _TITLES[term.key.measure]
-
-
-def _term_text(term: Term, *, titled: bool, weighed: bool) -> str:
-    name = term.key.task or "the held-out text"
-    details = [_title(term)] * (titled and term.key.task != TEXT) + [f"weight {term.weight:.2g}"] * weighed
-    return f"{name} ({', '.join(details)})" if details else name
 
 
 def _constraints(study: Study) -> tuple[str, ...]:
@@ -179,18 +203,6 @@ def _constraints(study: Study) -> tuple[str, ...]:
             f"{limit.reference or 'the hand-written recipe'}."
         )
     return tuple(sentences)
-
-
-def _confirmation(test: Confirmation) -> ReportedConfirmation:
-    return ReportedConfirmation(
-        confirmed=test.confirmed,
-        gain=test.gain,
-        low=test.low,
-        high=test.high,
-        p=test.p_value,
-        confidence=test.confidence,
-        documents=test.documents,
-    )
 
 
 def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
@@ -209,19 +221,6 @@ def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
     return HeldOut(trial=test.reference, scores=reference), HeldOut(trial=test.winner, scores=winner)
 
 
-def _sets(sizes: Mapping[str, Mapping[str, int]]) -> tuple[ReportedSet, ...]:
-    tasks = dict.fromkeys(task for counts in sizes.values() for task in counts)
-    return tuple(
-        ReportedSet(
-            task=task or "held-out text",
-            search=sizes.get("search", {}).get(task, 0),
-            confirmation=sizes.get("confirmation", {}).get(task, 0),
-            gate=sizes.get("gate", {}).get(task),
-        )
-        for task in tasks
-    )
-
-
 def _racing(study: Study) -> ReportedRacing:
     rule = study.settings.racing
     if rule.rule == "none" or study.objective.multi_objective:
@@ -229,19 +228,6 @@ def _racing(study: Study) -> ReportedRacing:
     if rule.rule == "halving":
         return ReportedRacing(rule="halving")
     return ReportedRacing(rule="paired", error=rule.error, looks=cumulative_shares(rule))
-
-
-def _stop_sentence(study: Study) -> str:
-    if study.stop_reason == "trials":
-        return ""
-    tried = f"after {len(study.trials)} of {study.settings.budget.trials} trials"
-    return f"Its time was up {tried}." if study.stop_reason == "hours" else f"Its money was spent {tried}."
-
-
-def _unconfirmed_sentence(confirmation: Confirmation | NothingToConfirm) -> str:
-    if isinstance(confirmation, Confirmation):
-        return ""
-    return f"{confirmation.why[:1].upper()}{confirmation.why[1:]}."
 
 
 def sweep_line(progress: SearchProgress, width: int) -> str:

@@ -8,10 +8,8 @@ from mergegate.tasks.report.page import page_style, page_template
 from mergegate.tasks.report.sweep import study_facts
 from mergegate.tasks.report.sweep import wording as words
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.report.sweep.front_plot import front_plot
-from mergegate.tasks.report.sweep.history_plot import history_plot
-from mergegate.tasks.report.sweep.parallel_plot import parallel_plot
-from mergegate.tasks.report.sweep.slices_plot import MOST_SLICES, slices_plot
+from mergegate.tasks.report.sweep.parameter_plots import MAX_SLICES, parallel_plot, slices_plot
+from mergegate.tasks.report.sweep.score_plots import front_plot, history_plot
 
 
 def render_sweep(content: SweepContent) -> str:
@@ -39,7 +37,7 @@ def render_sweep(content: SweepContent) -> str:
         history=[safe(history_plot(content, index)) for index in objectives],
         slices=[safe(slices_plot(content, index)) for index in objectives],
         parallel=[safe(parallel_plot(content, index)) for index in objectives]
-        if len(content.parameters) > MOST_SLICES
+        if len(content.parameters) > MAX_SLICES
         else [],
         front=safe(front_plot(content)),
         rows=[study_facts.recipe_rows(content, index) for index in objectives],

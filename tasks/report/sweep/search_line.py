@@ -44,7 +44,12 @@ def search_line(status: SearchStatus, width: int | None = None) -> str:
         status: Progress of the search.
         width: Largest number of characters. The least important parts are left out first. Default: no limit.
     """
-    best, hand_written = _distinct_scores(status)
+    # Show both scores with two digits of their difference.
+    scores = [status.factor * status.best, status.factor * status.hand_written]
+    difference = abs(scores[0] - scores[1])
+    size = difference if math.isfinite(difference) and difference > 0 else abs(scores[0]) or 1.0
+    decimals = max(1, min(6, 1 - math.floor(math.log10(size)))) if math.isfinite(size) else 1
+    best, hand_written = (number(score, decimals) for score in scores)
     parts = [(f"trial {status.done} of {status.total}", 0)]
     if math.isfinite(status.best):
         comparison = f" (hand-written {hand_written})" if math.isfinite(status.hand_written) else ""
@@ -65,15 +70,6 @@ def search_line(status: SearchStatus, width: int | None = None) -> str:
     if width is not None and len(line) > width and math.isfinite(status.best):
         line = f"{status.done}/{status.total} · best {best}"
     return line if width is None else line[:width]
-
-
-def _distinct_scores(status: SearchStatus) -> tuple[str, str]:
-    """Return both scores with two digits of their difference."""
-    best, hand_written = status.factor * status.best, status.factor * status.hand_written
-    difference = abs(best - hand_written)
-    size = difference if math.isfinite(difference) and difference > 0 else abs(best) or 1.0
-    decimals = max(1, min(6, 1 - math.floor(math.log10(size)))) if math.isfinite(size) else 1
-    return number(best, decimals), number(hand_written, decimals)
 
 
 def _rough(seconds: float) -> str:

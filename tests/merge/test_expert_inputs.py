@@ -19,7 +19,6 @@ import torch
 import transformers
 from test_importance import read as read_importance
 from test_importance import text_of
-from test_matching import permuted
 from test_own_texts import DEMO, SENTENCES, pinned, read
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -216,11 +215,11 @@ def test_the_layout_on_disk_changes_nothing_that_is_measured(
 
 
 def test_the_way_of_computing_experts_is_chosen_only_meanwhile(built: Callable[[str], Any]) -> None:
-    from mergegate.tasks.merge.expert_products import experts_one_by_one
+    from mergegate.tasks.merge.expert_products import eager_experts
 
     network = built("mixtral")
     before = network.config._experts_implementation
-    with experts_one_by_one(layer.mlp.experts for layer in network.model.layers):
+    with eager_experts(layer.mlp.experts for layer in network.model.layers):
         assert network.config._experts_implementation == "eager" != before
     assert network.config._experts_implementation == before
 
@@ -240,7 +239,7 @@ def test_experts_whose_products_nobody_sees_are_named(
     assert found.unseen == tuple(
         f"model.layers.*.block_sparse_moe.experts.*.{one}.weight" for one in ("w1", "w2", "w3")
     )
-    assert "not seen, so the mean: model.layers.*.block_sparse_moe" in found.summary()
+    assert "not observed, so merged by the mean: model.layers.*.block_sparse_moe" in found.summary()
     assert not any(".experts." in name for name in open_moments(tmp_path / "out"))
 
 
@@ -450,7 +449,7 @@ def test_what_no_position_reached_takes_no_room(built: Callable[[str], Any], tmp
         found = read(place, pinned(tmp_path, "a"), out, diagonal_above=limit)
         nothing = {name: one for name, one in open_moments(out).items() if one.is_empty}
         assert found.unreached == len(nothing) * 2 // 3 > 0  # Gate and up projections share one input.
-        assert f"{found.unreached} of experts that no position reached" in found.summary()
+        assert f"{found.unreached} of unused experts" in found.summary()
         for one in nothing.values():
             assert one.tensor.nbytes == 0
             assert one.is_diagonal == (one.width > limit)
@@ -464,7 +463,7 @@ def test_experts_in_another_order_take_along_what_was_measured(
     built: Callable[[str], Any], tmp_path: Path, family: str
 ) -> None:
     root, near = tmp_path / "models", mixtures.related(built(family), 1, share=0.05)
-    made = {"a": built(family), "near": near, "crossed": permuted(near, (2, 0, 3, 1))}
+    made = {"a": built(family), "near": near, "crossed": mixtures.permuted(near, (2, 0, 3, 1))}
     text, seen, matters = pinned(tmp_path, *SENTENCES), {}, {}
     for name, model in made.items():
         saved(model, root / name)

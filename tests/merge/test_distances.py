@@ -217,7 +217,7 @@ def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:
     for base in ("broken", "nothing"):
         models = [{"model": str(clients / name)} for name in HONEST]
         recipe = {"base_model": str(clients / base), "models": models, "merge_method": "geometric_median"}
-        with pytest.raises(InvalidInput, match=f"{base}(.|\n)*not finite"):
+        with pytest.raises(InvalidInput, match=f"{base}(.|\n)*NaN or infinity"):
             prepare(load_recipe(recipe))
 
 
@@ -287,12 +287,12 @@ def test_a_broken_base_is_not_blamed_on_the_adapters_on_it(clients: Path, prepar
     named = [adapter(tmp_path, name, 1).replace(str(DEMO / "base"), str(clients / "broken")) for name in ("one", "two")]
     models = [{"model": one} for one in named]
     recipe = {"base_model": str(clients / "broken"), "models": models, "merge_method": "median", "leave_out_beyond": 5}
-    with pytest.raises(InvalidInput, match="a base that task vectors"):
+    with pytest.raises(InvalidInput, match="a base with finite numbers"):
         prepare(load_recipe(recipe))
 
 
 def test_nobody_left_is_refused(clients: Path, prepare: Home) -> None:
-    with pytest.raises(InvalidInput, match="no model is left"):
+    with pytest.raises(InvalidInput, match="all models are left out"):
         prepare(recipe_of(clients, "broken", merge_method="median", leave_out_beyond=5))
 
 

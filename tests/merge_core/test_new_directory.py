@@ -77,7 +77,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_partial_path_without_the_mark_is_refused_and_left_as_it_is(tmp_path: Path, what: str, resume: bool) -> None:
+def test_a_partial_path_without_the_mark_is_refused_and_unchanged(tmp_path: Path, what: str, resume: bool) -> None:
     FOREIGN[what](tmp_path / "o.partial")
     before = snapshot(tmp_path)
     with pytest.raises(InvalidInput) as refusal, new_directory(tmp_path / "o", resume=resume):
@@ -94,7 +94,7 @@ def test_a_partial_path_without_the_mark_is_refused_and_left_as_it_is(tmp_path: 
     fails=st.booleans(),
     resume=st.booleans(),
 )
-def test_neighbors_stay_whatever_their_names(
+def test_neighboring_files_are_never_removed(
     tmp_path_factory: pytest.TempPathFactory, names: set[str], fails: bool, resume: bool
 ) -> None:
     root = tmp_path_factory.mktemp("root")
@@ -134,9 +134,7 @@ def test_a_run_that_cannot_resume_starts_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flushed", [None, b"", MARK_CONTENT[:20], MARK_CONTENT])
-def test_a_directory_in_which_nothing_but_the_mark_was_begun_is_taken_over(
-    tmp_path: Path, flushed: bytes | None
-) -> None:
+def test_a_directory_with_only_an_incomplete_mark_is_reused(tmp_path: Path, flushed: bytes | None) -> None:
     """A power cut may leave the mark absent, empty or truncated."""
     (tmp_path / "o.partial").mkdir()
     if flushed is not None:
@@ -147,7 +145,7 @@ def test_a_directory_in_which_nothing_but_the_mark_was_begun_is_taken_over(
 
 
 @pytest.mark.parametrize("out", [".", "..", "o/..", "/", "there"])
-def test_an_output_must_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+def test_an_existing_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     before = snapshot(tmp_path)
@@ -163,7 +161,7 @@ def test_one_process_writes_a_directory_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / "o").is_dir()
 
 
-def test_the_remains_of_a_run_that_was_killed_just_after_its_rename_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_run_killed_after_its_rename_are_removed(tmp_path: Path) -> None:
     partial = tmp_path / "o.partial"
     partial.mkdir()
     (partial / MARK).write_bytes(MARK_CONTENT)

@@ -22,9 +22,9 @@ from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.gate import graded_scores
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed, refuted
-from mergegate.tasks.gate.guards import Guard
 from mergegate.tasks.gate.regression import judge_guard, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import plan_looks
+from mergegate.tasks.gate.settings import Guard
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def most_wealth(differences: list[float], mean: float, confidence: float) -> flo
 
 @given(st.integers(0, 10_000), st.integers(1, 120), st.sampled_from([0.8, 0.95]))
 @settings(max_examples=40)
-def test_a_mean_is_refuted_where_a_plain_martingale_reaches_its_target(seed: int, n: int, confidence: float) -> None:
+def test_a_mean_is_refuted_if_a_plain_martingale_reaches_its_target(seed: int, n: int, confidence: float) -> None:
     rng = np.random.default_rng(seed)
     differences = rng.choice([-1.0, -0.2, 0.0, 0.1, 1.0], n, p=[0.05, 0.2, 0.5, 0.2, 0.05])
     means = rng.uniform(-0.2, 0.9, 8)
@@ -91,7 +91,7 @@ SHARES = {  # shares of the differences -1, -.5, 0, .5 and 1
 @pytest.mark.parametrize("schedule", [(6,), (2, 4, 6)])
 @pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES.keys())
 @pytest.mark.parametrize("confidence", [0.6, 0.8, 0.95])
-def test_the_truth_is_refuted_as_seldom_as_was_allowed_by_exact_enumeration(
+def test_exact_enumeration_refutes_the_truth_no_more_often_than_allowed(
     schedule: tuple[int, ...], shares: tuple[float, ...], confidence: float
 ) -> None:
     values = np.array([-1, -0.5, 0, 0.5, 1])
@@ -105,7 +105,7 @@ def test_the_truth_is_refuted_as_seldom_as_was_allowed_by_exact_enumeration(
         assert wrong.any()
 
 
-def test_bets_are_finite_whatever_the_plan() -> None:
+def test_bets_are_finite_for_every_plan() -> None:
     for schedule in ((1,), (2, 3), (10, 20, 40, 80, 160, 14042), (5000, 5001)):
         for confidence in (0.6, 0.95, 0.9999):
             slopes = graded_scores._slopes(schedule, confidence)
@@ -114,7 +114,7 @@ def test_bets_are_finite_whatever_the_plan() -> None:
             assert slopes[-1].max() > 0
 
 
-def test_many_samples_at_once_are_judged_as_one_by_one() -> None:
+def test_a_batch_of_samples_is_judged_like_single_samples() -> None:
     samples = np.random.default_rng(1).normal(-0.03, 0.2, (30, 80)).clip(-1, 1)
     one_by_one = [bool(refuted(sample, np.array([0.03]), 0.95, (80,))[0]) for sample in samples]
     assert refuted(samples, 0.03, 0.95, (80,)).tolist() == one_by_one
@@ -122,7 +122,7 @@ def test_many_samples_at_once_are_judged_as_one_by_one() -> None:
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.01, 0.7, 1.0]), min_size=1, max_size=60))
-def test_bounds_hold_the_mean_and_are_mirrored(differences: list[float]) -> None:
+def test_bounds_contain_the_mean_and_are_symmetric(differences: list[float]) -> None:
     found = graded_difference(differences, 0.95)
     other = graded_difference([-value for value in differences], 0.95)
     assert -1 <= found.low <= found.mean <= found.high <= 1
@@ -137,7 +137,7 @@ def test_every_mean_above_the_bound_is_refuted() -> None:
     assert not refuted(differences, np.array([found.high - 0.0011]), 0.95, (300,)).any()
 
 
-def test_what_an_early_look_has_refuted_stays_refuted() -> None:
+def test_a_mean_refuted_at_an_early_look_stays_refuted() -> None:
     differences = np.random.default_rng(3).normal(-0.02, 0.15, 400).clip(-1, 1)
     differences[100:] += 0.1  # as if the first hundred were lucky
     schedule = (100, 400)
@@ -152,7 +152,7 @@ def test_near_normal_scores_have_nearly_students_interval() -> None:
     assert found.high - found.low == pytest.approx(student.high - student.low, rel=0.1)
 
 
-def test_a_sample_of_equals_leaves_as_much_open_as_could_hide_in_it() -> None:
+def test_a_sample_without_differences_has_a_wide_enough_bound() -> None:
     found = graded_difference([0.0] * 200, 0.95)
     assert 0.013 < found.high < 0.02
     assert 0.985**200 < 0.05  # at 95% confidence, at most 1.5% of documents lose everything
@@ -160,18 +160,18 @@ def test_a_sample_of_equals_leaves_as_much_open_as_could_hide_in_it() -> None:
     assert graded_difference([0.0] * 50, 0.95).high > 0.03
 
 
-def test_the_needed_documents_are_the_fewest_that_decide_where_all_agree() -> None:
+def test_documents_needed_is_the_minimum_if_all_documents_agree() -> None:
     n = graded_documents_needed(0.0, 0.03, 0.95)
     highs = [graded_difference([0.0] * count, 0.95).high for count in (n - 1, n)]
     assert highs[1] <= 0.03 < highs[0]
 
 
-def test_what_is_no_difference_of_scores_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"lie in \[-1, 1\]"):
+def test_invalid_differences_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"must be in \[-1, 1\]"):
         graded_difference([0.0, 1.5], 0.95)
-    with pytest.raises(ValueError, match=r"lie in \[-1, 1\]"):
+    with pytest.raises(ValueError, match=r"must be in \[-1, 1\]"):
         graded_difference([0.0, math.nan], 0.95)
-    with pytest.raises(ValueError, match="3 differences where 2 were planned"):
+    with pytest.raises(ValueError, match="3 differences, but 2 were planned"):
         graded_difference([0.0] * 3, 0.95, (1, 2))
 
 
@@ -181,7 +181,7 @@ def test_what_is_no_difference_of_scores_is_refused() -> None:
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("shape", ["F1, mass at 0 and 1", "rare great losses", "19 of 20 tie", "subjects apart"])
 @pytest.mark.parametrize("n", [100, 200, 500])
-def test_graded_merges_at_the_margin_are_published_one_time_in_twenty_at_most(
+def test_graded_merges_at_the_margin_are_published_in_at_most_5_percent(
     script: ModuleType, shape: str, n: int, parts: int
 ) -> None:
     schedule = script.interim_looks(n, math.ceil(n / parts))
@@ -189,21 +189,21 @@ def test_graded_merges_at_the_margin_are_published_one_time_in_twenty_at_most(
     assert found.ours <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
 
-def test_students_interval_published_them_three_times_as_often(script: ModuleType) -> None:
+def test_students_interval_would_publish_them_three_times_as_often(script: ModuleType) -> None:
     found = script.published(script.rare_losses, 0.03, (200,), 4000, np.random.default_rng(6))
     assert found.students > 0.10
     assert found.ours < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
 
 
 @pytest.mark.parametrize("shape", ["F1, mass at 0 and 1", "ROUGE, Beta(2, 6)", "marks 1 to 10", "rare great losses"])
-def test_the_shapes_are_as_much_worse_as_they_say(script: ModuleType, shape: str) -> None:
+def test_the_shapes_have_their_declared_mean(script: ModuleType, shape: str) -> None:
     for drop in (0.0, 0.03):
         drawn = script.SHAPES[shape]((200, 5000), drop, np.random.default_rng(7))
         assert np.abs(drawn).max() <= 1
         assert drawn.mean() == pytest.approx(drop, abs=4 * float(drawn.std()) / 1000)
 
 
-def test_the_graded_table_in_the_document_is_the_scripts_and_keeps_its_promise(script: ModuleType) -> None:
+def test_the_graded_table_in_the_docs_matches_the_script(script: ModuleType) -> None:
     rows = table_in_the_document("graded scores")
     half = len(rows) // 2
     assert [row[0] for row in rows[1:half]] == [name for name in script.SHAPES for _ in range(2)]
@@ -233,27 +233,27 @@ def test_scores_of_another_range_are_judged_on_that_range() -> None:
     assert scaled.outcome == plain.outcome
 
 
-@pytest.mark.parametrize(("score", "said"), [(1.2, "1.2"), (math.nan, "nan"), (math.inf, "inf"), (-0.1, "-0.1")])
-def test_a_score_that_cannot_be_is_named_with_model_task_and_document(score: float, said: str) -> None:
+@pytest.mark.parametrize(("score", "message"), [(1.2, "1.2"), (math.nan, "nan"), (math.inf, "inf"), (-0.1, "-0.1")])
+def test_an_impossible_score_is_reported_with_model_task_and_document(score: float, message: str) -> None:
     found = graded_pair(50, 0.0)
     broken = PairedScores(found.documents, found.reference, (*found.merge[:7], score, *found.merge[8:]))
     with pytest.raises(InvalidInput) as raised:
         measure_guard(GUARD, "f1,none", broken, True)
     assert raised.value.where == "reverse: f1,none of the merge"
-    assert raised.value.found == f"{said} for document 7 of t"
+    assert raised.value.found == f"{message} for document 7 of t"
     assert raised.value.expected == "a number from 0 to 1"
     assert ("score_range" in raised.value.remedy) == math.isfinite(score)
 
 
-def test_what_rounding_adds_to_a_score_is_not_held_against_it() -> None:
+def test_rounding_beyond_the_score_range_is_accepted() -> None:
     found = graded_pair(50, 0.0)
     rounded = PairedScores(found.documents, found.reference, (*found.merge[:7], 1.0 + 2e-16, -1e-17, *found.merge[9:]))
     assert max(map(abs, measure_guard(GUARD, "f1,none", rounded, True).differences)) <= 1
 
 
 @pytest.mark.parametrize("wrong", [(1.0, 0.0), (0.0, 0.0), (0.0, math.inf)])
-def test_a_range_has_two_ends(wrong: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="is no range"):
+def test_an_invalid_score_range_is_rejected(wrong: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="is not a range"):
         Guard(task="t", guarded_by="a", score_range=wrong)
 
 
@@ -266,7 +266,7 @@ def test_bounds_of_graded_scores_are_not_corrected_for_looks_a_second_time() -> 
     assert verdict.high == pytest.approx(100 * wanted.high)
 
 
-def test_documents_come_in_the_order_in_which_they_were_scored(tmp_path: Path) -> None:
+def test_documents_are_in_scoring_order(tmp_path: Path) -> None:
     first = part(tmp_path / "1", [outcome(doc) for doc in range(0, 400, 2)])
     second = part(tmp_path / "2", [outcome(doc) for doc in range(1, 100, 2)])
     parts = [

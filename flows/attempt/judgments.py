@@ -1,7 +1,7 @@
 """Judge a merge that passed the gate: its answers by a judge, and the model itself on a real server.
 
 Each judgment takes the merge and returns a verdict, or None if the profile does not configure it. To add a judgment of
-your own, write a function of this kind and add it to ``JUDGEMENTS`` in ``flows.release``.
+your own, write a function of this kind and add it to ``JUDGMENTS`` in ``flows.release``.
 """
 
 from __future__ import annotations

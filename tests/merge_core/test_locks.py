@@ -32,7 +32,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refused)
 
 
-def test_a_second_holder_waits_and_says_so_once(path: Path) -> None:
+def test_a_second_process_waits_and_reports_it_once(path: Path) -> None:
     waiting, order = threading.Event(), []
 
     def second() -> None:
@@ -48,7 +48,7 @@ def test_a_second_holder_waits_and_says_so_once(path: Path) -> None:
     assert order == ["first", "second"]
 
 
-def test_whoever_waited_for_a_file_that_was_removed_holds_the_one_that_others_find(path: Path) -> None:
+def test_a_waiter_locks_the_current_file_after_the_old_one_was_removed(path: Path) -> None:
     waiting, inside, leave = threading.Event(), threading.Event(), threading.Event()
 
     def second() -> None:
@@ -67,7 +67,7 @@ def test_whoever_waited_for_a_file_that_was_removed_holds_the_one_that_others_fi
     assert not path.exists()
 
 
-def test_a_directory_is_locked_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_can_be_locked(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert try_open_locked(tmp_path, os.O_RDONLY) is None
         assert list(tmp_path.iterdir()) == []
@@ -76,7 +76,7 @@ def test_a_directory_is_locked_as_it_is(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-def test_a_lock_ends_with_a_killed_process(path: Path) -> None:
+def test_killing_the_process_releases_its_lock(path: Path) -> None:
     code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.files import locked\n"
     code += "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
@@ -84,7 +84,7 @@ def test_a_lock_ends_with_a_killed_process(path: Path) -> None:
         pass
 
 
-def test_shared_locks_exclude_only_those_who_want_to_be_alone(path: Path) -> None:
+def test_shared_locks_only_exclude_exclusive_locks(path: Path) -> None:
     one, other = (os.open(path, FLAGS) for _ in range(2))
     assert lock_file(one, path, shared=True)
     assert lock_file(other, path, shared=True)

@@ -18,7 +18,7 @@ from mergegate.merge_core.files.database import misplaced_file
 from mergegate.merge_core.files.hashing import HashMemo
 
 
-def test_a_hash_is_read_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"abc")
     memo = HashMemo(tmp_path / "memo.sqlite")
@@ -37,7 +37,7 @@ def test_a_rewritten_file_is_hashed_again(tmp_path: Path) -> None:
         assert memo.sha256(file) == hashlib.sha256(content).hexdigest()
 
 
-def test_a_file_in_place_of_another_is_hashed_again(tmp_path: Path) -> None:
+def test_a_replaced_file_is_hashed_again(tmp_path: Path) -> None:
     file, other = tmp_path / "weights", tmp_path / "other"
     file.write_bytes(b"abc")
     memo = HashMemo(tmp_path / "memo.sqlite")
@@ -58,7 +58,7 @@ def overwritten(file: Path, content: bytes) -> None:
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
 
 
-def test_a_time_that_was_put_back_does_not_deceive(tmp_path: Path) -> None:
+def test_resetting_the_modification_time_does_not_hide_a_change(tmp_path: Path) -> None:
     """Each change follows the previous hash immediately, faster than the clock of a file system ticks."""
     file = tmp_path / "weights"
     memo = HashMemo(tmp_path / "memo.sqlite")
@@ -69,7 +69,7 @@ def test_a_time_that_was_put_back_does_not_deceive(tmp_path: Path) -> None:
         assert memo.sha256(file) == hashlib.sha256(content).hexdigest()
 
 
-def test_what_was_hashed_while_it_was_written_is_not_believed_of_what_came_after(tmp_path: Path) -> None:
+def test_a_hash_of_a_file_that_changed_while_it_was_read_is_not_stored(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     memo = HashMemo(tmp_path / "memo.sqlite")
     for number in range(20):
@@ -106,7 +106,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_memo_that_cannot_be_read_is_set_aside_and_made_again(
+def test_a_damaged_hash_table_is_set_aside_and_rebuilt(
     tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, place = tmp_path / "weights", tmp_path / "memo.sqlite"
@@ -121,7 +121,7 @@ def test_a_memo_that_cannot_be_read_is_set_aside_and_made_again(
         assert not list(tmp_path.glob("*.lock"))
 
 
-def test_without_a_place_for_a_memo_files_are_read(tmp_path: Path) -> None:
+def test_without_a_writable_hash_table_files_are_read(tmp_path: Path) -> None:
     file, occupied = tmp_path / "weights", tmp_path / "occupied"
     file.write_bytes(b"abc")
     occupied.write_bytes(b"")
@@ -129,7 +129,7 @@ def test_without_a_place_for_a_memo_files_are_read(tmp_path: Path) -> None:
         assert HashMemo(occupied / "memo.sqlite").sha256(file) == hashlib.sha256(b"abc").hexdigest()
 
 
-def test_a_memo_that_another_process_holds_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_hash_table_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, place = tmp_path / "weights", tmp_path / "memo.sqlite"
     file.write_bytes(b"abc")
     memo = HashMemo(place)
@@ -143,7 +143,7 @@ def test_a_memo_that_another_process_holds_costs_only_time(tmp_path: Path, monke
     assert not list(tmp_path.glob("*.old"))
 
 
-def test_a_journal_that_is_removed_while_it_is_looked_at_is_not_in_the_way(tmp_path: Path) -> None:
+def test_a_journal_file_that_disappears_during_the_check_is_ignored(tmp_path: Path) -> None:
     """SQLite creates and removes a journal with every write, while other processes check for misplaced files."""
     database, over = tmp_path / "memo.sqlite", threading.Event()
     journal = tmp_path / "memo.sqlite-journal"

@@ -58,7 +58,7 @@ def names(directory: Path) -> list[str]:
 
 
 @damages
-def test_whatever_a_file_has_become_reading_it_gives_a_value_or_says_that_there_is_none(
+def test_reading_any_kind_of_damage_returns_a_value_or_reports_damage(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     path = tmp_path / "state"
@@ -70,14 +70,14 @@ def test_whatever_a_file_has_become_reading_it_gives_a_value_or_says_that_there_
 
 
 @given(CONTENT | JSON.map(lambda value: json.dumps(value).encode()))
-def test_no_content_is_too_much_for_reading(content: bytes) -> None:
+def test_reading_state_accepts_any_content(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "state"
         path.write_bytes(content)
         assert isinstance(read_state(path, Value.model_validate_json), (Damaged, Value))
 
 
-def test_nothing_is_no_damage_and_too_much_is(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_damage_but_an_oversized_one_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     assert read_state(tmp_path / "nothing", bytes) is None
     assert read_state(tmp_path / "file" / "below", bytes) is None
@@ -85,7 +85,7 @@ def test_nothing_is_no_damage_and_too_much_is(tmp_path: Path) -> None:
     assert isinstance(read_state(tmp_path / "file", bytes, most=4), Damaged)
 
 
-def test_a_machine_at_its_limits_is_no_damage_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_machine_limits_are_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -94,7 +94,7 @@ def test_a_machine_at_its_limits_is_no_damage_of_the_file(tmp_path: Path, monkey
         read_state(tmp_path / "state", bytes)
 
 
-def test_of_what_is_set_aside_the_newest_few_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_set_aside_copies_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "state"
     for number in range(5):
         path.write_text(str(number))
@@ -107,7 +107,7 @@ def test_of_what_is_set_aside_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert move_aside(path) is None
 
 
-def test_of_a_large_artifact_only_what_is_small_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_small_files_of_a_large_artifact_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MAX_COPY_BYTES", 1000)
     (tmp_path / "artifact" / "deep").mkdir(parents=True)
     (tmp_path / "artifact" / "deep" / "weights").write_bytes(bytes(5000))
@@ -120,7 +120,7 @@ def test_of_a_large_artifact_only_what_is_small_is_kept(tmp_path: Path, monkeypa
     assert names(tmp_path) == ["artifact.damaged-1"]
 
 
-def test_what_a_link_points_to_is_left_alone(tmp_path: Path) -> None:
+def test_the_target_of_a_link_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "others").write_text("precious")
     (tmp_path / "state").symlink_to("others")
     write_state(tmp_path / "state", b"ours")
@@ -133,7 +133,7 @@ def test_what_a_link_points_to_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "others").read_text() == "precious"
 
 
-def test_many_that_make_the_same_directory_or_file_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
+def test_concurrent_creation_of_one_directory_or_file_is_safe(tmp_path: Path) -> None:
     meet = threading.Barrier(8)
 
     def makes_them(number: int) -> None:
@@ -154,9 +154,7 @@ def test_many_that_make_the_same_directory_or_file_at_once_take_nothing_from_eac
 
 @damages
 @pytest.mark.parametrize("part", ["", MANIFEST, VALUE, "sub/weights", "sub"])
-def test_an_artifact_is_built_again_whatever_has_become_of_any_part(
-    tmp_path: Path, part: str, damage: Callable[[Path], None]
-) -> None:
+def test_an_artifact_is_rebuilt_after_any_damage(tmp_path: Path, part: str, damage: Callable[[Path], None]) -> None:
     store = Store(tmp_path)
     first, _ = store.build("merge", KEY, Value, makes)
     try:
@@ -172,7 +170,7 @@ def test_an_artifact_is_built_again_whatever_has_become_of_any_part(
 
 
 @damages
-def test_a_value_is_made_again_whatever_has_become_of_its_file(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_value_is_recomputed_after_any_damage_to_its_file(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     store = Store(tmp_path)
     first, _ = store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
     (file,) = (tmp_path / "gate").iterdir()
@@ -184,7 +182,7 @@ def test_a_value_is_made_again_whatever_has_become_of_its_file(tmp_path: Path, d
 
 @settings(max_examples=25)  # Each example builds an artifact.
 @given(st.data())
-def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObject) -> None:
+def test_any_altered_byte_of_a_manifest_or_value_is_detected(data: st.DataObject) -> None:
     """Accepted content has the same meaning: whitespace does not count, and the stage name is informational."""
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
@@ -202,7 +200,7 @@ def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObjec
 
 @settings(max_examples=25)
 @given(JSON)
-def test_a_manifest_of_any_shape_is_a_miss(content: object) -> None:
+def test_a_malformed_manifest_is_a_miss(content: object) -> None:
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Path(directory))
         first, _ = store.build("merge", KEY, Value, makes)
@@ -210,9 +208,7 @@ def test_a_manifest_of_any_shape_is_a_miss(content: object) -> None:
         assert store.build("merge", KEY, Value, makes) == (first, True)
 
 
-def test_a_manifest_that_names_files_elsewhere_has_none_of_them_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_outside_the_artifact_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "store")
     first, _ = store.build("merge", KEY, Value, makes)
     (tmp_path / "secret").write_text("abc")
@@ -226,9 +222,7 @@ def test_a_manifest_that_names_files_elsewhere_has_none_of_them_read(
 
 @damages
 @pytest.mark.parametrize("place", ["", "merge", "locks", f"merge/{KEY[:32]}.partial", f"locks/merge-{KEY[:32]}"])
-def test_what_stands_in_the_way_of_the_store_is_set_aside(
-    tmp_path: Path, place: str, damage: Callable[[Path], None]
-) -> None:
+def test_obstacles_in_the_store_are_set_aside(tmp_path: Path, place: str, damage: Callable[[Path], None]) -> None:
     root = tmp_path / "store"
     (root / place).parent.mkdir(parents=True, exist_ok=True)
     (root / place).write_text("a file")
@@ -241,7 +235,7 @@ def test_what_stands_in_the_way_of_the_store_is_set_aside(
 
 @damages
 @pytest.mark.parametrize("suffix", ["", "-journal", "-wal"])
-def test_hashes_are_found_again_whatever_has_become_of_the_table(
+def test_hashes_are_recomputed_after_any_damage_to_the_table(
     tmp_path: Path, suffix: str, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
@@ -263,7 +257,7 @@ def test_hashes_are_found_again_whatever_has_become_of_the_table(
         "CREATE TABLE hashes (device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256 TEXT, more TEXT)",
     ],
 )
-def test_a_table_of_another_schema_is_begun_anew(tmp_path: Path, schema: str) -> None:
+def test_a_table_with_another_schema_is_rebuilt(tmp_path: Path, schema: str) -> None:
     weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
     weights.write_bytes(b"abc")
     other = hashing.sqlite3.connect(database)
@@ -276,7 +270,7 @@ def test_a_table_of_another_schema_is_begun_anew(tmp_path: Path, schema: str) ->
 
 
 @pytest.mark.parametrize("remembered", ["", "f" * 63, "not hex" * 9, b"\xff" * 64, 3, None])
-def test_a_hash_that_is_none_is_not_believed(tmp_path: Path, remembered: object) -> None:
+def test_an_invalid_hash_is_ignored(tmp_path: Path, remembered: object) -> None:
     weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
     weights.write_bytes(b"abc")
     HashMemo(database).sha256(weights)
@@ -286,7 +280,7 @@ def test_a_hash_that_is_none_is_not_believed(tmp_path: Path, remembered: object)
     assert HashMemo(database).sha256(weights) == sha256_file(weights)
 
 
-def test_a_table_that_somebody_holds_is_left_alone(
+def test_a_locked_table_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
@@ -307,7 +301,7 @@ def test_a_table_that_somebody_holds_is_left_alone(
 
 
 @damages
-def test_a_journal_goes_on_whatever_has_become_of_it(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_journal_continues_after_any_damage(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     place = JournalLocation(tmp_path / JOURNAL, KEY)
     with open_journal(place) as journal:
         for number in range(6):
@@ -321,7 +315,7 @@ def test_a_journal_goes_on_whatever_has_become_of_it(tmp_path: Path, damage: Cal
         assert journal.records == (*before, "after")
 
 
-def test_records_of_another_kind_end_the_belief(tmp_path: Path) -> None:
+def test_records_after_one_of_another_kind_are_ignored(tmp_path: Path) -> None:
     place = JournalLocation(tmp_path / JOURNAL, KEY)
     with open_journal(place) as journal:
         for record in (1, 2, "of an older program", 3):
@@ -331,7 +325,7 @@ def test_records_of_another_kind_end_the_belief(tmp_path: Path) -> None:
 
 
 @damages
-def test_a_lock_is_held_whatever_stood_in_its_place(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_lock_works_despite_obstacles_at_its_path(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = tmp_path / "lock"
     path.touch()
     damage(path)
@@ -340,7 +334,7 @@ def test_a_lock_is_held_whatever_stood_in_its_place(tmp_path: Path, damage: Call
     assert not path.exists()
 
 
-def test_home_and_store_are_closed_to_others_but_for_a_team_that_shares_them(tmp_path: Path) -> None:
+def test_home_and_store_are_private_except_for_a_sharing_team(tmp_path: Path) -> None:
     root = tmp_path / "home" / "store"
     before = os.umask(0)
     try:
@@ -357,7 +351,7 @@ def test_home_and_store_are_closed_to_others_but_for_a_team_that_shares_them(tmp
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_of_the_machine_reads_nothing_of_the_store(tmp_path: Path) -> None:
+def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
     for above in (tmp_path, *tmp_path.parents):
         if above.stat().st_uid == os.geteuid() and above != Path("/"):
             above.chmod(above.stat().st_mode | 0o055)
@@ -376,7 +370,7 @@ def test_another_user_of_the_machine_reads_nothing_of_the_store(tmp_path: Path) 
     assert "home/store" in done.stderr
 
 
-def test_an_examination_finds_damage_and_what_is_left_over_and_mends_it(tmp_path: Path) -> None:
+def test_an_inspection_finds_and_repairs_damage_and_leftovers(tmp_path: Path) -> None:
     root = tmp_path / "store"
     store = Store(root)
     sound, _ = store.build("merge", KEY, Value, makes)
@@ -410,7 +404,7 @@ def test_an_examination_finds_damage_and_what_is_left_over_and_mends_it(tmp_path
     assert store.build("merge", KEY, Value, makes) == (sound, False)
 
 
-def test_what_somebody_works_on_is_no_finding(tmp_path: Path) -> None:
+def test_files_in_use_are_not_reported(tmp_path: Path) -> None:
     def looks(out: Path) -> Value:
         assert list(examine_store(tmp_path)) == []
         return Value(words="abc")

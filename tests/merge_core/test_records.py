@@ -38,7 +38,7 @@ def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 @given(RECORDS, RECORDS)
-def test_records_come_back_exactly_and_more_can_follow(first: list[Any], second: list[Any]) -> None:
+def test_records_are_restored_exactly_and_more_can_be_appended(first: list[Any], second: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = JournalLocation(Path(directory) / JOURNAL, KEY)
         written(place, first)
@@ -48,7 +48,7 @@ def test_records_come_back_exactly_and_more_can_follow(first: list[Any], second:
 
 
 @given(RECORDS, st.data())
-def test_a_crash_at_any_byte_costs_only_what_came_after(records: list[Any], data: st.DataObject) -> None:
+def test_a_crash_at_any_byte_only_loses_later_records(records: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = JournalLocation(Path(directory) / JOURNAL, KEY)
         content = written(place, records)
@@ -64,7 +64,7 @@ def test_a_crash_at_any_byte_costs_only_what_came_after(records: list[Any], data
 
 
 @given(RECORDS.filter(len), st.data())
-def test_one_altered_byte_ends_the_belief_where_it_stands(records: list[Any], data: st.DataObject) -> None:
+def test_records_after_an_altered_byte_are_ignored(records: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = JournalLocation(Path(directory) / JOURNAL, KEY)
         content = bytearray(written(place, records))
@@ -75,14 +75,14 @@ def test_one_altered_byte_ends_the_belief_where_it_stands(records: list[Any], da
         assert same(found(place), records[:before])
 
 
-def test_the_journal_of_another_key_is_dropped(tmp_path: Path) -> None:
+def test_a_journal_with_another_key_is_discarded(tmp_path: Path) -> None:
     path = tmp_path / JOURNAL
     written(JournalLocation(path, KEY), [1, 2])
     assert found(JournalLocation(path, KEY[::-1])) == ()
     assert path.read_bytes() == b""
 
 
-def test_a_record_of_elsewhere_is_not_believed_in_another_place(tmp_path: Path) -> None:
+def test_a_record_at_another_position_is_ignored(tmp_path: Path) -> None:
     """Each line authenticates those before it, so a moved or repeated line does not fit."""
     place = JournalLocation(tmp_path / JOURNAL, KEY)
     first, second, third = written(place, ["a", "b", "c"]).splitlines(keepends=True)
@@ -92,13 +92,13 @@ def test_a_record_of_elsewhere_is_not_believed_in_another_place(tmp_path: Path) 
     assert found(place) == ("a",)
 
 
-def test_without_a_place_nothing_is_kept() -> None:
+def test_a_journal_without_a_location_stores_nothing() -> None:
     with open_journal(None) as journal:
         journal.append("a")
         assert journal.records == ()
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_journal_but_not_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = JournalLocation(tmp_path / JOURNAL, KEY)
     write = os.write
     with open_journal(place) as journal:
@@ -120,7 +120,7 @@ def makes(out: Path) -> Value:
     return Value(n=1)
 
 
-def test_a_sealed_artifact_has_no_journal_and_is_the_same_as_without(tmp_path: Path) -> None:
+def test_a_sealed_artifact_has_no_journal_and_equals_one_built_without(tmp_path: Path) -> None:
     def plain(out: Path) -> Value:
         (out / "table").write_text("whole")
         return Value(n=1)
@@ -132,7 +132,9 @@ def test_a_sealed_artifact_has_no_journal_and_is_the_same_as_without(tmp_path: P
 
 
 @pytest.mark.parametrize("moment", ["rename", "unlink"])
-def test_a_kill_while_it_is_sealed_loses_nothing(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_an_artifact_is_sealed_loses_nothing(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kill comes between manifest and rename, or between rename and removal of the journal."""
     store, deed = Store(tmp_path), getattr(Path, moment)
 
@@ -162,7 +164,7 @@ def test_a_kill_while_it_is_sealed_loses_nothing(tmp_path: Path, moment: str, mo
     assert sorted(path.name for path in artifact.directory.iterdir()) == ["manifest.json", "table", "value.json"]
 
 
-def test_a_failed_build_keeps_its_journal_and_one_without_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_keeps_its_journal(tmp_path: Path) -> None:
     def fails(out: Path) -> Value:
         raise OSError("at once")
 

@@ -70,7 +70,7 @@ def recipe_of(method: str, names: tuple[str, str, str]) -> str:
 def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: object) -> dict[str, torch.Tensor]:
     loaded = load_recipe(recipe)
     if loaded.needs_distances:
-        loaded = replace(loaded, places={})
+        loaded = replace(loaded, distances={})
     if loaded.texts:  # Without measurements, every tensor is the mean.
         loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
@@ -99,14 +99,14 @@ EVERY_METHOD = [
 
 
 @pytest.mark.parametrize(("family", "method"), EVERY_METHOD)
-def test_both_layouts_give_the_same_numbers(parents: Path, tmp_path: Path, family: str, method: str) -> None:
+def test_both_layouts_merge_to_the_same_numbers(parents: Path, tmp_path: Path, family: str, method: str) -> None:
     merged(parents / family, recipe_of(method, ("base", "a", "b")), tmp_path / "single")
     merged(parents / family, recipe_of(method, ("base-fused", "a-fused", "b-fused")), tmp_path / "fused")
     assert_same(in_memory(tmp_path / "single"), in_memory(tmp_path / "fused"))
 
 
 @pytest.mark.parametrize("family", IN_TWO_LAYOUTS)
-def test_parents_in_two_layouts_merge_into_that_of_the_donor(parents: Path, tmp_path: Path, family: str) -> None:
+def test_parents_in_two_layouts_merge_into_the_layout_of_the_donor(parents: Path, tmp_path: Path, family: str) -> None:
     home = parents / family
     expected = merged(home, recipe_of("dare_ties", ("base", "a", "b")), tmp_path / "single")
     mixed = merged(home, recipe_of("dare_ties", ("base", "a-fused", "b")), tmp_path / "mixed")
@@ -117,7 +117,7 @@ def test_parents_in_two_layouts_merge_into_that_of_the_donor(parents: Path, tmp_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_layout_is_written_as_it_came_in(parents: Path, tmp_path: Path, family: str) -> None:
+def test_a_fused_layout_is_preserved(parents: Path, tmp_path: Path, family: str) -> None:
     home = parents / family
     merged(home, "merge_method: passthrough\nmodels: [{model: a-fused}]", tmp_path / "out")
     assert_same(load_file(home / "a-fused/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
@@ -137,7 +137,7 @@ def test_a_linear_merge_equals_averaging_in_memory(parents: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["llama4", "gpt_oss"])
-def test_each_expert_is_a_vector_of_its_own(parents: Path, tmp_path: Path, family: str) -> None:
+def test_each_expert_is_merged_as_a_separate_vector(parents: Path, tmp_path: Path, family: str) -> None:
     """The values of one expert do not affect another: magnitudes are ranked within each expert."""
     home = parents / family
     text = recipe_of("ties", ("base-fused", "a-fused", "b-fused"))
@@ -180,7 +180,7 @@ class Doubled(DerivedTensor):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_fused_tensor_that_is_computed_is_taken_apart_as_well(parents: Path, tmp_path: Path, family: str) -> None:
+def test_computed_fused_tensors_are_split_too(parents: Path, tmp_path: Path, family: str) -> None:
     """A model with an adapter on its fused experts has such tensors."""
     recipe = load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
     opened = {str(ref): open_checkpoint(parents / family / ref.path) for ref in recipe.references()}
@@ -197,7 +197,7 @@ def test_a_fused_tensor_that_is_computed_is_taken_apart_as_well(parents: Path, t
     assert found.files == merge_weights(stored, tmp_path / "stored").files
 
 
-def test_no_byte_of_a_fused_tensor_is_left_out(parents: Path) -> None:
+def test_the_pieces_of_a_fused_tensor_cover_every_byte(parents: Path) -> None:
     for family in FAMILIES:
         checkpoint = open_checkpoint(parents / family / "a-fused")
         table = split_experts(checkpoint)
@@ -214,13 +214,13 @@ def test_no_byte_of_a_fused_tensor_is_left_out(parents: Path) -> None:
         assert any(len(pieces) >= mixtures.EXPERTS for pieces in found.values())
 
 
-def test_blocks_and_threads_change_no_byte(parents: Path, tmp_path: Path) -> None:
+def test_block_size_and_threads_do_not_change_the_result(parents: Path, tmp_path: Path) -> None:
     home, text = parents / "mixtral", recipe_of("dare_ties", ("base-fused", "a", "b-fused"))
     usual = merged(home, text, tmp_path / "usual")
     assert_same(usual, merged(home, text, tmp_path / "small", block_elements=1 << 8, threads=3))
 
 
-def test_a_killed_merge_goes_on_in_the_middle_of_a_fused_tensor(parents: Path, tmp_path: Path) -> None:
+def test_a_killed_merge_resumes_within_a_fused_tensor(parents: Path, tmp_path: Path) -> None:
     home = parents / "qwen3_moe"
     recipe = load_recipe(recipe_of("ties", ("base-fused", "a", "b-fused")))
     opened = {str(ref): open_checkpoint(home / ref.path) for ref in recipe.references()}
@@ -249,7 +249,7 @@ def test_a_stack_is_written_in_the_layout_of_its_donor(parents: Path, tmp_path: 
     mixtures.load(tmp_path / "out")
 
 
-def test_a_step_hands_its_layout_on(parents: Path, tmp_path: Path) -> None:
+def test_a_step_passes_its_layout_on(parents: Path, tmp_path: Path) -> None:
     text = (
         "name: first\nmerge_method: linear\nmodels: [{model: a-fused}, {model: b}]\nparameters: {weight: 1}\n---\n"
         "merge_method: linear\nmodels: [{model: first}, {model: base}]\nparameters: {weight: 1}\n"
@@ -282,7 +282,7 @@ def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, wor
 @given(
     experts=st.integers(1, 5), hidden=st.integers(1, 6), wide=st.integers(1, 6), transposed=st.booleans(),
 )  # fmt: skip
-def test_shapes_alone_tell_the_two_forms_apart(experts: int, hidden: int, wide: int, transposed: bool) -> None:
+def test_shapes_alone_distinguish_the_two_layouts(experts: int, hidden: int, wide: int, transposed: bool) -> None:
     """This holds for any sizes, even if the hidden size equals that of both projections together."""
     from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint
 

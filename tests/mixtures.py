@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,15 @@ def load(directory: Path) -> Any:
     assert not told["unexpected_keys"], told
     assert not told["mismatched_keys"], told
     return model.eval()
+
+
+def permuted(model: Any, order: Sequence[int]) -> Any:
+    """Return the same function with permuted experts: expert `i` is the former expert `order[i]`."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, tensor in other.state_dict().items():
+            part = name.rpartition("layers.")[2]
+            routed = any(word in part for word in ("gate.weight", "gate.e_score", "router", "expert_bias", "experts."))
+            if routed and "shared" not in part and tensor.shape[:1] == (EXPERTS,):
+                tensor.copy_(tensor[list(order)].clone())
+    return other

@@ -54,13 +54,11 @@ def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, key: Calla
     return seen
 
 
-def test_the_shapes_are_those_of_the_model_that_is_meant() -> None:
+def test_the_generated_shapes_match_the_real_model() -> None:
     assert len(huge.deepseek_shapes()) == 45_395
 
 
-def test_each_header_is_read_once_and_each_name_is_taken_apart_once(
-    mixtures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_header_and_each_name_is_parsed_once(mixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers = counting(monkeypatch, checkpoint_file, "read_header", lambda path: path)
     parse_layer_place.cache_clear()
     cleared = clear_recipe(recipe_in(mixtures))
@@ -70,9 +68,7 @@ def test_each_header_is_read_once_and_each_name_is_taken_apart_once(
     assert parse_layer_place.cache_info().misses <= len(SHAPES) + LAYERS  # names of both models, and some lookups
 
 
-def test_values_and_costs_are_worked_out_once_for_each_kind_and_not_for_each_expert(
-    mixtures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_costs_are_computed_once_per_kind_of_tensor(mixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = {str(mixtures / name): open_checkpoint(mixtures / name) for name in ("one", "two")}
     asked = counting(monkeypatch, values, "value_for", lambda parameter, *_: parameter.name)
     costs = counting(monkeypatch, forecast, "work_of", lambda method, _: method.name)
@@ -86,7 +82,7 @@ def test_values_and_costs_are_worked_out_once_for_each_kind_and_not_for_each_exp
     assert needs.bytes_passed == plan.bytes_read == sum(job.nbytes_in for job in plan.jobs)
 
 
-def test_shared_values_are_those_that_each_tensor_would_be_given_alone(mixtures: Path) -> None:
+def test_shared_values_equal_the_values_of_each_tensor_alone(mixtures: Path) -> None:
     recipe = recipe_in(mixtures)
     opened = {str(mixtures / name): open_checkpoint(mixtures / name) for name in ("one", "two")}
     weight = recipe.method.parameter("weight")

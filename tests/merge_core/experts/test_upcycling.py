@@ -108,7 +108,7 @@ def test_equal_experts_compute_what_the_dense_model_computes(
 
 
 @pytest.mark.parametrize(("name", "output"), PAIRS)
-def test_what_a_config_leaves_unsaid_stays_what_its_family_means_by_it(
+def test_missing_config_keys_keep_the_defaults_of_the_dense_family(
     models: Path, tmp_path: Path, name: str, output: str
 ) -> None:
     """A configuration may list only deviations from its family's defaults; a mixture family has other defaults."""
@@ -126,7 +126,7 @@ def test_what_a_config_leaves_unsaid_stays_what_its_family_means_by_it(
 
 
 @pytest.mark.parametrize("output", ["Mixtral", "GLM-4 MoE", "Qwen MoE"])
-def test_rotary_embeddings_in_the_older_form_are_understood(models: Path, tmp_path: Path, output: str) -> None:
+def test_older_rotary_settings_are_converted(models: Path, tmp_path: Path, output: str) -> None:
     """Checkpoints from before transformers 5 have separate ``rope_theta`` and ``rope_scaling`` keys."""
     older = tmp_path / "models" / "far"
     older.mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_each_expert_has_the_weights_of_its_model(models: Path, tmp_path: Path, 
         mixture = mixtures.load(out)
 
 
-def test_the_layout_is_the_one_that_servers_load(models: Path, tmp_path: Path) -> None:
+def test_the_written_layout_matches_what_servers_load(models: Path, tmp_path: Path) -> None:
     names = set(load_file(made(models, of("llama", "Mixtral", count=2), tmp_path / "a") / "model.safetensors"))
     assert {name for name in names if ".layers.1." in name and "attn" not in name and "norm" not in name} == {
         "model.layers.1.block_sparse_moe.gate.weight",
@@ -168,7 +168,7 @@ def test_the_layout_is_the_one_that_servers_load(models: Path, tmp_path: Path) -
     }
 
 
-def test_noise_is_drawn_and_each_copy_has_its_own(models: Path, tmp_path: Path) -> None:
+def test_each_copy_of_an_expert_has_its_own_noise(models: Path, tmp_path: Path) -> None:
     content = document("llama", [{"source_model": "llama", "noise_scale": 0.05, "copies": 3}])
     tensors = load_file(made(models, content, tmp_path / "out") / "model.safetensors")
     dense_weight = load_file(models / "llama/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
@@ -180,7 +180,7 @@ def test_noise_is_drawn_and_each_copy_has_its_own(models: Path, tmp_path: Path) 
     assert np.abs(correlation - np.eye(3)).max() < 0.15
 
 
-def test_noise_depends_on_the_seed_and_neither_on_blocks_nor_on_threads(models: Path, tmp_path: Path) -> None:
+def test_noise_only_depends_on_the_seed(models: Path, tmp_path: Path) -> None:
     content = document("llama", [{"source_model": "llama", "noise_scale": 0.05, "residual_scale": 0.5, "copies": 3}])
     usual = (made(models, content, tmp_path / "a") / "model.safetensors").read_bytes()
     small = made(models, content, tmp_path / "b", block_elements=64, threads=3) / "model.safetensors"
@@ -189,7 +189,7 @@ def test_noise_depends_on_the_seed_and_neither_on_blocks_nor_on_threads(models: 
 
 
 @pytest.mark.parametrize(("mode", "spread"), [("random", 1.0), ("uniform_random", 3**-0.5 * 32**-0.5)])
-def test_drawn_routers_have_their_spread(models: Path, tmp_path: Path, mode: str, spread: float) -> None:
+def test_random_routers_have_the_expected_spread(models: Path, tmp_path: Path, mode: str, spread: float) -> None:
     content = {**document("llama", ["llama"] * 8), "gate_mode": mode}
     tensors = load_file(made(models, content, tmp_path / "out") / "model.safetensors")
     first, second = (tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"] for layer in (0, 1))
@@ -200,7 +200,7 @@ def test_drawn_routers_have_their_spread(models: Path, tmp_path: Path, mode: str
         assert float(first.abs().max()) <= 32**-0.5
 
 
-def test_scales_are_those_that_the_recipe_says(models: Path, tmp_path: Path) -> None:
+def test_scales_follow_the_recipe(models: Path, tmp_path: Path) -> None:
     """An explicit residual_scale replaces the family's default."""
     shared = [{"source_model": "llama", "residual_scale": 0.25}]
     content = document("llama", [{"source_model": "llama", "residual_scale": 0.75}, "llama"], shared_experts=shared)
@@ -212,14 +212,14 @@ def test_scales_are_those_that_the_recipe_says(models: Path, tmp_path: Path) -> 
     assert torch.equal(tensors[f"{module}.shared_experts.down_proj.weight"], 0.25 * dense_weight)
 
 
-def test_the_format_is_the_one_that_the_recipe_says(models: Path, tmp_path: Path) -> None:
+def test_the_number_format_follows_the_recipe(models: Path, tmp_path: Path) -> None:
     out = made(models, of("llama", "GLM-4 MoE", dtype="bfloat16"), tmp_path / "out")
     kinds = {tensor.dtype for name, tensor in load_file(out / "model.safetensors").items() if "correction" not in name}
     assert kinds == {torch.bfloat16}
     assert mixtures.load(out).dtype == torch.bfloat16
 
 
-def test_a_mixture_can_be_a_step_and_be_made_of_steps(models: Path, tmp_path: Path) -> None:
+def test_a_mixture_can_be_a_step_and_use_steps(models: Path, tmp_path: Path) -> None:
     text = (
         "name: both\nmerge_method: linear\nmodels: [{model: llama}, {model: llama-b}]\nparameters: {weight: 1}\n---\n"
         "base_model: llama\ngate_mode: random\nexperts: [{source_model: both}, {source_model: llama-b}]\n"
@@ -248,7 +248,7 @@ def test_a_mixture_can_be_a_step_and_be_made_of_steps(models: Path, tmp_path: Pa
         (document("qwen3-biased", ["qwen3"] * 2, architecture="Mixtral"), "Mixtral for a base of type qwen3"),
     ],
 )  # fmt: skip
-def test_what_no_family_can_compute_is_refused(models: Path, content: dict[str, Any], found: str) -> None:
+def test_models_that_no_family_can_represent_are_refused(models: Path, content: dict[str, Any], found: str) -> None:
     with pytest.raises(InvalidInput) as refusal:
         planned(models, content)
     assert found in refusal.value.found
@@ -257,14 +257,14 @@ def test_what_no_family_can_compute_is_refused(models: Path, content: dict[str, 
     assert plan_with_findings(recipe, opened).blocking
 
 
-def test_a_bias_that_has_no_place_is_refused(models: Path, tmp_path: Path) -> None:
+def test_a_bias_without_a_counterpart_is_refused(models: Path, tmp_path: Path) -> None:
     for name in ("attention_bias", "mlp_bias"):
         dense("Llama", **{name: True}).save_pretrained(tmp_path / name)
         with pytest.raises(InvalidInput, match=r"bias.*Mixtral has no such tensor"):
             planned(tmp_path, document(name, [name] * 2))
 
 
-def test_models_of_another_size_are_refused(models: Path, tmp_path: Path) -> None:
+def test_models_of_different_sizes_are_refused(models: Path, tmp_path: Path) -> None:
     dense("Llama", intermediate_size=48).save_pretrained(tmp_path / "wider")
     dense("Llama").save_pretrained(tmp_path / "base")
     dense("Llama", num_hidden_layers=3).save_pretrained(tmp_path / "deeper")
@@ -289,7 +289,9 @@ def test_models_of_another_size_are_refused(models: Path, tmp_path: Path) -> Non
         ("model_type", ["llama"]),
     ],
 )
-def test_a_config_of_a_stranger_ends_in_a_refusal(models: Path, tmp_path: Path, key: str, value: object) -> None:
+def test_an_untrusted_config_is_refused_without_a_traceback(
+    models: Path, tmp_path: Path, key: str, value: object
+) -> None:
     """The configuration is refused immediately, unless the plan does not need the value."""
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/model.safetensors").write_bytes((models / "llama/model.safetensors").read_bytes())
@@ -326,12 +328,12 @@ def test_a_config_of_a_stranger_ends_in_a_refusal(models: Path, tmp_path: Path, 
         ({"shared_experts": [{"source_model": "a"}, {"source_model": "b"}]}, "shared_experts"),
     ],
 )
-def test_a_recipe_that_cannot_mean_anything_is_refused(change: dict[str, Any], where: str) -> None:
+def test_an_invalid_mixture_recipe_is_refused(change: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidInput, match=where):
         load_recipe({**document("llama", ["llama"] * 2), **change})
 
 
-def test_what_mergekit_moe_ignores_is_a_warning() -> None:
+def test_keys_that_mergekit_moe_ignores_are_warnings() -> None:
     recipe = load_recipe({**document("llama", ["llama"] * 2), "merge_method": "moe", "expert": 1, "models": None})
     assert recipe.mixture is not None
     assert [(one.where, one.remedy) for one in recipe.findings] == [
@@ -350,7 +352,7 @@ def test_equal_prompts_are_a_warning(models: Path) -> None:
     assert any("two rows of the router are equal" in finding.found for finding in planned_merge.findings)
 
 
-def test_without_its_router_rows_a_mixture_is_planned_but_not_made(models: Path, tmp_path: Path) -> None:
+def test_a_mixture_without_router_rows_can_be_planned_but_not_merged(models: Path, tmp_path: Path) -> None:
     experts = [{"source_model": name, "positive_prompts": [name]} for name in ("llama", "llama-b")]
     plan = planned(models, {**document("llama", experts), "gate_mode": "hidden"})
     assert plan.bytes_written > 0

@@ -5,7 +5,6 @@ The oracle is transformers: a model whose experts and router rows were permuted 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -18,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixtures import EXPERTS, build, logits, related, save
+from mixtures import build, logits, permuted, related, save
 from safetensors.torch import load_file
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -33,18 +32,6 @@ FEW = ("mixtral", "glm4_moe", "gpt_oss")
 TRIED = [pytest.param(family, marks=[] if family in FEW else pytest.mark.slow) for family in FAMILIES]
 # GLM-4-MoE has two groups of two experts here. This order permutes both the groups and the experts within them.
 ORDERS = {"glm4_moe": (3, 2, 0, 1)}
-
-
-def permuted(model: Any, order: Sequence[int]) -> Any:
-    """Return the same function with permuted experts: expert `i` is the former expert `order[i]`."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, tensor in other.state_dict().items():
-            part = name.rpartition("layers.")[2]
-            routed = any(word in part for word in ("gate.weight", "gate.e_score", "router", "expert_bias", "experts."))
-            if routed and "shared" not in part and tensor.shape[:1] == (EXPERTS,):
-                tensor.copy_(tensor[list(order)].clone())
-    return other
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +66,7 @@ def merged(root: Path, content: dict[str, Any], out: Path, **engine: Any) -> Pat
 
 
 @pytest.mark.parametrize("family", TRIED)
-def test_exchanged_experts_compute_the_same(twins: Path, family: str) -> None:
+def test_permuted_experts_compute_the_same_function(twins: Path, family: str) -> None:
     """The tests below depend on this."""
     one, other = (logits(mixtures.load(twins / family / name)) for name in ("a", "twin"))
     torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
@@ -106,7 +93,7 @@ def test_a_permuted_relative_aligned_merges_as_the_relative_does(twins: Path, tm
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_order_is_a_warning_where_nobody_asked(twins: Path, family: str) -> None:
+def test_a_different_expert_order_is_a_warning_without_align_experts(twins: Path, family: str) -> None:
     crossed = matched(twins / family, linear("a", "crossed"))
     (finding,) = crossed.findings
     assert finding.severity == "warn"
@@ -116,7 +103,7 @@ def test_another_order_is_a_warning_where_nobody_asked(twins: Path, family: str)
     assert matched(twins / family, linear("a", "crossed", align_experts=True)).findings == ()
 
 
-def test_how_far_the_routers_differ_is_said(twins: Path) -> None:
+def test_the_distance_of_the_routers_is_reported(twins: Path) -> None:
     home = twins / "qwen3_moe"
     (near,) = router_distances(matched(home, linear("a", "near")).layers)
     (crossed,) = router_distances(matched(home, linear("a", "crossed")).layers)
@@ -135,7 +122,7 @@ def test_how_far_the_routers_differ_is_said(twins: Path) -> None:
     assert (aligned.routers, aligned.distance) == pytest.approx((near.routers, near.distance))
 
 
-def test_strangers_are_said_to_be(twins: Path, tmp_path: Path) -> None:
+def test_unrelated_experts_are_reported(twins: Path, tmp_path: Path) -> None:
     save(build("mixtral", seed=9), tmp_path / "stranger")
     (tmp_path / "a").symlink_to(twins / "mixtral/a")
     for more in ({}, {"align_experts": True}):
@@ -153,7 +140,7 @@ def test_dense_models_have_no_experts_to_align(tmp_path: Path) -> None:
         matched(tmp_path, linear("a", "b", align_experts=True))
 
 
-def test_what_cannot_be_put_in_order_is_refused(twins: Path) -> None:
+def test_experts_that_cannot_be_reordered_are_refused(twins: Path) -> None:
     home = twins / "qwen3_moe"
     cut = [{"model": name, "layer_range": [0, 2], "parameters": {"weight": 1}} for name in ("a", "crossed")]
     sliced = {"merge_method": "linear", "slices": [{"sources": cut}], "align_experts": True}
@@ -170,7 +157,7 @@ def test_what_cannot_be_put_in_order_is_refused(twins: Path) -> None:
         match_experts(recipe, {**opened, "crossed": replace(opened["crossed"], tensors=tensors)})
 
 
-def test_a_merge_that_asks_for_an_order_is_not_made_without(twins: Path, tmp_path: Path) -> None:
+def test_a_merge_with_align_experts_requires_matched_experts(twins: Path, tmp_path: Path) -> None:
     recipe = load_recipe(linear("a", "crossed", align_experts=True))
     opened = {str(ref): open_checkpoint(twins / "mixtral" / ref.path) for ref in recipe.references()}
     with pytest.raises(InvalidInput, match="have not been matched"):
@@ -179,7 +166,7 @@ def test_a_merge_that_asks_for_an_order_is_not_made_without(twins: Path, tmp_pat
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**16), groups=st.sampled_from([1, 2, 3]), each=st.sampled_from([1, 2]))
-def test_the_assignment_is_the_best_of_all_that_respect_groups(seed: int, groups: int, each: int) -> None:
+def test_the_assignment_is_optimal_among_those_that_respect_groups(seed: int, groups: int, each: int) -> None:
     """The result is compared with every permutation."""
     count = groups * each
     similarity = np.random.default_rng(seed).normal(size=(count, count))

@@ -24,7 +24,8 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import layer_windows
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.merge.layer_windows import CalibrationJob
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 REVERSER = DEMO / "models/reverser"
@@ -34,7 +35,7 @@ SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk"
 def text_of(place: Path, documents: Sequence[str | list[dict[str, str]]]) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text", conversations=True)
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"), conversations=True)
 
 
 def read(
@@ -46,8 +47,9 @@ def read(
 ) -> ImportanceStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
-    place = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
-    return read_gradients(model, text, CalibrationReading(**how), "float32", "cpu", out, place, told)
+    journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
+    job = CalibrationJob(model, text, CalibrationReading(**how), "float32", "cpu", out, journal)
+    return read_gradients(job, told)
 
 
 def kept(out: Path) -> dict[str, torch.Tensor]:
@@ -215,7 +217,8 @@ def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_pat
         out.mkdir()
         place = JournalLocation(tmp_path / f"{name}.journal", name)
         text = text_of(tmp_path, [document])
-        read_inputs(model, text, CalibrationReading(), "float32", "cpu", out, place, lambda done, total: None)
+        job = CalibrationJob(model, text, CalibrationReading(), "float32", "cpu", out, place)
+        read_inputs(job, lambda done, total: None)
         found.append({key: one.read() for key, one in open_moments(out).items()})
     for key, moments in found[0].items():
         np.testing.assert_array_equal(moments, found[1][key])
@@ -224,8 +227,8 @@ def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_pat
 @pytest.mark.parametrize(
     ("template", "turns", "said"),
     [
-        ("", say("ab", "ba"), "chat template: none"),
-        (TEMPLATE, say("ab"), "nothing that talking would say"),
+        ("", say("ab", "ba"), "chat template: missing"),
+        (TEMPLATE, say("ab"), "no text that talking would write"),
         ("{{ raise_exception('no system here') }}", say("ab", "ba"), "no system here"),
         ("{% for %}", say("ab", "ba"), "TemplateSyntaxError"),
     ],
@@ -309,5 +312,5 @@ def test_a_model_that_says_no_numbers_is_refused(tmp_path: Path) -> None:
     network.save_pretrained(tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    with pytest.raises(InvalidInput, match="not finite"):
+    with pytest.raises(InvalidInput, match="NaN or infinity"):
         read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")

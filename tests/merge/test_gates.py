@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge.gates import GateQuestion, PromptPair, compute_rows, with_gates
+from mergegate.tasks.merge.gates import GateRequest, PromptPair, compute_rows, with_gates
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
 POSITIVE, NEGATIVE = ("rev: abcd>", "rev: the old "), ("shift: abc",)
@@ -25,7 +25,7 @@ def model(name: str = "base") -> Model:
 
 
 def rows(mode: str, *pairs: PromptPair) -> np.ndarray:
-    found = compute_rows(model(), GateQuestion(mode=mode, experts=pairs), "cpu", lambda done, total: None)
+    found = compute_rows(model(), GateRequest(mode=mode, experts=pairs), "cpu", lambda done, total: None)
     import base64
 
     data = np.frombuffer(base64.b64decode(found.data), "<f4")
@@ -93,7 +93,7 @@ def test_where_negative_prompts_leave_nothing_the_positive_ones_count_alone() ->
 
 
 def test_prompts_that_say_nothing_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="nothing is left"):
+    with pytest.raises(InvalidInput, match="the same states"):
         rows("hidden", PromptPair(positive=POSITIVE, negative=POSITIVE))
     with pytest.raises(InvalidInput, match="tokens"):
         rows("hidden", PromptPair(positive=("abc" * 100,), negative=()))

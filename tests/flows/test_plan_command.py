@@ -102,7 +102,7 @@ def test_an_unknown_device_is_refused(plan: Plan, device: str) -> None:
 def test_a_recipe_that_cannot_be_merged_is_refused(plan: Plan) -> None:
     result = plan("--no-probe", recipe=RECIPE.replace("density: 0.5", "density: 5"))
     assert result.exit_code == 2
-    assert "models[0].parameters.density: 5; expected density is 0 to 1" in result.stderr
+    assert "models[0].parameters.density: 5; expected 0 to 1 for density" in result.stderr
 
 
 def test_a_disk_that_is_too_small_is_said(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

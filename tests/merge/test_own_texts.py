@@ -26,9 +26,10 @@ from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resol
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import layer_windows
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
+from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
-from mergegate.tasks.perplexity import HeldOutText, pin_text
+from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
 SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
@@ -37,7 +38,7 @@ SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk"
 def pinned(place: Path, *documents: str) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text")
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"))
 
 
 def read(
@@ -49,8 +50,9 @@ def read(
 ) -> InputStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
-    place = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
-    return read_inputs(model, text, CalibrationReading(**how), "float32", "cpu", out, place, told)
+    journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
+    job = CalibrationJob(model, text, CalibrationReading(**how), "float32", "cpu", out, journal)
+    return read_inputs(job, told)
 
 
 def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
@@ -188,7 +190,7 @@ def test_a_model_without_a_layer_that_is_known_is_refused(tmp_path: Path) -> Non
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    with pytest.raises(InvalidInput, match="no linear layer"):
+    with pytest.raises(InvalidInput, match="no tensor that contributes"):
         read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
 
 
@@ -199,7 +201,7 @@ def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
     network.save_pretrained(tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    with pytest.raises(InvalidInput, match="not finite"):
+    with pytest.raises(InvalidInput, match="NaN or infinity"):
         read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
 
 

@@ -143,7 +143,7 @@ def test_an_unknown_repository_is_named(tmp_path: Path, repositories: dict[str, 
     with serving(repositories) as hub:
         code, answer, _ = plan(tmp_path, RECIPE.replace("acme/math", "acme/maths"), HF_ENDPOINT=hub.url)
     assert code == 2
-    assert str(answer["message"]).startswith("acme/maths: neither a directory here nor a repository on the Hub")
+    assert str(answer["message"]).startswith("acme/maths: neither a local directory nor a Hub repository")
 
 
 def test_offline_says_so(tmp_path: Path) -> None:
@@ -157,4 +157,4 @@ def test_an_unreachable_hub_is_refused(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         code, answer, _ = plan(tmp_path, RECIPE, HF_ENDPOINT=f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert code == 3
-    assert "cannot be had from the Hub" in str(answer["message"])
+    assert "the Hub does not serve it" in str(answer["message"])
