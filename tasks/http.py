@@ -46,18 +46,18 @@ def plain_address(url: str) -> str:
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("no address such as http://localhost:8000/v1")
+        raise ValueError("expected an HTTP address such as http://localhost:8000/v1")
     if parts.username or parts.password:
-        raise ValueError("holds credentials; name a variable under api_key_env instead")
+        raise ValueError("the address contains credentials. Put them in an environment variable and set api_key_env")
     return url
 
 
 class Unreachable(Exception):
     """The server gave no answer: the connection failed or broke, or the request timed out."""
 
-    def __init__(self, reason: str, *, late: bool = False) -> None:
+    def __init__(self, reason: str, *, timed_out: bool = False) -> None:
         super().__init__(reason)
-        self.late = late  # the request timed out: a server is listening but does not answer
+        self.timed_out = timed_out  # the request timed out: a server is listening but does not answer
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ class JsonClient:
             else:
                 response = self._http.post(self._url + path, json=body)
         except httpx.TimeoutException:
-            raise Unreachable(f"no answer in {self._timeout:g} s", late=True) from None
+            raise Unreachable(f"no answer in {self._timeout:g} s", timed_out=True) from None
         except (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise Unreachable(str(error) or type(error).__name__) from None
         except httpx.RequestError as error:
-            raise Unreachable(f"the connection broke ({type(error).__name__})") from None
+            raise Unreachable(f"the connection was lost ({type(error).__name__})") from None
         detail("%s %s: %d", response.request.method, response.request.url.copy_with(query=None), response.status_code)
         parsed = _parsed(response.content)
         message = _message(parsed) or response.reason_phrase
@@ -196,7 +196,7 @@ def retry_transient(
         retry=tenacity.retry_if_exception(transient)
         | tenacity.retry_if_result(lambda answer: isinstance(answer, Answer) and answer.status in statuses),
         sleep=sleep,
-        retry_error_callback=_last_outcome,
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
     )
 
 
@@ -222,11 +222,6 @@ def exception_chain(error: BaseException | None) -> list[BaseException]:
         chain.append(error)
         error = error.__cause__
     return chain
-
-
-def _last_outcome(state: RetryCallState) -> Any:
-    assert state.outcome is not None
-    return state.outcome.result()
 
 
 @cache

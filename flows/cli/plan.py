@@ -30,7 +30,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import size_of_adapter
-from mergegate.tasks.stage import home, nearest
+from mergegate.tasks.stage import home, nearest_directory
 
 if TYPE_CHECKING:
     from mergegate.flows.profile import Profile
@@ -186,7 +186,7 @@ def forecast_of(
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
     size = size_of_adapter(recipe, parents)
     snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
-    directory, cores = nearest(options.out), cores_of_process()
+    directory, cores = nearest_directory(options.out), cores_of_process()
     needs = estimate_needs(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
     inputs = [file for file in input_files(plan) if file.exists()]
     # Decomposing changes takes most of the time of an adapter, and that time cannot be forecast.

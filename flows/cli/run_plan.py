@@ -49,7 +49,7 @@ from mergegate.tasks.preflight import (
     plan_interim_looks,
 )
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import home, nearest, runtime, store
+from mergegate.tasks.stage import home, nearest_directory, runtime, store
 
 MERGE = "merge"
 _LONG_PROMPT = 500.0  # tokens per document if no example is available
@@ -209,7 +209,7 @@ class _Estimate:
             if name.endswith(_WEIGHTS) and (parent.directory / name).is_file()
         ]
         try:
-            rates = machine_rates(files, nearest(home()), cores_of_process(), runtime().device, None)
+            rates = machine_rates(files, nearest_directory(home()), cores_of_process(), runtime().device, None)
         except MergegateError:  # other checks report a disk that cannot be written
             return None
         return rates if rates and rates.products else None

@@ -165,29 +165,32 @@ class _Application:
             return
         tensors = module.tensors
         if "a" in tensors or "b" in tensors or "b_bias" in tensors:
-            self._adapt_linear(module)
+            self._adapt_weight(module, "a", "b")
         elif "embedding_a" in tensors or "embedding_b" in tensors:
-            self._adapt_embedding(module)
+            self._adapt_weight(module, "embedding_a", "embedding_b")
         elif "magnitude" in tensors:
             raise self._missing_factor_error(tensors["magnitude"], "lora_A and lora_B")
         if "token_rows" in tensors:
             self._adapt_rows(module)
 
-    def _adapt_linear(self, module: AdaptedModule) -> None:
-        a, b = self._pair(module, "a", "b")
+    def _adapt_weight(self, module: AdaptedModule, first: str, second: str) -> None:
+        """Apply two factors to a linear layer, and its ``lora_B`` bias, or apply ``embedding_a`` to an embedding."""
+        is_embedding = first == "embedding_a"
+        a, b = self._pair(module, first, second)
         stray = next((module.tensors[kind] for kind in ("embedding_a", "embedding_b") if kind in module.tensors), None)
-        if stray is not None:
+        if stray is not None and not is_embedding:
             raise InvalidInput(
                 stray.full_name, found=f"{module.name} has it in addition to lora_A", expected="one kind of factors"
             )
         weight = self._weight(module, a)
         self._require_rank(module.name, a, a.shape[0], b.shape[-1])
-        transposed = is_conv1d(self._base.config, module.name)
+        transposed = is_embedding or is_conv1d(self._base.config, module.name)
         product = (b.shape[0], a.shape[1])
-        self._require_shape(b, product[::-1] if transposed else product, weight.shape, weight)
+        self._require_shape(a if is_embedding else b, product[::-1] if transposed else product, weight.shape, weight)
         scale, magnitude = self._config.scale_of(module.name), self._magnitude(module, b.shape[0])
-        self._put(AdaptedWeight(weight.name, weight.dtype, weight.shape, weight, a, b, scale, magnitude, transposed))
-        if (shift := module.tensors.get("b_bias")) is None:
+        adapted = AdaptedWeight(weight.name, weight.dtype, weight.shape, weight, a, b, scale, magnitude, transposed)
+        self._put(replace(adapted, round_change=is_embedding and magnitude is None))
+        if is_embedding or (shift := module.tensors.get("b_bias")) is None:
             return
         if not self._config.lora_bias:
             raise InvalidInput(
@@ -206,19 +209,6 @@ class _Application:
             )
         self._require_shape(shift, shift.shape, bias.shape, bias)
         self._put(AdaptedBias(bias.name, bias.dtype, bias.shape, bias, shift, scale))
-
-    def _adapt_embedding(self, module: AdaptedModule) -> None:
-        a, b = self._pair(module, "embedding_a", "embedding_b")
-        weight = self._weight(module, a)
-        self._require_rank(module.name, a, a.shape[0], b.shape[-1])
-        self._require_shape(a, (a.shape[1], b.shape[0]), weight.shape, weight)
-        scale, magnitude = self._config.scale_of(module.name), self._magnitude(module, b.shape[0])
-        plain = magnitude is None
-        self._put(
-            AdaptedWeight(
-                weight.name, weight.dtype, weight.shape, weight, a, b, scale, magnitude, True, round_change=plain
-            )
-        )
 
     def _adapt_rows(self, module: AdaptedModule) -> None:
         values = module.tensors["token_rows"]

@@ -8,10 +8,9 @@ product.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,12 +156,6 @@ class Product:
         if self.scale != 1:
             product.mul_(self.scale)
         return product.T if self.transposed else product
-
-    def with_exact_scale(self) -> Product:
-        """Return an equal product that is faster to compute, with a power-of-two scale moved into a factor."""
-        if abs(math.frexp(self.scale)[0]) != 0.5 or not 2**-24 <= abs(self.scale) <= 2**24:
-            return self
-        return replace(self, left=self.left * self.scale, scale=1.0)
 
 
 def cache_elements(tensor: DerivedTensor, elements: ReadElements) -> ReadElements:

@@ -120,9 +120,11 @@ def combine_adapters(
             merged_full = {name: read_tensor(tensor, read) for name, tensor in merged.items()}
     plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), _tables(recipe, base, names, changes))
     dtype, rank = format_of_factors(recipe), recipe.output.rank
-    modules = {
-        name: _module(next(products[name] for products in changes.values() if name in products)) for name in names
-    }
+    modules: dict[str, _Module] = {}
+    for name in names:
+        weight = next(products[name] for products in changes.values() if name in products)
+        module, _, kind = weight.a.name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        modules[name] = _Module(module, kind == "lora_embedding_A", weight.transposed)
     if recipe.output.is_sum:
         jobs = {job.output.name: job for job in plan.jobs}
         with opened_files() as read:
@@ -156,14 +158,6 @@ class _Module:
     name: str
     is_embedding: bool
     transposed: bool
-
-
-def _module(tensor: AdaptedWeight) -> _Module:
-    name = tensor.a.name.removeprefix(PREFIX)
-    is_embedding = name.endswith(".lora_embedding_A")
-    return _Module(
-        name.removesuffix(".lora_embedding_A").removesuffix(".lora_A.weight"), is_embedding, tensor.transposed
-    )
 
 
 def require_products(ref: str, base: Checkpoint, adapter: Adapter) -> None:

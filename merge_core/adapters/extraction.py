@@ -186,7 +186,8 @@ class _Extraction:
             self.squared += float(change.square().sum())
             return
         self.stored[module] = name
-        if ours.ndim == 2 and not self._is_saved(module):
+        is_saved = any(module == end or module.endswith(f".{end}") for end in self.settings.save)
+        if ours.ndim == 2 and not is_saved:
             self._factor(name, module, change.float())
         else:
             is_tied = ties_embeddings(self.tuned.config) is not False and not any(map(is_head, self.tuned.tensors))
@@ -250,9 +251,6 @@ class _Extraction:
         )
         error = math.sqrt(self.left_out / self.squared) if self.squared else 0.0
         return Extracted(adapter, tuple(self.errors), error, self.unchanged)
-
-    def _is_saved(self, module: str) -> bool:
-        return any(module == end or module.endswith(f".{end}") for end in self.settings.save)
 
     def _refusal(self, name: str, found: str) -> InvalidInput:
         return InvalidInput(

@@ -5,6 +5,7 @@ They can be nested. Factors may change a full weight of the adapter, and the mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,10 @@ class AdaptedWeight(DerivedTensor):
     def open(self, read: ReadStored) -> ReadElements:
         elements, numeric = elements_of(self.source, read), high_format(self.dtype)
         left, right = self._factors(read, numeric)
-        product = Product(left, right, self.scale, self.transposed, self.first_row).with_exact_scale()
+        scale = self.scale
+        if abs(math.frexp(scale)[0]) == 0.5 and 2**-24 <= abs(scale) <= 2**24:
+            left, scale = left * scale, 1.0  # A power of two is exact in a factor, which saves a multiplication.
+        product = Product(left, right, scale, self.transposed, self.first_row)
         grid = Grid(len(left), self.shape[-2], self.shape[-1])
         if self.magnitude is None:
             # For methods with several passes over a tensor, computing it again is faster than caching it.

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from mergegate.merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions
+from mergegate.merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions, is_read_template
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import JsonBounds
 
@@ -173,10 +173,7 @@ def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companio
     Raises:
         InvalidInput: ``tokenizer_config.json`` is not a JSON object.
     """
-    stale = [
-        name for name in files if name.startswith(f"{TEMPLATE_FOLDER}/") or name in (TEMPLATE_FILE, _PROCESSOR_TEMPLATE)
-    ]
-    changes: dict[str, bytes | None] = dict.fromkeys(stale)
+    changes: dict[str, bytes | None] = dict.fromkeys(filter(is_read_template, files))
     for name, template in templates.items():
         changes[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = template.encode()
     if (settings := files.json(_SETTINGS, _SETTINGS_BOUNDS)) is not None:

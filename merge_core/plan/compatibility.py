@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mergegate.merge_core.architecture import class_difference, differing_settings, has_own_head, vocabulary_size
 from mergegate.merge_core.checkpoint import DEFAULT, Checkpoint, Companions
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
-from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
+from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import (
@@ -260,8 +260,8 @@ def _compare_templates(
         if lost_titles == [DEFAULT]:
             difference = "the result gets a different template" if DEFAULT in result else "the result gets no template"
         else:
-            changed = [shown(title) for title in lost_titles if title in result]
-            absent = [shown(title) for title in lost_titles if title not in result]
+            changed = [to_printable(title) for title in lost_titles if title in result]
+            absent = [to_printable(title) for title in lost_titles if title not in result]
             parts = [f"the result gets a different {', '.join(changed)}"] if changed else []
             parts += [f"the result gets no {', '.join(absent)}"] if absent else []
             difference = "; ".join(parts)

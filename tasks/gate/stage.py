@@ -135,7 +135,7 @@ class GatePlan:
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
 
 
-@value_stage("gate", version=5)
+@value_stage("gate", version=4)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],

@@ -17,7 +17,7 @@ from mergegate.merge_core.system import Capacity, system_memory
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, gpu_memory
 from mergegate.tasks.preflight.compatibility import Compatibility
-from mergegate.tasks.stage import home, nearest
+from mergegate.tasks.stage import home, nearest_directory
 
 _SPARE = 1.1  # Multiple of the known need, because file systems reserve some space.
 # Multiple of the weights in memory, for activations, the logits of a batch, and libraries.
@@ -70,7 +70,7 @@ def measure_machine_capacity(
     # The project and the cache of the Hub may be on the same disk.
     disks: dict[int, Disk] = {}
     for directory, purpose, count in writes:
-        existing = nearest(directory)
+        existing = nearest_directory(directory)
         device_id = existing.stat().st_dev
         disk = disks.get(device_id) or Disk(existing, shutil.disk_usage(existing).free, {})
         total = disk.writes.get(purpose, 0) + count

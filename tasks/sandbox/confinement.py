@@ -47,22 +47,12 @@ _HARMLESS = {"TOKENIZERS_PARALLELISM"}
 # Secrets below a home directory, and of the system. Paths that do not exist are ignored.
 _SECRETS = (
     *(".ssh", ".aws", ".azure", ".config", ".docker", ".gnupg", ".kube", ".password-store", ".prefect", ".mozilla"),
-    *(
-        ".netrc",
-        ".git-credentials",
-        ".npmrc",
-        ".pypirc",
-        ".pgpass",
-        ".my.cnf",
-        ".s3cfg",
-        ".boto",
-        ".Xauthority",
-        ".env",
-    ),
+    *(".netrc", ".git-credentials", ".npmrc", ".pypirc", ".pgpass", ".my.cnf", ".s3cfg", ".boto"),
+    *(".Xauthority", ".env"),
     *(".bash_history", ".zsh_history", ".python_history"),
     *(".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".huggingface"),
 )
-_SECRETS_OF_THE_SYSTEM = (
+_SYSTEM_SECRETS = (
     *("/etc/shadow", "/etc/shadow-", "/etc/gshadow", "/etc/gshadow-", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh"),
     *("/etc/ssl/private", "/run/secrets", "/var/run/secrets", "/run/credentials"),
 )
@@ -133,7 +123,7 @@ def confine(limits: Confinement) -> tuple[str, ...]:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
             applied.append("memory")
-    isolated = not limits.network and _leave_the_network()
+    isolated = not limits.network and _isolate_network()
     version = max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
     if version:
         tcp = 0 if limits.network or isolated or version < 4 else _TCP
@@ -148,7 +138,7 @@ def confine(limits: Confinement) -> tuple[str, ...]:
     return tuple(applied)
 
 
-def _leave_the_network() -> bool:
+def _isolate_network() -> bool:
     """Move to a new network namespace with only a loopback interface. Return False if that is not allowed."""
     user, group = os.geteuid(), os.getegid()
     if _libc.unshare(_CLONE_NEWNET) != 0:
@@ -182,12 +172,23 @@ def _restrict(limits: Confinement, version: int, tcp: int) -> bool:
     if ruleset < 0:
         return False
     try:
-        hidden = set(_hidden(limits.hide))
+        hidden = set(_hidden_paths(limits.hide))
         for root in dict.fromkeys(map(os.path.realpath, ("/",) if limits.read is None else limits.read)):
             for path in _all_but(hidden, root):
                 _allow(ruleset, path, _READ_FILE)
-        writable = (os.environ["TMPDIR"], *limits.write) if limits.read is not None else _writable(limits.write)
-        for root in dict.fromkeys(map(os.path.realpath, writable)):
+        if limits.read is not None:
+            writable = [os.environ["TMPDIR"]]
+        else:
+            writable = [
+                tempfile.gettempdir(),
+                "/tmp",
+                "/dev",
+                "/proc",
+                str(_home() / ".cache"),
+                str(_home() / ".triton"),
+            ]
+            writable += [os.environ[name] for name in _CACHES if os.environ.get(name)]
+        for root in dict.fromkeys(map(os.path.realpath, (*writable, *limits.write))):
             for path in _all_but(hidden, root):
                 _allow(ruleset, path, write | _READ_FILE)
         if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
@@ -223,9 +224,15 @@ def _all_but(hidden: set[str], root: str) -> Iterator[str]:
                 yield from _all_but(hidden, entry.path)
 
 
-def _hidden(additional: Sequence[str]) -> Iterator[str]:
-    paths = [Path(path) for path in (*_SECRETS_OF_THE_SYSTEM, *additional)]
-    paths += [home / name for home in {_home(), *_home_of_this_user()} for name in _SECRETS]
+def _hidden_paths(additional: Sequence[str]) -> Iterator[str]:
+    """Yield the existing locations of secrets, with links resolved."""
+    homes = {_home()}
+    with contextlib.suppress(KeyError, ImportError):
+        import pwd
+
+        homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
+    paths = [Path(path) for path in (*_SYSTEM_SECRETS, *additional)]
+    paths += [home / name for home in homes for name in _SECRETS]
     if cache := os.environ.get("HF_HOME"):
         paths += [Path(cache, name) for name in ("token", "stored_tokens")]
     if token := os.environ.get("HF_TOKEN_PATH"):
@@ -237,17 +244,3 @@ def _hidden(additional: Sequence[str]) -> Iterator[str]:
 
 def _home() -> Path:
     return Path(os.environ.get("HOME") or "/")
-
-
-def _home_of_this_user() -> Iterator[Path]:
-    with contextlib.suppress(KeyError, ImportError):
-        import pwd
-
-        yield Path(pwd.getpwuid(os.getuid()).pw_dir)
-
-
-def _writable(additional: Sequence[str]) -> Iterator[str]:
-    yield from (tempfile.gettempdir(), "/tmp", "/dev", "/proc")
-    yield from (str(_home() / cache) for cache in (".cache", ".triton"))
-    yield from (os.environ[name] for name in _CACHES if os.environ.get(name))
-    yield from additional

@@ -224,7 +224,7 @@ class ServerProbe:
             self.checks += results
             self._on_progress(STEPS, "stopping the server")
         except Unreachable as error:
-            if server and not error.late and server.has_died():
+            if server and not error.timed_out and server.has_died():
                 raise server.diagnose() from None
             raise
 

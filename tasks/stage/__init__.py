@@ -5,46 +5,38 @@ Declare a stage with ``@stage`` and an uncached step with ``@step``. A stage tha
 
 from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass, require_work_allowed
 from mergegate.tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
-from mergegate.tasks.stage.input_guard import LostArtifact, PinnedInput, on_input_change, read_pinned, require_pinned
-from mergegate.tasks.stage.joint_progress import join_progress
+from mergegate.tasks.stage.input_guard import LostArtifact, on_input_change, require_pinned
 from mergegate.tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
 from mergegate.tasks.stage.progress import (
     DeferredProgress,
     ProgressLog,
-    RecordedProgress,
     RelayedProgress,
     StageEnd,
     StageStatus,
     Watcher,
     advance,
     announce,
-    is_watched,
+    current_watcher,
+    describe_progress,
+    join_progress,
     joint_status,
     progress_watcher,
     recorded_stages,
     relay_progress,
     report_stage,
     running_stage,
-    say_progress,
-    watcher_or,
 )
-from mergegate.tasks.stage.project import home, nearest
+from mergegate.tasks.stage.project import home, log_shared_store_savings, nearest_directory
 from mergegate.tasks.stage.pulse import Pace, Pulse
-from mergegate.tasks.stage.shared_store import log_shared_store_savings
 from mergegate.tasks.stage.stages import (
-    DeclaredStage,
-    Stage,
-    StageFuture,
     StageValue,
-    ValueStage,
     stage,
     step,
     store,
     value_stage,
 )
 from mergegate.tasks.stage.usage import (
-    QUOTA,
-    bytes_made,
+    created_bytes,
     keep_quota,
     record_run,
     record_stage,
@@ -63,50 +55,43 @@ from mergegate.tasks.stage.verdict import (
 )
 
 __all__ = [
-    "QUOTA",
-    "DeclaredStage",
     "DeferredProgress",
     "JointVerdict",
     "Limits",
     "LostArtifact",
     "Outcome",
     "Pace",
-    "PinnedInput",
     "ProgressLog",
     "Pulse",
-    "RecordedProgress",
     "RelayedProgress",
     "Runtime",
     "Section",
-    "Stage",
     "StageEnd",
-    "StageFuture",
     "StageStatus",
     "StageValue",
     "TimeSpan",
-    "ValueStage",
     "Verdict",
     "Watcher",
     "WorkRequired",
     "advance",
     "announce",
-    "bytes_made",
     "combine_verdicts",
+    "created_bytes",
+    "current_watcher",
+    "describe_progress",
     "device_kind",
     "dry_pass",
     "formats_without_units",
     "home",
-    "is_watched",
     "join_progress",
     "joint_status",
     "keep_quota",
     "limited",
     "log_shared_store_savings",
     "memory_of_child",
-    "nearest",
+    "nearest_directory",
     "on_input_change",
     "progress_watcher",
-    "read_pinned",
     "record_run",
     "record_stage",
     "recorded_stages",
@@ -117,7 +102,6 @@ __all__ = [
     "running_stage",
     "runs_directory",
     "runtime",
-    "say_progress",
     "severity",
     "stage",
     "step",
@@ -126,6 +110,5 @@ __all__ = [
     "value_stage",
     "verdict_word",
     "versions",
-    "watcher_or",
     "worst_verdict",
 ]

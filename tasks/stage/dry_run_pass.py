@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_dry_pass: ContextVar[bool] = ContextVar("looking", default=False)
+_dry_pass: ContextVar[bool] = ContextVar("dry pass", default=False)
 
 
 class WorkRequired(BaseException):

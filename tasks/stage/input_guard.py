@@ -55,15 +55,15 @@ class LostArtifact(ChangedInput):
     """An input artifact has disappeared from the store. Running the flow again builds it again."""
 
 
-_on_change: list[Callable[[], None]] = []
+_change_callbacks: list[Callable[[], None]] = []
 
 
-def on_input_change(forget: Callable[[], None]) -> None:
+def on_input_change(clear_cache: Callable[[], None]) -> None:
     """Register a function to call when input files change during a stage.
 
     Modules that cache file content in memory use this to clear their caches.
     """
-    _on_change.append(forget)
+    _change_callbacks.append(clear_cache)
 
 
 def read_pinned(
@@ -84,7 +84,12 @@ def read_pinned(
         ChangedInput: A file was changed or removed.
     """
     inputs = tuple(pinned_inputs(arguments.values()))
-    _log_files(inputs)
+    for pinned_input in inputs if has_detail_listener() else ():
+        by_directory: dict[Path, list[str]] = {}
+        for path in pinned_input.pinned():
+            by_directory.setdefault(path.parent, []).append(path.name)
+        for directory, names in by_directory.items():
+            detail("reads %s: %s", directory, ", ".join(sorted(names)))
     for _ in range(_ATTEMPTS):
         identities = require_pinned(inputs, hashes)
         failure: MergegateError | None = None
@@ -94,30 +99,21 @@ def read_pinned(
             failure = error
         except Exception:
             if _identities(inputs) != identities:
-                _forget(discard_output)
+                _discard(discard_output)
             raise
         if _identities(inputs) == identities and not isinstance(failure, ChangedInput):
             if failure is not None:
                 raise failure
             return value
-        _forget(discard_output)
+        _discard(discard_output)
         require_pinned(inputs, hashes)
-        log.warning("files of %s were touched while they were read; once more", _labels(inputs))
+        log.warning("the files of %s were touched while they were read; reading them again", _labels(inputs))
     raise ChangedInput(
         _labels(inputs),
-        found=f"files were touched in each of {_ATTEMPTS} tries to read them",
-        expected="files that are left alone while they are read",
-        remedy="find out what touches them (a backup, a synchronisation); then run again",
+        found=f"the files were touched during all {_ATTEMPTS} attempts to read them",
+        expected="files that no process touches while they are read",
+        remedy="stop the process that touches them (a backup, a synchronization), then run again",
     )
-
-
-def _log_files(inputs: Sequence[PinnedInput]) -> None:
-    for pinned_input in inputs if has_detail_listener() else ():
-        by_directory: dict[Path, list[str]] = {}
-        for path in pinned_input.pinned():
-            by_directory.setdefault(path.parent, []).append(path.name)
-        for directory, names in by_directory.items():
-            detail("reads %s: %s", directory, ", ".join(sorted(names)))
 
 
 def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[Path, FileIdentity | None]:
@@ -133,12 +129,12 @@ def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[P
             continue
         for path, sha256 in pinned.items():
             if (actual := _hash(path, hashes)) != sha256:
-                problem = f"sha256 {actual[:12]}… now" if actual else "cannot be read"
+                problem = f"its sha256 is {actual[:12]}… now" if actual else "it cannot be read"
                 raise _changed(pinned_input, path, problem, sha256)
         for path in sorted(set(pinned_input.present()) - set(pinned)):
-            raise _changed(pinned_input, path, "it was not there", "")
+            raise _changed(pinned_input, path, "it did not exist then", "")
     if _identities(inputs) != identities:  # A file changed while it was hashed, so its hash may be wrong.
-        raise ChangedInput(_labels(inputs), found="files change while they are looked at", remedy="run again later")
+        raise ChangedInput(_labels(inputs), found="the files change while they are hashed", remedy="run again later")
     return identities
 
 
@@ -163,8 +159,8 @@ def _changed(pinned_input: PinnedInput, path: Path, problem: str, sha256: str) -
     return (LostArtifact if is_lost else ChangedInput)(
         f"{pinned_input.label}: {path}",
         found=f"changed since it was pinned: {problem}",
-        expected=f"{sha256[:12]}…, as it was pinned" if sha256 else "the files that were pinned, and no others",
-        remedy="bring it back, or run again: then what is there now is pinned",
+        expected=f"sha256 {sha256[:12]}…, as pinned" if sha256 else "only the files that were pinned",
+        remedy="restore the pinned content, or run again to pin the current content",
     )
 
 
@@ -188,9 +184,9 @@ def _identities(inputs: Iterable[PinnedInput]) -> dict[Path, FileIdentity | None
     return identities
 
 
-def _forget(discard_output: Callable[[], None]) -> None:
-    for forget in _on_change:
-        forget()
+def _discard(discard_output: Callable[[], None]) -> None:
+    for clear_cache in _change_callbacks:
+        clear_cache()
     discard_output()
 
 

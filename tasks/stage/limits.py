@@ -40,21 +40,21 @@ _EXIT_CODE = 1
 _log = logging.getLogger(__name__)
 
 
-def _readable_by(parse: Callable[[str, str], object]) -> AfterValidator:
+def _parsable_by(parse: Callable[[str, str], object]) -> AfterValidator:
     """Return a validator for settings that ``parse`` accepts. The setting keeps its original text."""
 
-    def require_readable(text: str) -> str:
+    def require_parsable(text: str) -> str:
         try:
             parse(text, "")
         except MergegateError as error:
             raise ValueError(f"{error.found}: expected {error.expected}") from None
         return text
 
-    return AfterValidator(require_readable)
+    return AfterValidator(require_parsable)
 
 
-TimeSpan = Annotated[str, _readable_by(parse_duration)]
-Amount = Annotated[str, _readable_by(parse_bytes)]
+TimeSpan = Annotated[str, _parsable_by(parse_duration)]
+Amount = Annotated[str, _parsable_by(parse_bytes)]
 
 
 class Limits(BaseModel):
@@ -62,23 +62,15 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    run: TimeSpan = Field(default="24 h", description="The whole run, waiting for a person left out.")
-    stage: TimeSpan = Field(default="12 h", description="Each call of a stage, downloads and waiting included.")
-    stages: Mapping[str, TimeSpan] = Field(default={}, description="Of single stages: {merge: 2 h}.")
+    run: TimeSpan = Field(default="24 h", description="Time limit of a run, without waiting for approval.")
+    stage: TimeSpan = Field(default="12 h", description="Time limit of each call of a stage, with downloads.")
+    stages: Mapping[str, TimeSpan] = Field(default={}, description="Time limits of single stages: {merge: 2 h}.")
     memory: Amount | None = Field(
         default=None,
-        description="Of a process that loads models, with all that it maps for itself: 20GB. Absent: the machine's.",
+        description="Memory limit of a process that loads models, such as 20GB. Default: the memory of the machine.",
     )
 
-    def seconds_of(self, stage: str) -> float:
-        """Return the time limit of one call of ``stage`` in seconds."""
-        return parse_duration(self.stages.get(stage, self.stage), f"limits.stages.{stage}")
-
-    def bytes_of_memory(self) -> int | None:
-        """Return the memory limit in bytes of a process that loads models, or None if the profile sets no limit."""
-        return None if self.memory is None else parse_bytes(self.memory, "limits.memory")
-
-    def require_known(self) -> None:
+    def require_known_stages(self) -> None:
         """Require that every name in ``stages`` is the name of a stage.
 
         Raises:
@@ -88,7 +80,7 @@ class Limits(BaseModel):
             if name not in _declared:
                 raise InvalidInput(
                     f"limits.stages.{name}",
-                    found="no such stage",
+                    found="an unknown stage",
                     expected=f"one of {', '.join(sorted(_declared))}",
                     remedy=suggest(name, _declared),
                 )
@@ -106,10 +98,10 @@ class _Deadline:
     def refusal(self) -> OutOfTime:
         return OutOfTime(
             self.subject,
-            found=f"not over after {format_duration(self.seconds)}",
-            expected=f"less: the limit is {self.setting}",
-            remedy=f"see what it was waiting for; if it needs more time, raise {self.setting} in the profile. What is "
-            "finished is kept: the next run goes on from there",
+            found=f"still running after {format_duration(self.seconds)}",
+            expected=f"an end within {self.setting}",
+            remedy=f"find out what it was waiting for. If it needs more time, raise {self.setting} in the profile. "
+            "Finished work is kept, and the next run resumes from there",
         )
 
 
@@ -143,8 +135,9 @@ def limited(limits: Limits) -> Iterator[None]:
         InvalidInput: The limits name an unknown stage.
         OutOfTime: The run exceeds its time limit.
     """
-    limits.require_known()
-    token, memory = _limits.set(limits), _child_memory.set(limits.bytes_of_memory())
+    limits.require_known_stages()
+    memory_limit = None if limits.memory is None else parse_bytes(limits.memory, "limits.memory")
+    token, memory = _limits.set(limits), _child_memory.set(memory_limit)
     seconds = parse_duration(limits.run, "limits.run")
     backstop = threading.Timer(seconds + _SHUTDOWN_S, _exit_process, (seconds,))
     backstop.daemon = True
@@ -175,7 +168,7 @@ def within_limit(stage: str) -> Iterator[None]:
     if limits is None:
         yield
         return
-    seconds = limits.seconds_of(stage)
+    seconds = parse_duration(limits.stages.get(stage, limits.stage), f"limits.stages.{stage}")
     setting = f"limits.stages.{stage}" if stage in limits.stages else "limits.stage"
     with _until(_Deadline(time.monotonic() + seconds, seconds, stage, setting)):
         yield
@@ -222,7 +215,7 @@ def _on_alarm(number: int, frame: object) -> None:
 
 def _exit_process(seconds: float) -> None:
     _log.critical(
-        "the run is not over %s after its limit of %s: this process ends itself",
+        "the run is still running %s after its limit of %s: this process ends itself",
         format_duration(_SHUTDOWN_S),
         format_duration(seconds),
     )

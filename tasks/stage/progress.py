@@ -1,4 +1,7 @@
-"""Report the start, progress and end of each stage to a watcher, such as the terminal or a log."""
+"""Report the start, progress and end of each stage to a watcher, such as the terminal or a log.
+
+``join_progress`` reports several calls of one stage as a single call, such as the parts of one task on one model.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -46,12 +49,7 @@ def progress_watcher(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def is_watched() -> bool:
-    """Return whether a watcher is set."""
-    return _watcher.get() is not None
-
-
-def watcher_or(default: Callable[[], Watcher]) -> Watcher:
+def current_watcher(default: Callable[[], Watcher]) -> Watcher:
     """Return the current watcher, or a new one from ``default`` if none is set."""
     return _watcher.get() or default()
 
@@ -67,7 +65,7 @@ def advance(completed: int, total: int, unit: str) -> None:
         watcher.on_progress(*_running.get()[:2], completed, total, unit)
 
 
-def say_progress(say: Callable[[int], str]) -> None:
+def describe_progress(say: Callable[[int], str]) -> None:
     """Report the progress of the running stage in its own words, for stages that a count does not describe well.
 
     Args:
@@ -212,7 +210,7 @@ def recorded_stages(default: Callable[[], Watcher]) -> Iterator[RecordedProgress
     Args:
         default: Function that creates a watcher if none is set.
     """
-    recorder = RecordedProgress(watcher_or(default))
+    recorder = RecordedProgress(current_watcher(default))
     with progress_watcher(recorder):
         yield recorder
 
@@ -223,6 +221,65 @@ def relay_progress(stages: Iterable[StageEnd]) -> None:
         for end in stages:
             watcher.on_start(end.stage, end.subject)
             watcher.on_end(*end)
+
+
+@contextmanager
+def join_progress(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[StageReport]:
+    """Report all calls of ``stage`` inside the block as one call.
+
+    The watcher sees the joint progress. The amount of work in the remaining calls is estimated from their sizes. The
+    status is ``made`` if any call built its artifact. Calls of other stages inside the block are not reported.
+
+    Args:
+        stage: Name of the stage.
+        subject: Subject of the joint call.
+        sizes: Size of each call inside the block, in documents.
+
+    Yields:
+        The report of the joint call. The caller fills in its summary.
+    """
+    with report_stage(stage, subject) as report:
+        parts = _JointProgress(stage, sizes)
+        with progress_watcher(parts):
+            yield report
+        report.status = "made" if parts.has_built else "cached"
+
+
+class _JointProgress:
+    """``Watcher`` of the calls inside the block that reports their joint progress to the outer watcher."""
+
+    def __init__(self, stage: str, sizes: Sequence[int]) -> None:
+        self._stage = stage
+        self._remaining_sizes = list(sizes)  # Sizes of the running call and those after it.
+        self._completed_before = 0  # Units of work in the calls that have ended.
+        self._total = 0  # Units of work in the running call.
+        self._outer_context = copy_context()
+        self.has_built = False
+
+    def on_message(self, text: str) -> None:
+        """Do nothing, because stages make no announcements."""
+
+    def on_start(self, stage: str, subject: str) -> None:
+        self._total = 0
+
+    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+        if stage != self._stage:
+            return
+        self._total = total
+        remaining = round(total * sum(self._remaining_sizes[1:]) / self._remaining_sizes[0])
+        before = self._completed_before
+        self._outer_context.run(advance, before + completed, before + total + remaining, unit)
+
+    def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        """Do nothing, because the joint line shows a count."""
+
+    def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        if stage != self._stage:
+            return
+        del self._remaining_sizes[0]
+        if status != "cached":
+            self.has_built = True
+            self._completed_before += self._total
 
 
 class ProgressLog:

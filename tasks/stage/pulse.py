@@ -22,7 +22,7 @@ class Pace:
     """Progress of one call of a stage. Times are in seconds of a monotonic clock."""
 
     began: float
-    moved: tuple[float, int] | None = None  # Time and count of the first report, so that the speed excludes loading.
+    first_report: tuple[float, int] | None = None  # Time and count, so that the speed excludes loading.
     completed: int = 0
     total: int = 0
     unit: str = ""  # 'B', 'tokens' or 'requests'.
@@ -31,7 +31,7 @@ class Pace:
     def on_progress(self, completed: int, total: int, unit: str, now: float) -> None:
         """Record that ``completed`` of ``total`` units are done."""
         self.completed, self.total, self.unit = completed, total, unit
-        self.moved = self.moved or (now, completed)
+        self.first_report = self.first_report or (now, completed)
 
     def text(self, now: float, *, bar: bool) -> str:
         """Return a line such as ``412 of 1,319 requests · 35/s · 26 s left``, or an empty string before any report.
@@ -42,7 +42,7 @@ class Pace:
         """
         if not self.total:
             return ""
-        first_time, first_count = self.moved or (self.began, 0)
+        first_time, first_count = self.first_report or (self.began, 0)
         rate = (self.completed - first_count) / max(now - first_time, 1e-3)
         if self.unit == "B" and bar:
             share = self.completed / self.total
@@ -55,7 +55,8 @@ class Pace:
             speed = f"{rate / 1e6:.0f} MB" if self.unit == "B" else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
             parts.append(f"{speed}/s")
             if self.completed < self.total:
-                parts.append(f"{_about((self.total - self.completed) / rate)} left")
+                seconds = (self.total - self.completed) / rate
+                parts.append(f"{max(1, round(seconds))} s left" if seconds < 60 else f"{format_duration(seconds)} left")
         return " · ".join(parts)
 
 
@@ -93,8 +94,3 @@ class Pulse:
         if now - last >= EVERY:
             self._calls[stage, subject] = (pace, now)
             self._say(f"{' '.join(filter(None, (stage, subject)))}: {line(now)}")
-
-
-def _about(seconds: float) -> str:
-    """Format an estimated duration without fractions of a second."""
-    return f"{max(1, round(seconds))} s" if seconds < 60 else format_duration(seconds)

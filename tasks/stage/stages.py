@@ -3,7 +3,7 @@
 A stage is declared once, next to the function that does the work::
 
     @stage("merge", version=1)
-    def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> Merged:
+    def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> MergeSummary:
         ...                                    # writes its files into ``out`` and returns a summary of them
 
     @value_stage("gate", version=2)
@@ -50,8 +50,7 @@ from mergegate.tasks.stage.dry_run_pass import WorkRequired, is_dry_pass, requir
 from mergegate.tasks.stage.input_guard import pinned_inputs, read_pinned, require_pinned
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 from mergegate.tasks.stage.progress import StageStatus, report_stage
-from mergegate.tasks.stage.project import home
-from mergegate.tasks.stage.shared_store import shared_store
+from mergegate.tasks.stage.project import home, shared_store
 from mergegate.tasks.stage.usage import note_artifact, record_stage
 from mergegate.tasks.store import (
     Artifact,
@@ -241,25 +240,27 @@ class DeclaredStage(Generic[P, V, A]):
         return artifact, status, report.summary
 
     def _record_and_run(self, call: StageCall) -> tuple[A, StageStatus]:
-        """Record the use of the artifact, open or build it, and update its time of use."""
+        """Record the use of the artifact, open or build it, and update its time of use.
+
+        Raises:
+            WorkRequired: In a dry pass, if the artifact is missing or damaged.
+        """
         record_stage(call.name, call.key, call.subject)
-        _log_key(call, self.version)
-        artifact, status = self._find_cached(call) if is_dry_pass() else self._build(call)
+        if has_detail_listener():  # A user can see which input differs between two runs.
+            inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
+            detail("%s: key %s of version %d · %s", call.label, call.key[:16], self.version, inputs)
+        status: StageStatus = "cached"
+        if is_dry_pass():
+            try:
+                artifact = self._open(call)
+            except StoreMiss as miss:
+                raise WorkRequired(f"{call.label}: {miss}") from None
+        else:
+            artifact, status = self._build(call)
         if status != "cached" and isinstance(artifact, Artifact):
             note_artifact(directory_bytes(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status
-
-    def _find_cached(self, call: StageCall) -> tuple[A, StageStatus]:
-        """Return the stored artifact in a dry pass.
-
-        Raises:
-            WorkRequired: The artifact is missing or damaged.
-        """
-        try:
-            return self._open(call), "cached"
-        except StoreMiss as miss:
-            raise WorkRequired(f"{call.label}: {miss}") from None
 
     def _open(self, call: StageCall) -> A:
         raise NotImplementedError
@@ -271,13 +272,13 @@ class DeclaredStage(Generic[P, V, A]):
         """Return callbacks that log damage and waiting, and the list that collects the damage."""
         damage: list[str] = []
 
-        def on_damage(why: str) -> None:
-            log.warning("%s; the stage is run again", why)
-            damage.append(why)
+        def on_damage(reason: str) -> None:
+            log.warning("%s; the stage runs again", reason)
+            damage.append(reason)
 
         def on_wait() -> None:
-            log.info("%s is being made by another run; waiting for it", call.label)
-            detail("%s is being made by another run; waiting for it", call.label)
+            log.info("another run is building %s; waiting for it", call.label)
+            detail("another run is building %s; waiting for it", call.label)
 
         return BuildCallbacks(on_wait, on_damage), damage
 
@@ -310,10 +311,10 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         assert self._apart is not None  # Only a stage with this argument has families.
         subject = self._subject_of(inputs)
 
-        def about_to_read(name: str) -> None:
+        def record_read(name: str) -> None:
             record_stage(self.name, name, subject, in_run_only=True)
 
-        candidates = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=about_to_read)
+        candidates = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=record_read)
         # Another family may have the same prefix, so compare whole keys.
         members = [
             artifact
@@ -328,7 +329,7 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         """Lock a family, so that no other run builds a member. ``inputs`` as in :meth:`family`."""
 
         def on_wait() -> None:
-            log.info("%s is being made by another run; waiting for it", self.name)
+            log.info("another run is building %s; waiting for it", self.name)
 
         return store().hold_family(self.name, self._prefix(self._family_inputs(inputs)), on_wait)
 
@@ -336,7 +337,7 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         return {name: inputs[name] for name in self._signature.parameters if name != self._apart}
 
     def _prefix(self, inputs: Mapping[str, object]) -> str:
-        assert self._apart is not None, f"{self.name} declares no argument that tells a family apart"
+        assert self._apart is not None, f"{self.name} declares no parameter that distinguishes the members of a family"
         return family_prefix(self.name, self.version, inputs, self._apart)
 
     def _key_of(self, inputs: Mapping[str, object]) -> str:
@@ -522,7 +523,7 @@ def step(
 
 
 # ID of the running flow, and the Prefect state of each of its stages by the digest of the stage's result.
-_states_of_run: ContextVar[tuple[object, dict[str, Any]]] = ContextVar("made", default=(None, {}))
+_states_of_run: ContextVar[tuple[object, dict[str, Any]]] = ContextVar("states of run", default=(None, {}))
 
 
 def _states() -> dict[str, Any]:
@@ -580,13 +581,6 @@ def _result_of(state: Any) -> Any:
         # Drop the data, because Prefect searches everything that a task waits for.
         _states()[value.digest] = state.model_copy(update={"data": True})
     return value
-
-
-def _log_key(call: StageCall, version: int) -> None:
-    """Log the key and the digests of its inputs, so that a user can see which input differs between two runs."""
-    if has_detail_listener():
-        inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
-        detail("%s: key %s of version %d · %s", call.label, call.key[:16], version, inputs)
 
 
 def _empty(directory: Path) -> None:

@@ -95,7 +95,7 @@ def note_artifact(size: int) -> None:
         record_created(runs_directory(), run, size)
 
 
-def bytes_made() -> int:
+def created_bytes() -> int:
     """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
     run = _running_flow()
     record = read_run(runs_directory(), run) if run is not None else None
@@ -116,16 +116,16 @@ def keep_quota() -> str:
         root = home() / "store"
         if quota is None or store_bytes(root) <= quota:
             return ""
-        done = collect_garbage(root, runs_directory(), RetentionRule(grace_s=None, quota=quota))
+        collected = collect_garbage(root, runs_directory(), RetentionRule(grace_s=None, quota=quota))
     except Exception as failure:
-        log.warning("the store was not brought below its quota: %s", failure)
+        log.warning("could not reduce the store to its quota: %s", failure)
         return ""
-    size, limit = format_bytes(done.plan.bytes_after), format_bytes(quota)
+    size, limit = format_bytes(collected.plan.bytes_after), format_bytes(quota)
     summary = f"store: {size} of {limit}"
-    if done.plan.removals:
-        summary += f"; {format_bytes(done.bytes_freed)} removed that nobody needs"
-    if done.plan.over_quota:
-        summary += "; the rest is needed (mergegate store du), so the quota is too small"
+    if collected.plan.removals:
+        summary += f"; {format_bytes(collected.bytes_freed)} of unused artifacts removed"
+    if collected.plan.over_quota:
+        summary += "; all other artifacts are in use (mergegate store du), so the quota is too small"
     announce(summary)
     return summary
 

@@ -21,7 +21,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from mergegate.tasks.stage import RelayedProgress, StageStatus, Watcher, progress_watcher, running_stage, watcher_or
+from mergegate.tasks.stage import (
+    RelayedProgress,
+    StageStatus,
+    Watcher,
+    current_watcher,
+    progress_watcher,
+    running_stage,
+)
 
 LOG = "MERGEGATE_LOG"
 _MAX_MESSAGE = 8000  # Maximum length of a message in characters.
@@ -120,7 +127,7 @@ def json_log(
     for logger in loggers:
         logger.addHandler(log)
     try:
-        with progress_watcher(_LoggedProgress(watcher_or(default), log)):
+        with progress_watcher(_LoggedProgress(current_watcher(default), log)):
             yield log.write
     finally:
         for logger in loggers:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from benchmark_scripts import load_benchmark
+from gate_samples import judge_guard
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval_runs import run_lm_eval
@@ -33,7 +34,7 @@ from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
-from mergegate.tasks.gate.regression import judge_guard, measure_guard
+from mergegate.tasks.gate.regression import measure_guard
 from mergegate.tasks.gate.settings import Guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)
@@ -42,7 +43,7 @@ WAYS = {
     "a text": {"doc_to_target": "answer"},
     "a template": {"doc_to_target": "{{right}}"},
     "a text by template": {"doc_to_target": "{{answer}}"},
-    "multi_objective": {"doc_to_target": "several"},
+    "several": {"doc_to_target": "several"},
     "mutual information": {
         "metric_list": [
             {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")
@@ -66,7 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         right = (position * 7) % 3
         several = sorted({right, (right + 1) % 3})
         rows.append(
-            {"word": word, "right": right, "choices": choices, "answer": choices[right], "multi_objective": several}
+            {"word": word, "right": right, "choices": choices, "answer": choices[right], "several": several}
             | {"asks": [f"{word}{choice}" for choice in choices], "end": "a"}
         )
     write_jsonl(folder / "data" / "letters.jsonl", rows)

@@ -116,7 +116,7 @@ def test_a_damaged_artifact_is_rebuilt_and_the_log_says_why(
     assert ran == 1
     # The store is the only record, so an artifact that was deleted entirely counts as not built yet.
     assert spy.seen[-1][3] == ("made" if damage == "delete" else "rebuilt")
-    assert ("the stage is run again" in caplog.text) == (damage != "delete")
+    assert ("the stage runs again" in caplog.text) == (damage != "delete")
 
 
 def test_what_a_user_can_cause_is_raised_without_a_traceback_and_not_cached(

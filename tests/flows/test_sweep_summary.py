@@ -14,7 +14,7 @@ from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import sweep_summary
 from mergegate.tasks.report import SearchStatus, search_line
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.stage import progress_watcher, say_progress
+from mergegate.tasks.stage import describe_progress, progress_watcher
 from mergegate.tasks.stage.progress import report_stage
 
 sys.path.append(str(Path(__file__).parent.parent / "report"))
@@ -61,7 +61,7 @@ def test_while_it_searches_there_is_one_line_that_fits(width: int) -> None:
     shown = TerminalProgress(console)
     status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, dropped=9, seconds_left=41)
     with progress_watcher(shown), report_stage("search", ""):
-        say_progress(partial(search_line, status))
+        describe_progress(partial(search_line, status))
         plain = Console(file=io.StringIO(), width=width)
         plain.print(shown._draw())
         lines = str(plain.file.getvalue()).splitlines()  # type: ignore[attr-defined]

@@ -34,14 +34,14 @@ def test_a_family_on_the_hub_passes_the_check_by_its_headers(online: LookAlike, 
     assert online.sent == header_sizes(models)
 
 
-def test_a_forbidden_licence_on_the_hub_blocks_the_check(online: LookAlike, models: Path, tmp_path: Path) -> None:
+def test_a_forbidden_license_on_the_hub_blocks_the_check(online: LookAlike, models: Path, tmp_path: Path) -> None:
     forbid(online, models)
     code, remarks = checked(write_profile(tmp_path))
     assert code == 3
     assert any("cc-by-nd-4.0" in remark["found"] for remark in remarks)
 
 
-def test_a_forbidden_licence_ends_the_run_before_even_a_header_is_asked_for(
+def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:
     forbid(online, models)

@@ -99,7 +99,7 @@ def _wording(combination: Combination, kind: str) -> list[str]:
         ("llama3.1 apache-2.0", _use(visibility="private"), "llama3.1"),
     ],
 )
-def test_allowed_merges_carry_the_licence_that_follows_from_their_parents(
+def test_allowed_merges_carry_the_license_that_follows_from_their_parents(
     licenses: str, use: Use, license: str
 ) -> None:
     verdict = _judge(licenses, use)
@@ -140,7 +140,7 @@ def test_allowed_merges_carry_the_licence_that_follows_from_their_parents(
         ("gpl-3.0 osl-3.0", SELL, "R6"),
     ],
 )
-def test_blocked_merges_name_the_rule_and_carry_no_licence(licenses: str, use: Use, rule: str) -> None:
+def test_blocked_merges_name_the_rule_and_carry_no_license(licenses: str, use: Use, rule: str) -> None:
     verdict = _judge(licenses, use)
     assert verdict.status == "blocked"
     assert rule in _rules(verdict, "blocked")
@@ -172,7 +172,7 @@ def test_doubtful_merges_go_to_review_by_the_rule(licenses: str, use: Use, rule:
 
 
 @pytest.mark.parametrize("license", HUB)
-def test_every_hub_licence_alone_is_judged_and_keeps_its_identifier(license: str) -> None:
+def test_every_hub_license_alone_is_judged_and_keeps_its_identifier(license: str) -> None:
     verdict = _judge(license, _use("research", "private", False, "Llama-3-mix"))
     assert (verdict.status == "blocked") == (license == "cc-by-nc-nd-3.0")
     assert (verdict.status == "review") == (
@@ -273,18 +273,18 @@ def test_a_merge_without_parents_is_a_mistake_of_the_caller() -> None:
 # ---------------------------------------------------------------- reasons, card, obligations
 
 
-def test_a_reason_names_the_licence_the_model_and_the_rule() -> None:
+def test_a_reason_names_the_license_the_model_and_the_rule() -> None:
     verdict = combine_licenses([_parent("acme/chat", "cc-by-nc-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.status == "blocked"]
     assert reason.rule == "R2: commercial use"
     assert reason.sentence == "cc-by-nc-4.0 (of acme/chat) forbids commercial use"
 
 
-def test_a_licence_the_hub_does_not_list_goes_into_the_card_as_other_with_a_name_and_a_link() -> None:
+def test_a_license_the_hub_does_not_list_goes_into_the_card_as_other_with_a_name_and_a_link() -> None:
     assert _judge("qwen").card == {"license": "other", "license_name": "qwen", "license_link": "LICENSE"}
 
 
-def test_obligations_are_the_union_each_once_with_the_licences_that_ask_for_them() -> None:
+def test_obligations_are_the_union_each_once_with_the_licenses_that_ask_for_them() -> None:
     verdict = _judge("llama3.1 llama3.3 apache-2.0 gemma", LLAMA)
     (display,) = [obligation for obligation in verdict.obligations if obligation.kind == "display"]
     assert (display.text, display.because) == ("Built with Llama", ("llama3.1", "llama3.3"))
@@ -302,7 +302,7 @@ def test_obligations_are_the_union_each_once_with_the_licences_that_ask_for_them
     assert len(_wording(verdict, "cap")) == 2
 
 
-def test_the_notice_is_the_exact_sentence_of_the_licence() -> None:
+def test_the_notice_is_the_exact_sentence_of_the_license() -> None:
     assert _wording(_judge("llama3.1", LLAMA), "notice") == [
         "Llama 3.1 is licensed under the Llama 3.1 Community License, "
         "Copyright © Meta Platforms, Inc. All Rights Reserved."
@@ -319,7 +319,7 @@ def test_the_words_to_display_name_the_merged_model() -> None:
     assert words.startswith("mix is built using Falcon LLM technology")
 
 
-def test_a_permissive_parent_keeps_its_text_under_another_licence() -> None:
+def test_a_permissive_parent_keeps_its_text_under_another_license() -> None:
     assert _wording(_judge("mit gpl-3.0"), "text") == ["ship the text of gpl-3.0", "ship the text of mit"]
     assert _wording(_judge("cc0-1.0"), "text") == []
 
@@ -333,14 +333,14 @@ def test_in_private_the_name_is_only_noted() -> None:
 # ---------------------------------------------------------------- acceptance
 
 
-def test_a_review_that_is_accepted_by_licence_is_allowed_and_stays_on_record() -> None:
+def test_a_review_that_is_accepted_by_license_is_allowed_and_stays_on_record() -> None:
     verdict = combine_licenses([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
     assert verdict.status == "allowed"
     assert verdict.accepted == ("llama3.2: alice: text-only model",)
     assert verdict.license == "llama3.2"
 
 
-def test_an_unknown_licence_is_accepted_only_by_the_name_of_the_model() -> None:
+def test_an_unknown_license_is_accepted_only_by_the_name_of_the_model() -> None:
     parents = [_parent("acme/chat", "unknown"), _parent("acme/code", "mit")]
     assert combine_licenses(parents, SELL, TABLE, {"unknown": "alice: fine"}).status == "review"
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
@@ -387,7 +387,7 @@ def test_a_parent_that_declares_less_than_its_ancestor_goes_to_review() -> None:
     assert "its use restrictions" in reason.sentence
 
 
-def test_the_licence_of_an_ancestor_binds_the_merge() -> None:
+def test_the_license_of_an_ancestor_binds_the_merge() -> None:
     chat = _parent("acme/chat", "apache-2.0", _parent("meta/llama", "llama3.1"))
     verdict = combine_licenses([chat], LLAMA, TABLE, {"acme/chat": "alice: Meta agreed"})
     assert (verdict.status, verdict.license) == ("allowed", "llama3.1")
@@ -424,7 +424,7 @@ def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() ->
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
 
 
-def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licences_bind() -> None:
+def test_a_card_that_its_license_file_contradicts_goes_to_review_and_both_licenses_bind() -> None:
     parent = LicensedParent(
         name="acme/chat", license=TABLE.licenses["apache-2.0"], contradicted=TABLE.licenses["gemma"]
     )
@@ -439,14 +439,14 @@ def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licenc
     assert combine_licenses([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
 
 
-def test_a_parent_is_compared_with_the_licence_file_of_its_ancestor_too() -> None:
+def test_a_parent_is_compared_with_the_license_file_of_its_ancestor_too() -> None:
     base = Licensed(name="acme/base", license=TABLE.licenses["mit"], contradicted=TABLE.licenses["gemma"])
     verdict = combine_licenses([_parent("acme/chat", "mit", base)], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.rule.startswith("R11")]
     assert "was derived from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
 
 
-def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:
+def test_the_verdict_names_every_license_that_the_weights_are_under() -> None:
     assert _judge("llama3.1 llama3.3 mit", LLAMA).licenses == ("llama3.1", "llama3.3")
     assert _judge("mit apache-2.0").licenses == ("apache-2.0",)
     assert _judge("cc-by-nc-4.0").licenses == ()
@@ -473,7 +473,7 @@ def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:
         ("llama3", "llama3.1", ("its use restrictions",)),
     ],
 )
-def test_a_declared_licence_is_weaker_by_the_restrictions_it_drops(
+def test_a_declared_license_is_weaker_by_the_restrictions_it_drops(
     declared: str, ancestor: str, dropped: tuple[str, ...]
 ) -> None:
     assert dropped_restrictions(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped

@@ -51,7 +51,7 @@ def test_an_ancestor_that_is_a_parent_too_goes_by_the_name_of_the_parent(tmp_pat
     assert notices == ["Made with base and chat, licensed under CC-BY-4.0."]
 
 
-def test_an_ancestor_beside_a_parent_is_recorded_with_its_licence_file(tmp_path: Path) -> None:
+def test_an_ancestor_beside_a_parent_is_recorded_with_its_license_file(tmp_path: Path) -> None:
     _model(tmp_path / "base", "license: other", LICENSE="Our own terms.")
     chat = _model(tmp_path / "chat", "license: mit\nbase_model: ../base")
     verdict = check_licenses.work(read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})

@@ -53,7 +53,7 @@ def _may_carry(leading: License, subordinate: License) -> bool:
     return leading.id in share_alike_licenses(Case.create(parents, USE, TABLE))
 
 
-def test_the_matrix_and_the_table_have_26_licences_in_common() -> None:
+def test_the_matrix_and_the_table_have_26_licenses_in_common() -> None:
     assert len(KNOWN) == 26
 
 
@@ -64,7 +64,7 @@ def test_for_every_ordered_pair_the_algebra_says_what_the_matrix_says() -> None:
     assert differing == STRICTER
 
 
-def test_a_merge_is_possible_exactly_when_some_licence_of_the_matrix_takes_in_both() -> None:
+def test_a_merge_is_possible_exactly_when_some_license_of_the_matrix_takes_in_both() -> None:
     compared = {True: 0, False: 0}
     for a, b in combinations(KNOWN, 2):
         takes = [(_speaks(leading, a), _speaks(leading, b)) for leading in KNOWN]
@@ -77,7 +77,7 @@ def test_a_merge_is_possible_exactly_when_some_licence_of_the_matrix_takes_in_bo
 
 
 @pytest.mark.parametrize("a", KNOWN)
-def test_the_licence_that_a_merge_carries_is_never_one_that_the_matrix_keeps_a_parent_out_of(a: str) -> None:
+def test_the_license_that_a_merge_carries_is_never_one_that_the_matrix_keeps_a_parent_out_of(a: str) -> None:
     carried = {b: _judge(KNOWN[a], KNOWN[b]).license for b in KNOWN}
     for b, license in carried.items():
         spdx = TABLE.licenses[license].spdx if license else None

@@ -43,7 +43,7 @@ def _among(root: Path) -> FindAncestor:
     return lambda entry, descendant: CardSource(root / entry) if (root / entry).is_dir() else NotRead("not there")
 
 
-def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
+def test_the_card_fields_and_the_license_file_are_read(tmp_path: Path) -> None:
     model = _model(
         tmp_path / "chat", license="other", license_name="qwen", license_link="LICENSE", base_model=["qwen/base"]
     )
@@ -61,7 +61,7 @@ def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "LICENSE.md", "license.txt", "LICENCE", "COPYING"])
-def test_a_licence_file_is_found_under_its_usual_names(tmp_path: Path, name: str) -> None:
+def test_a_license_file_is_found_under_its_usual_names(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("terms")
     (tmp_path / "LICENSES").mkdir()
     assert read_declaration(CardSource(tmp_path)).license_file == name
@@ -258,7 +258,7 @@ def test_a_base_under_another_name_is_found_by_what_its_config_calls_it(tmp_path
     assert [found.license for found in walk(CardSource(model), _nowhere)] == [(), ("mit",)]
 
 
-def test_what_lies_beside_a_model_and_says_no_licence_is_looked_for_elsewhere(tmp_path: Path) -> None:
+def test_what_lies_beside_a_model_and_says_no_license_is_looked_for_elsewhere(tmp_path: Path) -> None:
     model = _model(tmp_path / "chat", base_model="acme/base")
     (tmp_path / "base").mkdir()
     (found,) = walk(CardSource(model), _nowhere)

@@ -120,7 +120,7 @@ def test_a_card_is_looked_up_by_license_and_license_name(
     assert table.lookup(license, license_name).id == expected
 
 
-def test_every_alias_resolves_to_a_known_licence(table: LicenseTable) -> None:
+def test_every_alias_resolves_to_a_known_license(table: LicenseTable) -> None:
     assert len(table.aliases) == 16
     assert all(table.lookup("other", alias).id == target for alias, target in table.aliases.items())
 
@@ -131,7 +131,7 @@ def test_an_override_changes_the_named_fields_and_keeps_the_others(table: Licens
     assert changed.licenses["mit"] == table.licenses["mit"]
 
 
-def test_an_override_adds_a_licence_and_its_alias(tmp_path: Path) -> None:
+def test_an_override_adds_a_license_and_its_alias(tmp_path: Path) -> None:
     text = "licenses:\n  acme: {kind: permissive, basis: primary, source: contract 17}\naliases: {acme-terms: acme}\n"
     found = load_table(_override(tmp_path, text)).lookup("other", "Acme Terms")
     assert found == License(id="acme", kind="permissive", basis="primary", source="contract 17")

@@ -28,18 +28,18 @@ tongyi-qianwen-research unknown yi-license
 """
 
 
-def test_every_licence_has_its_text_but_those_that_are_known_to_lack_one() -> None:
+def test_every_license_has_its_text_but_those_that_are_known_to_lack_one() -> None:
     without = {key for key, entry in TABLE.licenses.items() if not license_texts(entry)}
     assert without == set(WITHOUT_TEXT.split())
     assert len(TABLE.licenses) - len(without) == 74
 
 
-def test_every_shipped_text_belongs_to_a_licence_and_all_of_them_are_small() -> None:
+def test_every_shipped_text_belongs_to_a_license_and_all_of_them_are_small() -> None:
     assert set(SHIPPED_TEXTS) <= set(TABLE.licenses)
     assert sum(file.stat().st_size for file in SHIPPED_TEXTS.values()) < 3_000_000
 
 
-def test_a_licence_that_stands_on_another_is_shipped_with_it() -> None:
+def test_a_license_that_stands_on_another_is_shipped_with_it() -> None:
     assert list(license_texts(TABLE.licenses["lgpl-3.0"])) == ["lgpl-3.0", "gpl-3.0"]
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_only_names_an_agreement_is_not_its_text() -> None:
     assert identify_license("Gemma Terms of Use\nsee https://ai.google.dev/gemma/terms", TABLE) is None
 
 
-def test_every_title_and_link_belongs_to_one_licence() -> None:
+def test_every_title_and_link_belongs_to_one_license() -> None:
     titles = [title.lower() for entry in TABLE.licenses.values() for title in entry.titles]
     links = [link for entry in TABLE.licenses.values() for link in entry.links]
     assert len(titles) == len(set(titles)) == 18
@@ -180,7 +180,7 @@ def test_the_file_decides_where_there_is_no_card(tmp_path: Path) -> None:
     assert _read(tmp_path, "# A model\n", LICENSE=MIT) == ("mit", None)
 
 
-def test_a_broken_card_may_hide_a_licence_so_the_file_does_not_decide(tmp_path: Path) -> None:
+def test_a_broken_card_may_hide_a_license_so_the_file_does_not_decide(tmp_path: Path) -> None:
     assert _read(tmp_path, "---\nlicense: [cc-by-nc\n---\n", LICENSE=MIT) == ("unknown", None)
 
 
@@ -195,14 +195,14 @@ def test_a_broken_card_may_hide_a_licence_so_the_file_does_not_decide(tmp_path: 
         ("lgpl", "gpl-3.0", ("lgpl", None)),  # Unknown stays unknown.
     ],
 )
-def test_the_file_says_which_of_a_family_of_licences_is_meant(
+def test_the_file_says_which_of_a_family_of_licenses_is_meant(
     tmp_path: Path, family: str, member: str, expected: tuple[str, str | None]
 ) -> None:
     text = SHIPPED_TEXTS[member].read_text(encoding="utf-8")
     assert _read(tmp_path, f"---\nlicense: {family}\n---\n", LICENSE=text) == expected
 
 
-def test_of_several_licence_files_none_decides(tmp_path: Path) -> None:
+def test_of_several_license_files_none_decides(tmp_path: Path) -> None:
     assert _read(tmp_path, "---\nlicense: other\n---\n", LICENSE=MIT, COPYING=GEMMA) == ("other", None)
 
 

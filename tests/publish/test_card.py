@@ -140,7 +140,7 @@ def test_every_score_stands_there_with_its_interval(tmp_path: Path) -> None:
     assert "| arc\\_easy | acc,none | 400 | 75.0 \\[70.5, 79.0\\] |" in card_of(tmp_path)
 
 
-def test_what_a_licence_wants_displayed_stands_at_the_top(tmp_path: Path) -> None:
+def test_what_a_license_wants_displayed_stands_at_the_top(tmp_path: Path) -> None:
     verdict = license_verdict("llama3.1", "apache-2.0", name="acme/Llama-demo")
     assert verdict.combination.status == "allowed"
     card = card_of(tmp_path, verdict=verdict)

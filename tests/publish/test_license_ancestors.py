@@ -90,7 +90,7 @@ def test_a_grandparent_on_the_hub_that_its_descendants_drop_goes_to_review(stand
     ]
 
 
-def test_only_cards_and_licence_files_are_downloaded(stand_in: LookAlike, tmp_path: Path) -> None:
+def test_only_cards_and_license_files_are_downloaded(stand_in: LookAlike, tmp_path: Path) -> None:
     _add(stand_in, "acme/base", "tags: []", **{"LICENSE": APACHE, "model.txt": b"no", "licenses/x.txt": b"no"})
     chat = _local(tmp_path / "chat", "license: apache-2.0\nbase_model: acme/base")
     (ancestor,) = _judge(read_licenses([chat], TABLE)).ancestors

@@ -45,7 +45,7 @@ def _files(files: tuple[ReleaseFile, ...]) -> dict[str, str]:
     return texts
 
 
-def test_the_licence_of_the_release_is_its_license_file(tmp_path: Path) -> None:
+def test_the_license_of_the_release_is_its_license_file(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: apache-2.0"), _model(tmp_path / "b", "license: mit"))
     verdict = _judge(*parents)
     files = _files(license_files(parents, verdict))
@@ -73,7 +73,7 @@ def test_of_parents_with_different_copyrights_none_stands_for_all(tmp_path: Path
     assert "2024 b" in files["licenses/b.txt"]
 
 
-def test_several_licences_stand_one_after_another_under_headings(tmp_path: Path) -> None:
+def test_several_licenses_stand_one_after_another_under_headings(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: llama3.1"), _model(tmp_path / "b", "license: llama3.3"))
     verdict = _judge(*parents)
     assert verdict.combination.card["license_name"] == "llama3.1-and-llama3.3"
@@ -96,14 +96,14 @@ def test_notices_stand_word_for_word_and_those_of_the_parents_are_kept(tmp_path:
 
 
 @pytest.mark.parametrize(("license", "stated"), [("apache-2.0", True), ("mit", False)])
-def test_that_files_were_changed_is_stated_where_a_licence_asks(tmp_path: Path, license: str, stated: bool) -> None:
+def test_that_files_were_changed_is_stated_where_a_license_asks(tmp_path: Path, license: str, stated: bool) -> None:
     parents = (_model(tmp_path / "a", f"license: {license}"),)
     files = _files(license_files(parents, _judge(*parents)))
     assert ("MODIFICATIONS" in files) == stated
     assert not stated or "models/a" in files["MODIFICATIONS"]
 
 
-def test_a_licence_that_stands_on_another_brings_both_texts(tmp_path: Path) -> None:
+def test_a_license_that_stands_on_another_brings_both_texts(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: lgpl-3.0"),)
     files = _files(license_files(parents, _judge(*parents)))
     assert files["licenses/gpl-3.0.txt"] == _text("gpl-3.0")
@@ -118,7 +118,7 @@ def test_the_file_of_an_ancestor_travels_under_its_name(tmp_path: Path) -> None:
     assert files["licenses/base.txt"] == _text("gemma")
 
 
-def test_an_unknown_licence_is_shipped_as_it_lies_beside_its_model(tmp_path: Path) -> None:
+def test_an_unknown_license_is_shipped_as_it_lies_beside_its_model(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: other\nlicense_name: acme", LICENSE="Acme terms."),)
     verdict = _judge(*parents, accept=("a",))
     files = _files(license_files(parents, verdict))

@@ -41,7 +41,7 @@ def test_what_cannot_be_meant_is_said_with_its_place(publish: dict[str, object],
     assert message in str(error.value)
 
 
-def test_a_licence_check_for_private_use_does_not_let_a_public_release_through() -> None:
+def test_a_license_check_for_private_use_does_not_let_a_public_release_through() -> None:
     checks = {"license": {"visibility": "private"}}
     public = {"to": "hub", "repo": "acme/demo", "visibility": "public"}
     with pytest.raises(InvalidInput, match=r"checks\.license\.visibility"):

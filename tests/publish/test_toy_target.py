@@ -77,7 +77,7 @@ def test_a_type_that_is_made_after_it_was_installed_knows_it(shelf: type[Publish
     assert read.model_dump(mode="json") == {"publish": shelf.model_validate(SHELF).model_dump(mode="json")}
 
 
-def test_the_licences_of_a_public_one_must_have_been_checked_for_that(shelf: type[PublishTarget]) -> None:
+def test_the_licenses_of_a_public_one_must_have_been_checked_for_that(shelf: type[PublishTarget]) -> None:
     private = {**PROFILE, "checks": {"license": {"visibility": "private"}}}
     with pytest.raises(InvalidInput, match=r"checks\.license\.visibility"):
         parse_profile({**private, "publish": {**SHELF, "open_to_all": True}}, "p")

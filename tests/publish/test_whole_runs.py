@@ -14,7 +14,7 @@ import pytest
 from bucket import BUCKET, S3OnLoopback, s3_on_loopback
 
 from mergegate.tasks.publish.targets.s3 import S3Target
-from mergegate.tasks.stage.shared_store import shared_store
+from mergegate.tasks.stage.project import shared_store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "flows"))
 from demo_project import Project, make_project
@@ -110,7 +110,7 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
     printed = run(two)
     assert f"nothing new: {version} is released" in printed
     assert set(marks(printed).values()) == {"="}
-    assert f"made elsewhere, and fetched from {SHARED}: " in printed
+    assert f"fetched from {SHARED} instead of built: " in printed
     for stage in ("evaluate", "perplexity", "merge"):
         assert two.artifacts(stage) == one.artifacts(stage) != set()
     assert bucket.objects() == there

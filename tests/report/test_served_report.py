@@ -111,7 +111,7 @@ def test_the_terminal_ends_with_what_serving_took() -> None:
     assert "measured 2026-11-20, 2 cores of AMD EPYC 9B14" in said
 
 
-def test_a_comparison_speaks_of_no_recipe_and_no_licence() -> None:
+def test_a_comparison_speaks_of_no_recipe_and_no_license() -> None:
     said = text_of(page_of(samples.compared()))
     assert "What was compared" in said
     for absent in ("What was merged", "Recipe", "Licence", "licence", "published"):

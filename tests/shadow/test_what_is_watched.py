@@ -66,4 +66,4 @@ def test_a_target_out_of_reach_keeps_nobody_from_answering(profile: Path, monkey
 
     monkeypatch.setattr(DirectoryTarget, "current", out_of_reach)
     assert watched_now(profile).candidate == "aaa"
-    assert watched_now(profile, again=True).candidate == "aaa"
+    assert watched_now(profile, reset=True).candidate == "aaa"

@@ -18,8 +18,7 @@ from patience import HANG_S
 from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.stage import shared_store
-from mergegate.tasks.stage.project import RENAMED_VARIABLES, environment_setting
+from mergegate.tasks.stage.project import RENAMED_VARIABLES, environment_setting, shared_store
 from mergegate.tasks.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
 from mergegate.tasks.store.shared import _Lease
 
@@ -357,20 +356,20 @@ def test_a_renamed_variable_is_an_error_that_names_the_new_one(
 
 def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MERGEGATE_SHARED_STORE", raising=False)
-    assert shared_store.shared_store(tmp_path) is None
+    assert shared_store(tmp_path) is None
     monkeypatch.setenv("MERGEGATE_SHARED_STORE", "memory://somewhere")
-    found = shared_store.shared_store(tmp_path)
+    found = shared_store(tmp_path)
     assert found is not None
-    assert found is shared_store.shared_store(tmp_path)
+    assert found is shared_store(tmp_path)
     assert (found.address, found.max_bytes) == ("memory://somewhere", 10**9)
     for address in ("somewhere", "s4://bucket"):
         monkeypatch.setenv("MERGEGATE_SHARED_STORE", address)
         with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE"):
-            shared_store.shared_store(tmp_path)
+            shared_store(tmp_path)
     monkeypatch.setenv("MERGEGATE_SHARED_STORE", "memory://elsewhere")
     monkeypatch.setenv("MERGEGATE_SHARED_STORE_MAX_SIZE", "much")
     with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE_MAX_SIZE"):
-        shared_store.shared_store(tmp_path)
+        shared_store(tmp_path)
 
 
 def test_without_a_shared_store_nothing_is_asked(tmp_path: Path) -> None:

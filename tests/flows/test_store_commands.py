@@ -153,7 +153,7 @@ class TestRunsOfStages:
         assert outcome.status == "passed"
         (line,) = [line for line in said.lines if line.startswith("store: ")]
         assert "of 260 kB" in line
-        assert "removed that nobody needs" in line
+        assert "of unused artifacts removed" in line
         assert grow.find(50_001) is None
         assert grow.find(50_003) is not None
         assert grow.find(50_004) is not None

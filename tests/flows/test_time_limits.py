@@ -122,7 +122,7 @@ class TestSettings:
             Limits(run=limit)
 
     def test_a_stage_that_there_is_not_is_refused_with_a_suggestion(self) -> None:
-        with pytest.raises(InvalidInput, match="no such stage") as refused, limited(Limits(stages={"merg": "1 h"})):
+        with pytest.raises(InvalidInput, match="an unknown stage") as refused, limited(Limits(stages={"merg": "1 h"})):
             pass
         assert "merge" in refused.value.remedy
 

@@ -161,14 +161,14 @@ def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckp
 
 def test_files_that_are_touched_for_ever_end_it(model: PinnedCheckpoint) -> None:
     meanwhile[:] = [(model.directory / WEIGHTS).touch] * 100
-    with pytest.raises(ChangedInput, match="touched in each of 3 tries"):
+    with pytest.raises(ChangedInput, match="touched during all 3 attempts"):
         copied.build(model)
     assert not list((store().root / "copied").glob("*"))
 
 
 def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(input_guard, "_on_change", list(input_guard._on_change))
+    monkeypatch.setattr(input_guard, "_change_callbacks", list(input_guard._change_callbacks))
     on_input_change(lambda: told.append(True))
     copied.build(model)
     assert not told
@@ -181,7 +181,7 @@ def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatc
 def test_the_process_that_holds_models_is_ended() -> None:
     from mergegate.tasks.checkpoints import model_process
 
-    assert model_process._drop_models in input_guard._on_change
+    assert model_process._drop_models in input_guard._change_callbacks
 
 
 def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: PinnedCheckpoint) -> None:

@@ -186,7 +186,7 @@ def test_metadata_of_the_card_that_the_provenance_does_not_know_is_refused(
     assert f"README.md: its metadata is not that of provenance.json ({field})" in refusal_of(forge(release))
 
 
-def test_a_card_and_a_provenance_that_were_edited_alike_must_agree_with_the_parents_and_the_licence(
+def test_a_card_and_a_provenance_that_were_edited_alike_must_agree_with_the_parents_and_the_license(
     release: Path,
 ) -> None:
     _, front, page = (release / CARD).read_text().split("---\n", 2)
