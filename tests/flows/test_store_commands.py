@@ -100,7 +100,7 @@ class TestRunsOfStages:
         assert [run.status for run in runs] == ["passed", "passed"]
         assert all({name.stage for name in run.used} == {"grow", "copy", "weigh"} for run in runs)
         assert runs[0].used == runs[1].used
-        assert not any(run.live for run in runs)
+        assert not any(run.is_live for run in runs)
 
     def test_what_a_run_uses_does_not_go_while_it_runs(self) -> None:
         outcome, _ = night(10, disturb=lambda first: collect())
@@ -261,7 +261,7 @@ from pathlib import Path
 from mergegate.tasks.store import RetentionRule, collect_garbage
 home, times, went = Path(sys.argv[1]), 0, 0
 while not (home / "stop").exists():
-    went += len(collect_garbage(home / "store", home / "runs", RetentionRule(0.0, 0)).plan.goes)
+    went += len(collect_garbage(home / "store", home / "runs", RetentionRule(0.0, 0)).plan.removals)
     times += 1
 print(times, went)
 """
