@@ -11,7 +11,7 @@ by a release are reused. Every guard of the profile compares B with A. The flow 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,13 +19,12 @@ from typing import Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from mergegate.flows.attempt import Assessment, assess_merge
+from mergegate.flows.attempt import assess_merge
 from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, reported_outcome, within_limits
 from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import (
-    PinnedCheckpoint,
     ResolvedCheckpoint,
     apply_adapters,
     fetch_weights,
@@ -40,6 +39,7 @@ from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import store, versions
 
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
+_ROLES: tuple[Literal["parent", "merge"], ...] = ("parent", "merge")  # the second checkpoint is judged
 
 
 @flow(name="compare", flow_run_name=name_run)
@@ -52,7 +52,7 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
         profile: Profile file, relative to the project directory, or a parsed profile. Its recipe and target are
             ignored.
     """
-    name = comparison_name(Path(reference).name, Path(candidate).name)
+    name = _comparison_name(Path(reference).name, Path(candidate).name)
     return conclude_flow(
         lambda: within_limits(partial(make_comparison, reference, candidate), load_profile(profile)), name
     )
@@ -70,7 +70,30 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
         assessment = assess_merge(models[1], models[:1], None, evidence, runner=runner)
     verdict = assessment.verdict.value
 
-    content = comparison_content(profile, models, assessment)
+    content = ReportContent(
+        name=_comparison_name(models[0].name, models[1].name),
+        method=f"compared by profile {profile.name}",
+        models=tuple(
+            ReportedModel(
+                name=model.name,
+                role=role,
+                ref=model.ref,
+                revision=model.revision,
+                digest=model.digest,
+                scores=join_parts(scores) if (scores := assessment.scores.get(model.name)) else None,
+                likelihoods=text.value if (text := assessment.likelihoods.get(model.name)) else None,
+            )
+            for model, role in zip(models, _ROLES, strict=True)
+        ),
+        verdict=verdict,
+        scoring=assessment.evidence.scoring if profile.evaluate else None,
+        asked=profile.evaluate.prompts_by_task if profile.evaluate else {},
+        windows=assessment.evidence.windows,
+        computed=assessment.evidence.computed,
+        files=(),
+        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
+        reproduce=(f"mergegate compare {models[0].ref} {models[1].ref} --profile PROFILE",),
+    )
     outcome = reported_outcome(content, write_report(content), None)
     verb = "passes" if verdict.publishable else "does not pass"
     reasons = () if verdict.publishable else verdict.reasons
@@ -104,7 +127,7 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collect
     """
     if not (profile.perplexity or profile.evaluate):
         raise InvalidInput(
-            f"profile {profile.name}", found="no evidence to compare by", expected="perplexity or evaluate"
+            f"profile {profile.name}", found="it has no evidence to compare with", expected="perplexity or evaluate"
         )
     if profile.evaluate:
         guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
@@ -114,37 +137,6 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collect
     return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
 
 
-def comparison_name(reference: str, candidate: str) -> str:
+def _comparison_name(reference: str, candidate: str) -> str:
     """Return the name of a comparison, which is also a valid file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate}-against-{reference}")
-
-
-def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], assessment: Assessment) -> ReportContent:
-    """Return the report content for two checkpoints. The second one is judged."""
-    reference, candidate = models
-    return ReportContent(
-        name=comparison_name(reference.name, candidate.name),
-        method=f"compared by profile {profile.name}",
-        models=(_reported(reference, "parent", assessment), _reported(candidate, "merge", assessment)),
-        verdict=assessment.verdict.value,
-        scoring=assessment.evidence.scoring if profile.evaluate else None,
-        asked=profile.evaluate.prompts_by_task if profile.evaluate else {},
-        windows=assessment.evidence.windows,
-        computed=assessment.evidence.computed,
-        files=(),
-        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
-        reproduce=(f"mergegate compare {reference.ref} {candidate.ref} --profile PROFILE",),
-    )
-
-
-def _reported(model: PinnedCheckpoint, role: Literal["parent", "merge"], assessment: Assessment) -> ReportedModel:
-    scores, likelihoods = assessment.scores.get(model.name), assessment.likelihoods.get(model.name)
-    return ReportedModel(
-        name=model.name,
-        role=role,
-        ref=model.ref,
-        revision=model.revision,
-        digest=model.digest,
-        scores=join_parts(scores) if scores else None,
-        likelihoods=likelihoods.value if likelihoods else None,
-    )

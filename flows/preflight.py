@@ -206,7 +206,7 @@ def preflight_profile(
                     announce(f"warning: {finding}" + (f"; {finding.remedy}" if finding.remedy else ""))
     parents = _parents([candidate.recipe for candidate in all_candidates], problems)
     evidence = None
-    if _is_whole(candidates[0].recipe, parents[0]):
+    if _is_complete(candidates[0].recipe, parents[0]):
         with problems.noted():
             evidence = pin_profile_evidence(profile, parents[0], store().hashes)
     if evidence and evidence.computed:
@@ -218,23 +218,32 @@ def preflight_profile(
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
                     f"profile {profile.name}: evaluate.tasks",
-                    found="a guard by the champion, of a recipe whose result is an adapter",
-                    expected="guards by parents",
-                    remedy="compare with the base or with one of the adapters: guarded_by: base+adapter",
+                    found="a guard compares with the champion, but the recipe builds an adapter",
+                    expected="guards that compare with parents",
+                    remedy="compare with the base or with an adapter, for example guarded_by: base+adapter",
                 )
-            if _is_whole(candidate.recipe, parents_of_candidate) and candidate not in compared:
+            if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in compared:
                 check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         _require_tokenizers(evidence, measured, problems)
-        readers: Sequence[TokenizerSource] = ()
+        sources: Sequence[TokenizerSource] = ()
         with problems.noted():
-            readers = _readers(measured, profile.checks.code.trusted)
-        evidence = _with_data(evidence, readers, problems)
+            # A tokenizer whose own code would have to run is left out.
+            trusted = profile.checks.code.trusted
+            sources = [
+                TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
+                for parent, header in zip(measured, header_digests(measured), strict=True)
+                if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
+            ]
+        evidence = _with_data(evidence, sources, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
-        if not problems.stop_at_once:  # a release will soon find out
-            _note_power(evidence, measured, profile, len(candidates), problems)
+        attempts, past = len(candidates) + profile.proposed, past_guards(profile.name)
+        # A release will soon find out, so only a check forecasts the power of its documents.
+        if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
+            problems.summary += power.lines()
+            problems.add(filter(None, [power_finding(power)]))
     return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
 
 
@@ -253,7 +262,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     return cleared
 
 
-def _with_data(evidence: Evidence, readers: Sequence[TokenizerSource], problems: Problems) -> Evidence:
+def _with_data(evidence: Evidence, sources: Sequence[TokenizerSource], problems: Problems) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
     This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
@@ -268,25 +277,22 @@ def _with_data(evidence: Evidence, readers: Sequence[TokenizerSource], problems:
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
-            for reader in readers:
+            for source in sources:
                 with problems.noted():
-                    example = preview.build(tasks[-1], evidence.scoring, reader, limit).value
+                    example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.asked.described() if task.asked else ""
-                    problems.examples.append(TaskExample(task.name, reader.name, example, prompt_settings))
+                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
                     if example.room is not None and example.tokens > example.room:
-                        problems.add([_cut_prompt(task.name, reader.name, example)])
+                        warning = Finding(
+                            "warn",
+                            f"evaluate.tasks: {task.name}",
+                            found=f"the first prompt has {example.tokens:,} tokens, but {source.name} has room for "
+                            f"{example.room:,} before the longest answer, so the beginning is cut off",
+                            expected="prompts that fit into the context of the model",
+                            remedy="lower max_gen_toks under gen_kwargs, or num_fewshot",
+                        )
+                        problems.add([warning])
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
-
-
-def _cut_prompt(task: str, model: str, shown: TaskPreview) -> Finding:
-    return Finding(
-        "warn",
-        f"evaluate.tasks: {task}",
-        found=f"its first prompt has {shown.tokens:,} tokens; {model} has room for {shown.room:,} beside the longest "
-        "answer, so the beginning is cut off",
-        expected="prompts that the model reads whole",
-        remedy="a smaller max_gen_toks under gen_kwargs, or fewer num_fewshot",
-    )
 
 
 def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:
@@ -308,8 +314,8 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
                 raise findings[0].refusal()
             problems.add(findings)
             problems.summary.append(
-                f"texts: {len(corpus.texts):,} documents are read for the merge; "
-                "what none of them shows becomes the mean"
+                f"texts: the merge reads {len(corpus.texts):,} documents; "
+                "weights without an input from them are averaged"
             )
 
 
@@ -323,28 +329,10 @@ def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint
             if parent.is_merged and not any(name in names for name in _TOKENIZERS):
                 raise InvalidInput(
                     parent.ref,
-                    found="no tokenizer, without which it cannot be measured",
+                    found="it has no tokenizer, so it cannot be measured",
                     expected=f"one of {', '.join(_TOKENIZERS)}",
-                    remedy="copy the tokenizer of the model that it was made from into its directory",
+                    remedy="copy the tokenizer of its base model into its directory",
                 )
-
-
-def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerSource]:
-    """Return the locations of the parents' tokenizers, without those whose own code would have to run."""
-    return [
-        TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
-        for parent, header in zip(parents, header_digests(parents), strict=True)
-        if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
-    ]
-
-
-def _note_power(
-    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], profile: Profile, candidates: int, problems: Problems
-) -> None:
-    """Forecast the statistical power of the documents, and warn if it is low."""
-    if power := forecast_power(evidence, parents, candidates + profile.proposed, past_guards(profile.name)):
-        problems.summary += power.lines()
-        problems.add([finding] if (finding := power_finding(power)) else [])
 
 
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
@@ -368,8 +356,10 @@ def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> N
     """
     problems.add(recipe.all_findings)
     (parents,) = _parents([recipe], problems)
-    rules = _Rules.of_a_recipe(root, name)
-    if _is_whole(recipe, parents):
+    settings, remedy = LicenseSettings(), "declare the use of the merge in a profile"
+    table = license_table(settings, root)
+    rules = _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy=remedy)
+    if _is_complete(recipe, parents):
         _clear(Candidate("", recipe, ""), parents, rules, problems)
 
 
@@ -406,12 +396,6 @@ class _Rules:
             code=checks.code.accepted,
         )
 
-    @staticmethod
-    def of_a_recipe(root: Path, name: str) -> _Rules:
-        settings, remedy = LicenseSettings(), "say in a profile what the merge is for"
-        table = license_table(settings, root)
-        return _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy=remedy)
-
 
 def _clear(
     candidate: Candidate, parents: tuple[ResolvedCheckpoint, ...], rules: _Rules, problems: Problems
@@ -427,7 +411,7 @@ def _clear(
             problems.findings.append(finding_of(refusal).as_warning(rules.remedy))
         else:
             problems.note(refusal)
-    if not _is_whole(candidate.recipe, parents):
+    if not _is_complete(candidate.recipe, parents):
         return None  # An incomplete set of parents may be forbidden, but it can be neither allowed nor compared.
     with problems.noted():
         headers = header_digests(parents)
@@ -456,7 +440,7 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
     return search.parents
 
 
-def _is_whole(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> bool:
+def _is_complete(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> bool:
     return len(parents) == len(recipe.references())
 
 

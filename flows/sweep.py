@@ -10,10 +10,8 @@ the same trials and finds the same winner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -36,8 +34,6 @@ from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import announce, home
 from mergegate.tasks.sweep import (
     Confirmation,
-    PreparedSearch,
-    Trial,
     format_recipe,
     open_view,
     relocate_recipe,
@@ -67,7 +63,12 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     with open_runner(profile.runner) as runner, open_trial_pool(search, profile, runner) as pool:
         power = pool.power()
         announce(power.brief())
-        study = run_search(pool, study_view(profile, search, view or profile.sweep_view()))
+        recorder = None  # Optuna's study of the search, if it has a location
+        if location := view or profile.sweep_view():
+            problem = search.problem
+            name = f"{profile.name} {study_key(problem.space, problem.settings)[:8]}"
+            recorder = open_view(location, name, problem.space.coordinates, problem.objective).record
+        study = run_search(pool, recorder)
         verdict = run_confirmation(pool, study)
     content = sweep_report(profile, search, study, verdict, power)
     page = store_sweep_page(content)
@@ -80,30 +81,12 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
             sweep=content,
         )
     winner = study.recipes[verdict.winner]
-    file = keep_winner(profile.name, winner, search.directory, sweep_sentence(content))
+    directory = state_directory(home() / "sweeps")
+    file = directory / f"{profile.name}-winner.yaml"
+    comment = f"Found by `mergegate sweep`. {sweep_sentence(content)}"
+    write_state(file, format_recipe(relocate_recipe(winner, search.directory, directory), comment).encode())
     announce(f"confirmed: the winner is {file}")
     if not release:
         return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page, sweep=content)
     outcome = make_release(profile.with_recipe(relocate_recipe(winner, search.directory, profile.root)))
     return outcome.model_copy(update={"sweep": content})
-
-
-def study_view(profile: Profile, search: PreparedSearch, location: str | None) -> Callable[[Sequence[Trial]], object]:
-    """Return a callback for each generation that records it in Optuna's study, if the study has a location."""
-    if location is None:
-        return lambda trials: None
-    name = f"{profile.name} {study_key(search.problem.space, search.problem.settings)[:8]}"
-    return open_view(location, name, search.problem.space.coordinates, search.problem.objective).record
-
-
-def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str) -> Path:
-    """Save the winner as a recipe file that can be merged, read and moved into a project."""
-    directory_of_winner = state_directory(home() / "sweeps")
-    file = directory_of_winner / f"{name}-winner.yaml"
-    write_state(
-        file,
-        format_recipe(
-            relocate_recipe(winner, directory, directory_of_winner), f"Found by `mergegate sweep`. {why}"
-        ).encode(),
-    )
-    return file

@@ -54,7 +54,7 @@ def state_name(status: str) -> str:
     return status.title().replace(" ", "")
 
 
-def shown(text: str) -> str:
+def to_printable(text: str) -> str:
     """Return ``text`` in printable form and with bounded length, for a terminal, a log or a page.
 
     The text may be untrusted. Escape sequences could overwrite the screen, and half a surrogate pair cannot be printed.
@@ -84,8 +84,8 @@ class MergegateError(Exception):
     status: ClassVar[Status] = "failed"  # status of a run that ends with this error
 
     def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
-        self.where, self.found = shown(where), shown(found)
-        self.expected, self.remedy = shown(expected), shown(remedy)
+        self.where, self.found = to_printable(where), to_printable(found)
+        self.expected, self.remedy = to_printable(expected), to_printable(remedy)
         super().__init__(str(self))
 
     @property
@@ -212,7 +212,7 @@ class InvalidFile(InvalidInput):
         count = f"{faults} fault{'s' * (faults > 1)}"
         if warnings:
             count += f" and {warnings} warning{'s' * (warnings > 1)}"
-        lines = [shown(f"\n  {_format_line(finding, where)}") for finding in self.findings[: self._MOST_LISTED]]
+        lines = [to_printable(f"\n  {_format_line(finding, where)}") for finding in self.findings[: self._MOST_LISTED]]
         if (left_out := len(self.findings) - len(lines)) > 0:
             lines.append(f"\n  and {left_out} more")
         super().__init__(where, found=count)
@@ -254,27 +254,28 @@ class FindingLog:
         except InvalidInput as error:
             self.findings += findings_of(error)
 
-    def fault(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
+    def fault(self, location: str, *, found: str, expected: str = "", remedy: str = "") -> None:
         """Record a finding that blocks because the input has no valid meaning."""
-        self.findings.append(finding_of(InvalidInput(where, found=found, expected=expected, remedy=remedy)))
+        self.findings.append(finding_of(InvalidInput(location, found=found, expected=expected, remedy=remedy)))
 
-    def warn(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
+    def warn(self, location: str, *, found: str, expected: str = "", remedy: str = "") -> None:
         """Record a warning."""
-        self.findings.append(Finding("warn", shown(where), shown(found), shown(expected), shown(remedy)))
+        location, found = to_printable(location), to_printable(found)
+        self.findings.append(Finding("warn", location, found, to_printable(expected), to_printable(remedy)))
 
     @property
     def blocks(self) -> bool:
         """Whether any finding blocks."""
         return any(finding.severity == "block" for finding in self.findings)
 
-    def raise_faults(self, where: str) -> None:
+    def raise_faults(self, location: str) -> None:
         """Raise all findings as one exception if any of them blocks.
 
         Raises:
             InvalidInput: The finding itself if it is the only one, else :class:`InvalidFile`.
         """
         if self.blocks:
-            raise self.findings[0].error() if len(self.findings) == 1 else InvalidFile(where, self.findings)
+            raise self.findings[0].error() if len(self.findings) == 1 else InvalidFile(location, self.findings)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -293,16 +294,16 @@ class FindingGroup:
     def severity(self) -> Severity:
         return self.first.severity
 
-    def others_line(self, named: int = 3) -> str:
-        """Return a line such as ``and 271 more of this cause: model.layers.0.mlp.up_proj.weight, …``.
+    def others_line(self, limit: int = 3) -> str:
+        """Return a line such as ``and 271 more with this cause: model.layers.0.mlp.up_proj.weight, …``.
 
         The line is empty if the group has only one finding.
         """
         if not self.others:
             return ""
-        locations = [finding.where.removeprefix(f"{_model_of(finding)}: ") for finding in self.others[:named]]
-        more = ", …" if len(self.others) > named else ""
-        return f"and {len(self.others):,} more of this cause: {', '.join(locations)}{more}"
+        locations = [finding.where.removeprefix(f"{_model_of(finding)}: ") for finding in self.others[:limit]]
+        more = ", …" if len(self.others) > limit else ""
+        return f"and {len(self.others):,} more with this cause: {', '.join(locations)}{more}"
 
 
 def group_findings(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
@@ -322,10 +323,10 @@ def _model_of(finding: Finding) -> str:
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
-    """Return ``"did you mean 'density'?"`` for the closest of ``names``, or list all of them if none is close."""
+    """Return ``"did you mean 'density'?"`` for the closest of ``names``, or list all names if none is close."""
     names = sorted(names)
     close_matches = get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close_matches[0]!r}?" if close_matches else f"known here: {', '.join(names)}"
+    return f"did you mean {close_matches[0]!r}?" if close_matches else f"choose one of {', '.join(names)}"
 
 
 def _rebuild(kind: type[MergegateError], where: str, found: str, expected: str, remedy: str) -> MergegateError:

@@ -106,7 +106,7 @@ def test_no_secret_is_found_in_any_environment(attempts: Try) -> None:
     assert found["of(grandparent, 'mem')"] == "PermissionError"
 
 
-def test_no_secret_is_read_where_people_keep_them(attempts: Try, tmp_path: Path) -> None:
+def test_no_secret_is_readable_in_its_usual_location(attempts: Try, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "home/.ssh/id_ed25519")
     places = (".ssh/id_ed25519", ".netrc", ".cache/huggingface/token", ".config/gh/hosts.yml", "../link")
     secret = [f"read(os.path.expanduser('~/{place}'))" for place in places]
@@ -118,7 +118,7 @@ def test_no_secret_is_read_where_people_keep_them(attempts: Try, tmp_path: Path)
     )  # An ordinary file is readable, so the checks above can fail.
 
 
-def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: Path) -> None:
+def test_a_confined_process_writes_only_to_granted_paths(attempts: Try, tmp_path: Path) -> None:
     outside = directory_of_nobody()
     try:
         (outside / "README.md").write_text("1")
@@ -137,13 +137,13 @@ def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: P
         shutil.rmtree(outside)
 
 
-def test_the_hubs_cache_can_be_filled_though_the_token_lies_in_it(attempts: Try) -> None:
+def test_the_cache_of_the_hub_is_writable_next_to_its_hidden_token(attempts: Try) -> None:
     place = "os.path.expanduser('~/.cache/huggingface/datasets/new')"
     found = attempts(f"os.makedirs({place})", f"write({place} + '/data')")
     assert list(found.values()) == ["None", "1"]
 
 
-def test_it_reaches_nobody_unless_it_must(attempts: Try) -> None:
+def test_a_confined_process_has_network_access_only_if_granted(attempts: Try) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = f"socket.create_connection({server.getsockname()!r}, timeout=5)"
         own = "(lambda s: socket.create_connection(s.getsockname(), timeout=5))(socket.create_server(('127.0.0.1', 0)))"
@@ -153,21 +153,19 @@ def test_it_reaches_nobody_unless_it_must(attempts: Try) -> None:
         assert attempts(ours, network=True)[ours].startswith("<socket.socket")
 
 
-def test_it_signals_nobody_and_its_memory_ends(attempts: Try) -> None:
+def test_a_confined_process_cannot_signal_others_and_has_limited_memory(attempts: Try) -> None:
     found = attempts("os.kill(grandparent, 0)", "len(bytearray(3 << 30))", "len(bytearray(1 << 20))", memory=1 << 30)
     assert list(found.values()) == ["PermissionError", "MemoryError", str(1 << 20)]
 
 
-def test_what_holds_for_it_holds_for_what_it_starts(attempts: Try) -> None:
+def test_child_processes_inherit_the_confinement(attempts: Try) -> None:
     again = (
         "subprocess.run([sys.executable, '-c', 'open(\"/etc/shadow\")'], capture_output=True, text=True).stderr[-300:]"
     )
     assert "PermissionError" in attempts(again)[again]
 
 
-def test_a_system_that_confines_nothing_is_said_to(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_restrictions_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without Landlock or namespaces, as in some containers, the process runs and the log warns that it is not
     confined.
     """
@@ -200,7 +198,7 @@ _libc = _Without()
 
 
 @given(st.sampled_from(["TOKEN", "SECRET", "PASSWORD", "API_KEY", "ACCESS_KEY", "AUTH", "AUTH_STRING", "CREDENTIALS"]))
-def test_whatever_is_called_a_secret_stays_here(kind: str) -> None:
+def test_variables_with_secret_names_are_not_passed_on(kind: str) -> None:
     names = [
         kind,
         f"HF_{kind}",
@@ -213,7 +211,7 @@ def test_whatever_is_called_a_secret_stays_here(kind: str) -> None:
     assert environment_of_child(dict.fromkeys(names, SECRET)) == {}
 
 
-def test_what_a_library_needs_is_passed_on() -> None:
+def test_variables_that_libraries_need_are_passed_on() -> None:
     needed = ("PATH", "HOME", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "PYTHONPATH")
     assert environment_of_child(dict.fromkeys((*needed, "DATABASE_URL", "PREFECT_API_URL"), "x")) == dict.fromkeys(
         needed, "x"
@@ -243,7 +241,7 @@ class _Command:
         b"\x00garbage",
     ],
 )
-def test_an_answer_is_data_or_nothing(sent: bytes) -> None:
+def test_messages_that_are_not_data_are_refused(sent: bytes) -> None:
     from multiprocessing import Pipe
 
     from mergegate.merge_core.errors import InvalidInput

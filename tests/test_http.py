@@ -75,7 +75,7 @@ def test_a_proxy_of_the_environment_is_used_but_not_for_loopback(monkeypatch: py
     assert [path for path, _ in proxy.asked] == ["http://127.0.0.1.example.test/v1"]
 
 
-def test_nobody_there_and_somebody_who_says_nothing_are_told_apart() -> None:
+def test_a_refused_connection_and_a_timeout_are_distinguished() -> None:
     with silent() as url, pytest.raises(Unreachable, match=r"no answer in 0\.2 s") as late:
         JsonClient(url, 0.2).request("/")
     with pytest.raises(Unreachable, match="refused") as gone:
@@ -87,7 +87,7 @@ def test_nobody_there_and_somebody_who_says_nothing_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("status", sorted(TRANSIENT_STATUSES))
-def test_what_may_pass_is_asked_again_and_the_last_answer_returned(status: int) -> None:
+def test_a_transient_status_is_retried_and_the_last_answer_returned(status: int) -> None:
     waits: list[float] = []
     with saying(status, "not now") as server:
         answer = retry_transient(3, sleep=waits.append)(JsonClient(server.url, 5).request, "/")
@@ -95,20 +95,20 @@ def test_what_may_pass_is_asked_again_and_the_last_answer_returned(status: int) 
 
 
 @pytest.mark.parametrize("status", [200, 204, 301, 400, 401, 403, 404, 409, 412, 422, 501])
-def test_an_answer_is_an_answer(status: int) -> None:
+def test_other_statuses_are_returned_without_a_retry(status: int) -> None:
     with saying(status, "" if status == 204 else "no") as server:
         retry_transient(3, sleep=lambda seconds: pytest.fail("waited"))(JsonClient(server.url, 5).request, "/")
     assert len(server.asked) == 1
 
 
-def test_silence_is_asked_again_and_then_raised_as_it_is() -> None:
+def test_an_unreachable_server_is_retried_and_then_raises() -> None:
     waits: list[float] = []
     with pytest.raises(Unreachable, match="refused"):
         retry_transient(4, sleep=waits.append)(JsonClient(nobody(), 5).request, "/")
     assert waits == [1, 2, 4]
 
 
-def test_what_is_no_trouble_on_the_way_is_raised_at_once() -> None:
+def test_other_exceptions_are_raised_at_once() -> None:
     def wrong() -> Answer:
         raise ValueError("ours")
 
@@ -149,7 +149,7 @@ def from_(cause: Exception) -> Exception:
         (KeyboardInterrupt(), False, False),
     ],
 )
-def test_the_same_request_again_helps_less_often_than_another_look(
+def test_more_hub_errors_are_retryable_than_transient(
     error: BaseException, transient: bool, another_look: bool
 ) -> None:
     assert is_transient(error) is transient

@@ -42,7 +42,7 @@ def start(output: IO[bytes]) -> Iterator[Start]:
         process.end()
 
 
-def test_one_that_ends_by_itself_says_how_and_leaves_no_files(start: Start, output: IO[bytes]) -> None:
+def test_a_process_that_exits_reports_its_code_and_leaves_no_files(start: Start, output: IO[bytes]) -> None:
     script = "import tempfile; print('bye', flush=True); tempfile.mkstemp(); raise SystemExit(7)"
     process = start(script)
     assert process.ends(within=60)
@@ -52,7 +52,7 @@ def test_one_that_ends_by_itself_says_how_and_leaves_no_files(start: Start, outp
     assert not process.scratch.exists()
 
 
-def test_without_grace_one_that_listens_to_no_signal_is_killed_at_once(start: Start) -> None:
+def test_a_process_that_ignores_signals_is_killed_without_grace(start: Start) -> None:
     here, there = Pipe()
     script = (
         "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -66,7 +66,7 @@ def test_without_grace_one_that_listens_to_no_signal_is_killed_at_once(start: St
     assert not process.alive
 
 
-def test_its_end_is_the_end_of_what_it_was_connected_by(start: Start) -> None:
+def test_the_end_of_a_process_closes_its_connection(start: Start) -> None:
     here, there = Pipe()
     process = start("import time; time.sleep(600)", pass_fds=(there.fileno(),))
     there.close()
@@ -76,14 +76,14 @@ def test_its_end_is_the_end_of_what_it_was_connected_by(start: Start) -> None:
     assert process.end().returncode == -signal.SIGKILL
 
 
-def test_a_limit_ends_it(start: Start) -> None:
+def test_a_process_ends_at_its_limit(start: Start) -> None:
     process = start("import time; time.sleep(600)", limit=0.2)
     assert process.ends(within=60)
     assert process.end().reason == "limit"
 
 
 @pytest.mark.parametrize("mapped", ["mmap.mmap(segment, 1)", "None"], ids=["mapped", "opened, and not mapped yet"])
-def test_shared_memory_that_it_has_made_is_removed(start: Start, mapped: str) -> None:
+def test_shared_memory_of_the_process_is_removed(start: Start, mapped: str) -> None:
     here, there = Pipe()
     place = Path(f"/dev/shm/mergegate-test-{os.getpid()}-{len(mapped)}")
     script = f"""import mmap, os, sys, time
@@ -99,6 +99,6 @@ time.sleep(600)"""
     assert not place.exists()
 
 
-def test_a_command_that_is_not_there_is_said(output: IO[bytes]) -> None:
+def test_a_missing_command_is_reported(output: IO[bytes]) -> None:
     with pytest.raises(NotStarted, match="/nowhere/server: No such file"):
         SupervisedProcess(["/nowhere/server"], {}, output, ProcessOptions("test"))

@@ -17,7 +17,7 @@ from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateErr
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.explain import Explanation, Remedy, drop_tried_remedies, normalize_recipe
-from mergegate.tasks.merge import Merged
+from mergegate.tasks.merge import MergeSummary
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
@@ -61,7 +61,7 @@ class Attempt:
 
     cleared: ClearedCandidate
     pinned: PinnedRecipe
-    merged: Artifact[Merged]
+    merged: Artifact[MergeSummary]
     assessment: Assessment
     explanation: Explanation
     verdicts: tuple[Verdict, ...]

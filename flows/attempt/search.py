@@ -191,10 +191,11 @@ def recipe_labels(profile: Profile) -> list[str]:
     return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 
 
-def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] = lambda trials: None) -> Study:
+def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] | None = None) -> Study:
     """Run the search as a stage with progress."""
     with report_stage("search", "") as stage:
-        study = pool.search_all(lambda progress: describe_progress(partial(sweep_line, progress)), on_generation)
+        record = on_generation or (lambda trials: None)
+        study = pool.search_all(lambda progress: describe_progress(partial(sweep_line, progress)), record)
         stage.status, stage.summary = "made" if study.new_count else "cached", study.summary()
     return study
 

@@ -19,7 +19,7 @@ from mergegate.flows.cli.sweep import convert_evolve
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import is_recipe, load_profile
 from mergegate.merge_core import Finding, load_recipe
-from mergegate.merge_core.errors import shown
+from mergegate.merge_core.errors import to_printable
 
 _LONGEST = 2000  # characters of a prompt to show
 
@@ -93,6 +93,6 @@ def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
         readers.setdefault((task, example.preview.prompt, example.preview.answer), []).append(reader)
     for (task, prompt, answer), models in readers.items():
         console.print(Text(f"\ntask {task}: first document, as {', '.join(models)} would read it", style="bold"))
-        for text in shown(cut(prompt)).split("\n"):
+        for text in to_printable(cut(prompt)).split("\n"):
             console.print(Text(f"    {text}"))
-        console.print(Text(f"    ▸ {shown(cut(answer)).strip()}", style="green"))
+        console.print(Text(f"    ▸ {to_printable(cut(answer)).strip()}", style="green"))

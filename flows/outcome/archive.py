@@ -13,7 +13,7 @@ from pathlib import Path
 from mergegate.flows.outcome.run_names import profile_name
 from mergegate.flows.outcome.run_outcome import RunOutcome, stopped_outcome
 from mergegate.flows.prefect_api import page_of_run
-from mergegate.merge_core.errors import MergegateError, shown
+from mergegate.merge_core.errors import MergegateError, to_printable
 from mergegate.merge_core.files import read_state, write_state
 from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import (
@@ -98,20 +98,23 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
     return RunRecord(
         run=run,
         flow=flow,
-        profile=shown(name),
+        profile=to_printable(name),
         ended=time.time(),
         seconds=seconds,
         status=outcome.status,
-        message=shown(outcome.text_with_proposal),
-        overrides=tuple(map(shown, outcome.overrides))[:_MAX_ITEMS],
+        message=to_printable(outcome.text_with_proposal),
+        overrides=tuple(map(to_printable, outcome.overrides))[:_MAX_ITEMS],
         version=outcome.version,
-        location=shown(str(outcome.location)) if outcome.location else "",
+        location=to_printable(str(outcome.location)) if outcome.location else "",
         machine=", ".join(filter(None, machine)),
-        method=shown(content.method) if content else outcome.sweep.method if outcome.sweep else "",
-        recipe=shown(content.recipe) if content else "",
+        method=to_printable(content.method) if content else outcome.sweep.method if outcome.sweep else "",
+        recipe=to_printable(content.recipe) if content else "",
         parents=tuple(
             RunParent(
-                name=shown(parent.name), ref=shown(parent.ref), revision=parent.revision, digest=parent.digest[:16]
+                name=to_printable(parent.name),
+                ref=to_printable(parent.ref),
+                revision=parent.revision,
+                digest=parent.digest[:16],
             )
             for parent in (content.parents[:_MAX_ITEMS] if content else ())
         ),
@@ -120,7 +123,7 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
         perplexity_limit=drift.max_ratio if drift else None,
         stages=tuple(
             RunStage(
-                name=shown(stage),
+                name=to_printable(stage),
                 seconds=sum(max(0.0, call.seconds) for call in calls),
                 calls=len(calls),
                 cached=sum(call.status == "cached" for call in calls),
@@ -148,8 +151,8 @@ def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
             task = judged.task if isinstance(judged, GuardVerdict) else f"mean of {judged.tasks}"
             scores.append(
                 RunScore(
-                    task=shown(task),
-                    reference=shown(judged.reference),
+                    task=to_printable(task),
+                    reference=to_printable(judged.reference),
                     merge=merge,
                     drop=judged.drop,
                     low=judged.low,
@@ -181,19 +184,19 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
     facts |= {"expected": finding.expected, "remedy": finding.remedy} if finding else {}
     return render_ending(
         EndedRun(
-            name=shown(name),
+            name=to_printable(name),
             flow=flow,
             status=outcome.status,
-            message=shown(outcome.text),
-            exception=shown(outcome.message.partition(": ")[2]) if outcome.status == "failed" else "",
+            message=to_printable(outcome.text),
+            exception=to_printable(outcome.message.partition(": ")[2]) if outcome.status == "failed" else "",
             log=f"the log of Prefect's flow run {running_flow()[0]}, or the terminal",
             stages=tuple(
                 EndedStage(
-                    name=shown(stage.stage),
-                    subject=shown(stage.subject),
+                    name=to_printable(stage.stage),
+                    subject=to_printable(stage.subject),
                     status=stage.status,
                     seconds=stage.seconds,
-                    summary=shown(stage.summary),
+                    summary=to_printable(stage.summary),
                 )
                 for stage in stages
             ),

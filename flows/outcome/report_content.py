@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from mergegate.flows.profile import Profile
 from mergegate.merge_core import Recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import join_parts
-from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.judge import JudgeVerdict
 from mergegate.tasks.merge import MERGED
@@ -97,6 +97,21 @@ def report_content(
     merge_model = ReportedModel(
         name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
     )
+    # The store entries of the evidence, in the order in which they were created.
+    artifacts: list[tuple[StoredValue[Any], str]] = [
+        (attempt.cleared.license, ""),
+        (merged, ""),
+        *((artifact, name) for name, artifact in assessed.likelihoods.items()),
+        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in assessed.scores.items() for part in parts),
+        (assessed.verdict, ""),
+        *([(attempt.ensemble, "")] if attempt.ensemble else []),
+    ]
+    answers, change = attempt.evidence_of(JudgeVerdict), attempt.cleared.candidate.change
+    # Remedies that were already refused are left out. Each one is written as a change of the profile's own recipe.
+    remedies = tuple(
+        remedy.model_copy(update={"change": {**change, **remedy.change}}) if change else remedy
+        for remedy in open_remedies(attempt, (*earlier, attempt))
+    )
     # A stable sort puts the base first and keeps the others in recipe order.
     parents.sort(key=lambda model: model.role != "base")
     content = ReportContent(
@@ -120,14 +135,21 @@ def report_content(
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
-        reproduce=_how_to_reproduce(profile, verdict),
-        explanation=_with_untried(attempt, earlier),
-        attempts=tuple(_tried(item) for item in (*earlier, attempt)) if earlier else (),
-        judge=_reported(attempt.evidence_of(JudgeVerdict)),
+        # The page of a refused merge shows its recipe above.
+        reproduce=("mergegate reproduce RELEASE",)
+        if verdict.publishable
+        else (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
+        explanation=attempt.explanation.model_copy(update={"remedies": remedies}),
+        attempts=tuple(_reported_attempt(item) for item in (*earlier, attempt)) if earlier else (),
+        judge=None
+        if answers is None
+        else ReportedJudge(model=answers.judge, **answers.model_dump(include=set(ReportedJudge.model_fields))),
         experts=merged.value.experts,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
-        artifacts=_artifacts(attempt),
+        artifacts=tuple(
+            StoredArtifact(stage=artifact.stage, subject=subject, key=artifact.key) for artifact, subject in artifacts
+        ),
         overrides=profile.overrides,
         sections=tuple(verdict.section for verdict in attempt.verdicts if not isinstance(verdict.evidence, _DRAWN)),
     )
@@ -143,15 +165,10 @@ def _paths_in(profile: Profile) -> Iterator[str]:
             values += value.values()
         elif isinstance(value, (list, tuple)):
             values += value
-        elif isinstance(value, Path | str) and str(value).startswith(("/", "~/")) and _exists(str(value)):
-            yield str(value)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, RuntimeError, ValueError):  # the text cannot be a path
-        return False
+        elif isinstance(value, Path | str) and str(value).startswith(("/", "~/")):
+            with suppress(OSError, RuntimeError, ValueError):  # the text cannot be a path
+                if Path(value).expanduser().exists():
+                    yield str(value)
 
 
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
@@ -161,26 +178,6 @@ def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
         for document in (*recipe.steps, recipe)
         for finding in document.findings
     )
-
-
-def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:
-    """Return the commands that reproduce the result. A refused merge only has its recipe, shown above on the page."""
-    if verdict.publishable:
-        return ("mergegate reproduce RELEASE",)
-    return (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",)
-
-
-def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
-    """Return the explanation without remedies that were already refused.
-
-    Each remedy is written as a change of the profile's own recipe.
-    """
-    change = attempt.cleared.candidate.change
-    remedies = tuple(
-        remedy.model_copy(update={"change": {**change, **remedy.change}}) if change else remedy
-        for remedy in open_remedies(attempt, (*earlier, attempt))
-    )
-    return attempt.explanation.model_copy(update={"remedies": remedies})
 
 
 def _serving(served: ServedModels | None) -> dict[str, Any]:
@@ -201,14 +198,7 @@ def _serving(served: ServedModels | None) -> dict[str, Any]:
     }
 
 
-def _reported(answers: JudgeVerdict | None) -> ReportedJudge | None:
-    if answers is None:
-        return None
-    fields = answers.model_dump(include=set(ReportedJudge.model_fields))
-    return ReportedJudge(model=answers.judge, **fields)
-
-
-def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
+def _reported_attempt(attempt: Attempt | FailedMerge) -> ReportedAttempt:
     candidate = attempt.cleared.candidate
     outcome: Outcome
     if isinstance(attempt, FailedMerge):
@@ -218,22 +208,6 @@ def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
         outcome, reason, digest = verdict.outcome, next(iter(verdict.reasons), ""), attempt.merged.digest
     return ReportedAttempt(
         recipe=candidate.recipe.summary(), change=candidate.remedy, outcome=outcome, reason=reason, digest=digest
-    )
-
-
-def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
-    """Return the store entries of the evidence, in the order in which they were created."""
-    assessed = attempt.assessment
-    artifacts: list[tuple[StoredValue[Any], str]] = [
-        (attempt.cleared.license, ""),
-        (attempt.merged, ""),
-        *((artifact, name) for name, artifact in assessed.likelihoods.items()),
-        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in assessed.scores.items() for part in parts),
-        (assessed.verdict, ""),
-        *([(attempt.ensemble, "")] if attempt.ensemble else []),
-    ]
-    return tuple(
-        StoredArtifact(stage=artifact.stage, subject=subject, key=artifact.key) for artifact, subject in artifacts
     )
 
 

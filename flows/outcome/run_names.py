@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.flows.profile import Profile, load_profile, name_in
-from mergegate.merge_core.errors import shown
+from mergegate.merge_core.errors import to_printable
 
 _LONGEST = 60  # characters of one part
 
@@ -27,7 +27,7 @@ def profile_name(profile: Path | Profile | str) -> str:
                 return name
         except Exception:  # the flow reports the error
             continue
-    return shown(Path(profile).stem) or "profile"
+    return to_printable(Path(profile).stem) or "profile"
 
 
 def name_run() -> str:
@@ -44,7 +44,7 @@ def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
     """Return the name of a run of ``flow`` with these parameters on that day."""
     if "candidate" in parameters:
         sides = (str(parameters[side]) for side in ("candidate", "reference"))
-        return f"{' against '.join(_cut(shown(Path(side).name or side)) for side in sides)} · {day}"
+        return f"{' against '.join(_cut(to_printable(Path(side).name or side)) for side in sides)} · {day}"
     profile = parameters.get("profile")
     if not isinstance(profile, Profile | Path | str):
         return f"{flow} · {day}"

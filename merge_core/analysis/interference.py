@@ -195,8 +195,8 @@ def tally_grains(block: StoredBlock, vectors: int) -> Tally:
         opposed = (signs > 0).any(axis=0) & (signs < 0).any(axis=0)
         counts[0] += (np.count_nonzero(signs, axis=0) >= 2).sum(), opposed.sum()
         for pair, (first_vector, second_vector) in enumerate(combinations(range(vectors), 2), start=1):
-            both = signs[first_vector] * signs[second_vector]
-            counts[pair] += (both != 0).sum(), (both < 0).sum()
+            joint_signs = signs[first_vector] * signs[second_vector]
+            counts[pair] += (joint_signs != 0).sum(), (joint_signs < 0).sum()
     return _tally(block.length, vectors, origin, gram, counts)
 
 
@@ -264,30 +264,30 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
 
     def work(inputs: JobInputs, number: int) -> Tally:
         with inputs.load(number) as block:
-            return tally(block.stored(), vectors)
+            return tally(block.stored_block(), vectors)
 
     sums: list[list[Tally]] = [[] for _ in jobs]
     threads = min(_THREADS, cores_of_process() + 1)
-    waiting: deque[tuple[int, Future[Tally]]] = deque()
+    pending: deque[tuple[int, Future[Tally]]] = deque()
 
     def collect_oldest() -> None:
         nonlocal bytes_done
-        index, future = waiting.popleft()
+        index, future = pending.popleft()
         sums[index].append(future.result())
         bytes_done += sums[index][-1].elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
 
     with _open_files(jobs) as files, ThreadPoolExecutor(threads) as executor:
         try:
             for index, inputs, number in _blocks(jobs, files, pool):
-                if len(waiting) > threads:
+                if len(pending) > threads:
                     collect_oldest()
                     on_progress(bytes_done, total_bytes)
-                waiting.append((index, executor.submit(work, inputs, number)))
-            while waiting:
+                pending.append((index, executor.submit(work, inputs, number)))
+            while pending:
                 collect_oldest()
             on_progress(bytes_done, total_bytes)
         finally:
-            for _, future in waiting:
+            for _, future in pending:
                 future.cancel()
     pool.close()
     return [total(parts) for parts in sums]

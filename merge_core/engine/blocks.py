@@ -64,7 +64,7 @@ class BufferPool:
     def __init__(self, limit: int, *, pinned: bool, retained: int = 0) -> None:
         self._limit, self._pinned, self._retainable = limit, pinned, retained
         self._free: list[Bytes] = []
-        self._held = 0
+        self._mapped_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Bytes:
@@ -74,9 +74,9 @@ class BufferPool:
             fitting = [index for index, buffer in enumerate(self._free) if size <= len(buffer) <= 2 * size]
             if fitting:
                 return self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
-            while self._free and self._held + size > self._limit:
-                self._held -= len(self._free.pop(0))
-            self._held += size
+            while self._free and self._mapped_bytes + size > self._limit:
+                self._mapped_bytes -= len(self._free.pop(0))
+            self._mapped_bytes += size
         if self._pinned:
             import torch
 
@@ -110,7 +110,7 @@ class BufferPool:
     def close(self) -> None:
         """Unmap the unused buffers."""
         with self._lock:
-            self._held -= sum(map(len, self._free))
+            self._mapped_bytes -= sum(map(len, self._free))
             self._free.clear()
 
 
@@ -243,8 +243,10 @@ class JobInputs:
                     self._read_lent(row_map, number, row * width + begin - position * width, part, counts)
                     for number, row in row_map.shared[position]
                 ]
-                done = (begin - offset) * dtype.size
-                target[done : done + part * dtype.size] = _from_float64(sum(rows, np.zeros(part)) / len(rows), dtype)
+                first_byte = (begin - offset) * dtype.size
+                target[first_byte : first_byte + part * dtype.size] = _from_float64(
+                    sum(rows, np.zeros(part)) / len(rows), dtype
+                )
         else:
             lender_index, lender_input = self._find_input(row_map.models[lender])
             if lender_input.tensor.dtype == dtype:
@@ -371,7 +373,7 @@ class LoadedBlock:
         counts = [torch.isfinite(tensor).logical_not().sum() for tensor in self._tensors(device)]
         self.non_finite += torch.stack(counts).cpu().numpy()
 
-    def stored(self) -> StoredBlock:
+    def stored_block(self) -> StoredBlock:
         """Return the numbers in stored form, all bfloat16 or all float32, for fused kernels."""
         codes = {dtype.code for dtype in self.inputs.dtypes}
         if codes == {"BF16"} or codes == {"F32"}:

@@ -97,7 +97,7 @@ def merge_weights(
     devices, settings = choose_devices(device), settings or EngineSettings()
     parts = (*plan.steps, plan)
     total = sum(part.bytes_written for part in parts)
-    done = resumed = 0
+    bytes_done = resumed = 0
     findings: list[Finding] = list(plan.findings)
     digests: dict[str, str] = {}
 
@@ -114,7 +114,7 @@ def merge_weights(
 
     def report(written: int) -> None:
         if on_progress is not None:
-            on_progress(done + written, total)
+            on_progress(bytes_done + written, total)
 
     with refuse_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def merge_weights(
             traits = part.method.traits
             findings += judge_health(outcome.health, may_zero=traits.may_zero, any_size=traits.makes_state)
             resumed += outcome.bytes_resumed
-            done += part.bytes_written
+            bytes_done += part.bytes_written
     return MergeRecord(
         method=plan.method.name,
         tensors=len(plan.jobs),
@@ -170,16 +170,16 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
         if not journal.exists(out):
             remove_contents(out)
         state_directory(out)
-        expected = file_names(plan)
+        expected_names = file_names(plan)
         for step in plan.steps:
-            expected |= {f"{STEPS}/{step.recipe.name}/{shard.name}" for shard in step.shards}
-        folders = {folder.as_posix() for name in expected for folder in Path(name).parents}
+            expected_names |= {f"{STEPS}/{step.recipe.name}/{shard.name}" for shard in step.shards}
+        folders = {folder.as_posix() for name in expected_names for folder in Path(name).parents}
         for parent, directories, names in os.walk(out):
             directory = Path(parent)
             for name in (*directories, *names):
                 path, relative = directory / name, (directory / name).relative_to(out).as_posix()
                 mode = path.lstat().st_mode
-                belongs = stat.S_ISREG(mode) and (name.endswith(PARTIAL) or relative in expected)
+                belongs = stat.S_ISREG(mode) and (name.endswith(PARTIAL) or relative in expected_names)
                 if not belongs and not (stat.S_ISDIR(mode) and relative in folders):
                     _log.warning("%s: not of this merge; removed", path)
                     remove_any(path)

@@ -237,7 +237,7 @@ class DocumentRun:
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda", retained=retained_bytes),
             submit=self._submit,
             write=self._write,
-            finished=self._finished,
+            on_finish=self._end_tensor,
             pages=context.pages,
         )
         self._jobs = {job.output.name: job for job in plan.jobs}
@@ -249,9 +249,9 @@ class DocumentRun:
         self._claims: dict[str, journal.ShardJournal] = {}
         self._condition = threading.Condition()
         self._load = dict.fromkeys(devices.all, 0)  # Input bytes in work, by device.
-        self._started = self._tensors = self._held = 0
+        self._started = self._tensors = self._held_bytes = 0
         self._failure: BaseException | None = None
-        self._done = self._resumed = 0
+        self._bytes_done = self._resumed = 0
         self._output = ShardFiles(directory, keep_pages=self._settings.keep_output)
         self._workers = Workers(self._settings.workers, self._fail)
 
@@ -292,7 +292,7 @@ class DocumentRun:
         resumed = sum(self._jobs[name].output.nbytes for name in claimed.tensors)
         with self._condition:
             self._resumed += resumed
-            self._done += resumed
+            self._bytes_done += resumed
         if claimed.digest is None:
             self._output.open(shard, written=claimed.tensors.keys(), on_complete=claimed.record_digest)
             for name in shard.tensors:
@@ -305,14 +305,14 @@ class DocumentRun:
 
         Enough tensors stay in work that no thread idles while one of them ends.
         """
-        held = held_bytes(self._plan.method, job)
-        if not self._has_room(_STARTED_BYTES, held):
-            self._wait(lambda: self._has_room(_STARTED_BYTES // 2, held))
+        extra_bytes = held_bytes(self._plan.method, job)
+        if not self._has_room(_STARTED_BYTES, extra_bytes):
+            self._wait(lambda: self._has_room(_STARTED_BYTES // 2, extra_bytes))
         with self._condition:
             order = self._started
             self._started += 1
             self._tensors += 1
-            self._held += held
+            self._held_bytes += extra_bytes
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
         run = TensorRun(self._context, job, device, order)
@@ -339,24 +339,24 @@ class DocumentRun:
         shard, offset = self._locations[name]
         self._output.write(shard.name, offset + start, data, release)
         with self._condition:
-            self._done += len(data)
+            self._bytes_done += len(data)
 
-    def _finished(self, run: TensorRun, health: TensorHealth) -> None:
+    def _end_tensor(self, run: TensorRun, health: TensorHealth) -> None:
         self._claims[self._locations[health.name][0].name].record_tensor(health)
         with self._condition:
             self._tensors -= 1
             self._load[run.device] -= run.job.nbytes_in
-            self._held -= held_bytes(self._plan.method, run.job)
+            self._held_bytes -= held_bytes(self._plan.method, run.job)
             if self._has_room(_STARTED_BYTES // 2, 0):
                 self._condition.notify_all()
 
-    def _has_room(self, threshold: int, held: int) -> bool:
-        """Return whether another tensor, which holds ``held`` bytes in addition to its blocks, may be started.
+    def _has_room(self, threshold: int, extra_bytes: int) -> bool:
+        """Return whether another tensor, which holds ``extra_bytes`` in addition to its blocks, may be started.
 
         Beyond two tensors per worker, it may not if the tensors in work have at least ``threshold`` bytes of input.
         """
         with self._condition:
-            if held and self._held and self._held + held > HELD_BYTES:
+            if extra_bytes and self._held_bytes and self._held_bytes + extra_bytes > HELD_BYTES:
                 return False
             return self._tensors < 2 * self._settings.workers or sum(self._load.values()) < threshold
 
@@ -366,8 +366,8 @@ class DocumentRun:
                 self._condition.wait_for(lambda: condition() or self._failure is not None, _PROGRESS_SECONDS)
                 if self._failure is not None:
                     raise self._failure
-                ready, done = condition(), self._done
+                is_ready, bytes_done = condition(), self._bytes_done
             self._output.check()
-            self._on_progress(done)
-            if ready:
+            self._on_progress(bytes_done)
+            if is_ready:
                 return

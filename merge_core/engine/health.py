@@ -58,8 +58,8 @@ def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     period = next((period for size, period in _PERIODS if numel > size), 0)
     if not period:
         return values
-    rest = values[-start % period :]
-    return rest[: len(rest) // period * period].reshape(-1, period)[:, :_SAMPLE_RUN]
+    periods = values[-start % period :]
+    return periods[: len(periods) // period * period].reshape(-1, period)[:, :_SAMPLE_RUN]
 
 
 def judge_health(
@@ -95,14 +95,14 @@ def _judge(tensor: TensorHealth, may_zero: bool, any_size: bool) -> Iterator[Fin
             "block" if low > 0 and not may_zero else "warn",
             tensor.name,
             found="every element is zero",
-            expected="weights" if low > 0 else "weights, as in some of its parents",
+            expected="nonzero weights" if low > 0 else "nonzero weights, as in some of its parents",
             remedy="compare with the parents, and check weights and densities",
         )
     elif not tensor.zero and high > 0 and (tensor.rms > _SIZE_RATIO * high or tensor.rms * _SIZE_RATIO < low):
         yield Finding(
             "warn",
             tensor.name,
-            found=f"its elements are {tensor.rms:.2g} large (root mean square)",
+            found=f"elements with a root mean square of {tensor.rms:.2g}",
             expected=f"about as large as in its parents: {low:.2g}" + (f" to {high:.2g}" if high > low else ""),
             remedy="check weights, scales and lambda",
         )

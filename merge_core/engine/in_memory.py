@@ -116,10 +116,10 @@ def _store_step(
         locations |= {name: (fd, offset) for name, offset in zip(shard.tensors, shard.offsets, strict=True)}
     for tensor, merged in tensors:
         fd, offset = locations[tensor.pieces[0]]
-        done = 0
-        while done < len(merged):
+        written_bytes = 0
+        while written_bytes < len(merged):
             try:
-                done += os.pwrite(fd, merged[done:].data, offset + done)
+                written_bytes += os.pwrite(fd, merged[written_bytes:].data, offset + written_bytes)
             except OSError as error:
                 raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
 
@@ -161,7 +161,7 @@ class _Run:
             submit=lambda _, work: work(),  # Blocks follow one another, and the last one starts the next pass.
             write=self._write,
             pages=None,
-            finished=self._check_health,
+            on_finish=self._check_health,
             sampled=False,
         )
 

@@ -49,7 +49,7 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
                 str(out),
                 found=f"not empty: {foreign[0]}",
                 expected="a new or empty directory",
-                remedy="choose another one",
+                remedy="choose another directory",
             )
 
 

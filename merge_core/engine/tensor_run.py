@@ -53,7 +53,7 @@ class RunContext:
         submit: Function (tensor, work) that lets a thread do the work on the tensor's device.
         write: Function (tensor name, first byte, bytes, release) that writes to the output, see
             :meth:`.writer.ShardFiles.write`.
-        finished: Function called with the tensor's statistics after all of it has been written.
+        on_finish: Function called with the tensor's statistics after all of it has been written.
         pages: Manager of the inputs' pages in the page cache. None means that all pages stay cached.
         sampled: Whether the size of the result is compared with that of its inputs, for a warning.
     """
@@ -68,7 +68,7 @@ class RunContext:
     pool: BufferPool
     submit: Callable[[TensorRun, Callable[[], None]], None]
     write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
-    finished: Callable[[TensorRun, TensorHealth], None]
+    on_finish: Callable[[TensorRun, TensorHealth], None]
     pages: InputPages | None
     sampled: bool = True
 
@@ -91,7 +91,7 @@ class TensorRun:
     step: Fold | Map | Solve | None = None
     parts: list[Any] = field(default_factory=list)
     retained: dict[int, LoadedBlock] = field(default_factory=dict)  # Blocks that stay for the next pass, by index.
-    remaining: int = 0
+    remaining_blocks: int = 0
     non_finite: int = 0
     nonzero: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -139,7 +139,7 @@ class TensorRun:
                 files, pool = self.context.files, self.context.pool
                 self.pass_inputs = JobInputs(self.job, files, block=piece, grain=grain, pool=pool)
         self.parts = [None] * (1 if eager else self.pass_inputs.count)
-        self.remaining = len(numbers)
+        self.remaining_blocks = len(numbers)
         for number in numbers[:1] if self._in_order else numbers:
             self.context.submit(self, lambda number=number: self._compute_block(number))  # type: ignore[misc]  # The default argument binds the loop variable.
 
@@ -183,8 +183,8 @@ class TensorRun:
             else:
                 block.close()
         with self.lock:
-            self.remaining -= 1
-            last = self.remaining == 0
+            self.remaining_blocks -= 1
+            last = self.remaining_blocks == 0
         if not last:
             if self._in_order:
                 self.context.submit(self, lambda: self._compute_block(number + 1))
@@ -231,7 +231,7 @@ class TensorRun:
     def _fold(self, step: Fold, number: int, block: LoadedBlock) -> None:
         """Compute and store the partial results of a block."""
         if step.reduce_stored is not None and self._is_fused:
-            parts: list[Any] = [step.reduce_stored(block.stored())]
+            parts: list[Any] = [step.reduce_stored(block.stored_block())]
         else:
             # Copy the few resulting numbers. Otherwise they would pin memory between torch's large temporaries, which
             # could then not be reused.
@@ -250,10 +250,10 @@ class TensorRun:
         merged = buffer[: block.length * output.size]
         if step.map_stored is not None and self._is_fused:
             if output.code in ("BF16", "F32"):
-                step.map_stored(block.stored(), merged.view(np.uint16 if output.code == "BF16" else np.float32))
+                step.map_stored(block.stored_block(), merged.view(np.uint16 if output.code == "BF16" else np.float32))
             else:
                 wide = np.empty(block.length, np.float32)
-                step.map_stored(block.stored(), wide)
+                step.map_stored(block.stored_block(), wide)
                 with np.errstate(over="ignore"):  # Numbers that become infinite are counted.
                     merged.view(np.float16 if output.code == "F16" else np.float64)[:] = wide
             non_finite, nonzero = inspect_numbers(merged, output, fused=True)
@@ -313,4 +313,4 @@ class TensorRun:
             rms if has_sample else 0.0,
             tuple(parents) if has_sample else (),
         )
-        self.context.finished(self, health)
+        self.context.on_finish(self, health)

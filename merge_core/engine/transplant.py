@@ -128,13 +128,13 @@ def transplant_tokenizer(
     shared_rows = np.array(pairs, np.int64).T
     donor_rows = np.array(sorted({number for number in donor_ids.values() if number < size}), np.int64)
     match = _TokenMatch(shared_rows, np.setdiff1d(donor_rows, shared_rows[0]))
-    done, total = 0, len(match.missing) * len(tables)
+    rows_done, total = 0, len(match.missing) * len(tables)
 
     def report(count: int) -> None:
-        nonlocal done
-        done += count
+        nonlocal rows_done
+        rows_done += count
         if on_progress is not None:
-            on_progress(done, total)
+            on_progress(rows_done, total)
 
     errors: dict[str, float] = {}
     shapes = {name: (size, *table.shape[1:]) for name, table in tables.items()}
@@ -193,9 +193,9 @@ def _create_table(
         for first in range(0, len(match.missing), _BATCH_TOKENS):
             part = torch.from_numpy(match.missing[first : first + _BATCH_TOKENS])
             targets = donor_rows[part.to(settings.device)]
-            chosen, weights = sparse_combinations(targets, atoms, settings.k)
-            result[part] = combined_rows(chosen, weights, rows).to("cpu", model_rows.dtype)
-            difference = combined_rows(chosen, weights, atoms) - targets
+            atom_indices, weights = sparse_combinations(targets, atoms, settings.k)
+            result[part] = combined_rows(atom_indices, weights, rows).to("cpu", model_rows.dtype)
+            difference = combined_rows(atom_indices, weights, atoms) - targets
             errors = difference.norm(dim=1) / targets.norm(dim=1).clamp_min(1e-30)
             squares += float(errors.double().square().sum())
             report(len(part))
@@ -235,9 +235,7 @@ def _read_tensor(tensor: AnyTensor) -> torch.Tensor:
     values = torch.from_numpy(content).view(getattr(torch, tensor.dtype.torch_name)).reshape(tensor.shape)
     if not bool(torch.isfinite(values).all()):
         raise InvalidInput(
-            f"{tensor.parts[0].file}: {tensor.name}",
-            found="NaN or infinite numbers",
-            expected="finite numbers",
+            f"{tensor.parts[0].file}: {tensor.name}", found="NaN or infinite numbers", expected="finite numbers"
         )
     return values
 

@@ -84,14 +84,14 @@ class ShardFiles:
         Raises:
             DiskUnavailable: The disk is full or not writable.
         """
-        opened = _OpenShard(shard, self._create(shard), on_complete)
+        open_shard = _OpenShard(shard, self._create(shard), on_complete)
         ends = (*shard.offsets[1:], shard.size)
         for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
             if name in written and start < end:
-                heapq.heappush(opened.written, _WrittenRange(start, end))
+                heapq.heappush(open_shard.written, _WrittenRange(start, end))
         with self._condition:
-            self._open[shard.name] = opened
-            self._queue.append(opened)
+            self._open[shard.name] = open_shard
+            self._queue.append(open_shard)
         self.write(shard.name, 0, memoryview(shard.header))
 
     def write(self, shard: str, offset: int, data: memoryview, release: Callable[[], None] | None = None) -> None:
@@ -107,18 +107,18 @@ class ShardFiles:
         Raises:
             DiskUnavailable: The disk is full or fails.
         """
-        opened = self._open[shard]
-        done = 0
+        open_shard = self._open[shard]
+        written_bytes = 0
         with refuse_disk_errors(self._directory / f"{shard}{PARTIAL}"):
-            while done < len(data):
-                done += os.pwrite(opened.fd, data[done:], offset + done)
+            while written_bytes < len(data):
+                written_bytes += os.pwrite(open_shard.fd, data[written_bytes:], offset + written_bytes)
         run = _WrittenRange(offset, offset + len(data))
         with self._condition:
             if release is not None and self._waiting + len(data) <= WAITING_BYTES:
                 self._waiting += len(data)
                 run.data, run.release, release = data, release, None
-            heapq.heappush(opened.written, run)
-            if run.start == opened.hashed:
+            heapq.heappush(open_shard.written, run)
+            if run.start == open_shard.hashed:
                 self._condition.notify()
         if release is not None:
             release()
@@ -172,19 +172,19 @@ class ShardFiles:
                     self._condition.wait_for(lambda: self._queue or self._closing is not None)
                     if not self._queue or self._closing == "now":
                         return
-                    opened = self._queue.popleft()
-                if not self._hash(opened, buffer):
+                    open_shard = self._queue.popleft()
+                if not self._hash(open_shard, buffer):
                     return
         except BaseException as failure:
             self._failure = failure
 
-    def _hash(self, opened: _OpenShard, buffer: memoryview) -> bool:
+    def _hash(self, open_shard: _OpenShard, buffer: memoryview) -> bool:
         """Hash a shard to its end; return False if it was abandoned."""
-        digest, written = hashlib.sha256(), opened.written
-        while opened.hashed < opened.shard.size:
+        digest, written = hashlib.sha256(), open_shard.written
+        while open_shard.hashed < open_shard.shard.size:
             with self._condition:
                 self._condition.wait_for(
-                    lambda: self._closing == "now" or (written and written[0].start == opened.hashed)
+                    lambda: self._closing == "now" or (written and written[0].start == open_shard.hashed)
                 )
                 if self._closing == "now":
                     return False
@@ -197,16 +197,16 @@ class ShardFiles:
             else:
                 start = run.start
                 while start < run.end:
-                    count = read_at(opened.fd, buffer[: min(run.end - start, _HASH_BYTES)], start)
+                    count = read_at(open_shard.fd, buffer[: min(run.end - start, _HASH_BYTES)], start)
                     digest.update(buffer[:count])
                     start += count
             with self._condition:
-                opened.hashed = run.end
-        with refuse_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
-            os.fsync(opened.fd)
+                open_shard.hashed = run.end
+        with refuse_disk_errors(self._directory / f"{open_shard.shard.name}{PARTIAL}"):
+            os.fsync(open_shard.fd)
         if not self._keep_pages:
-            forget_cached(opened.fd)
-        opened.on_complete(digest.hexdigest())
+            forget_cached(open_shard.fd)
+        open_shard.on_complete(digest.hexdigest())
         return True
 
 

@@ -49,8 +49,8 @@ def _moving_average(task: TensorTask, *, squared: bool) -> Map:
 
     def map_block(block: Block) -> torch.Tensor:
         change = block.inputs[1] - block.base
-        new = (change * change if squared else change) * (1.0 - keep)
-        return block.inputs[2] * keep + new if has_average else new
+        contribution = (change * change if squared else change) * (1.0 - keep)
+        return block.inputs[2] * keep + contribution if has_average else contribution
 
     def map_stored(block: StoredBlock, out: Any) -> None:
         shares = (np.float32(keep), np.float32(1.0 - keep))

@@ -92,8 +92,7 @@ def gram(count: int, *, about_base: bool = False) -> Fold:
         return torch.stack([block.grain_sums(vectors[i] * vectors[j]) for i, j in pairs], dim=-1)
 
     upper = fold_sums(
-        reduce_block,
-        lambda block: load_kernels().gram(block.data, block.rows, block.length, block.grain, about_base),
+        reduce_block, lambda block: load_kernels().gram(block.data, block.rows, block.length, block.grain, about_base)
     )
 
     def combine_parts(parts: Sequence[Any]) -> Any:

@@ -69,11 +69,10 @@ def _fusion(task: TensorTask) -> Steps:
         first = block.start // block.grain
         return divergence[first : first + block.length // block.grain].astype(np.float32)
 
-    def stored_importance(block: StoredBlock) -> Any:
-        return load_kernels().importances(block.data, block.rows, block.length, block.grain, rows_of(block))
-
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
-    stored_scores = count_stored_scores(stored_importance)
+    stored_scores = count_stored_scores(
+        lambda block: load_kernels().importances(block.data, block.rows, block.length, block.grain, rows_of(block))
+    )
     scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, stored_scores)
     thresholds = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
     low, median, high = (threshold_score(threshold, task.dtype) for threshold in thresholds)

@@ -174,13 +174,13 @@ def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
                 row += part.shape[1]
             return torch.zeros(0)
 
-        def solve_change(device: str) -> torch.Tensor:
+        def compute(device: str) -> torch.Tensor:
             import torch
 
             return torch.cholesky_solve(sums.pop(), factor)
 
         yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
-        change = yield Solve(solve_change)
+        change = yield Solve(compute)
         return _solve_map(task, lambda models, row: system.mean(models) + change[row : row + models.shape[1]])
 
     def solve(models: torch.Tensor, row: int) -> torch.Tensor:
@@ -218,12 +218,12 @@ def _wudi(task: TensorTask) -> Steps:
     weights, ridge = task.model_values("weight"), float(task.shared["ridge"])
     products = yield from sum_delta_products(task, crossed=False, weighted=False)
 
-    def set_up(device: str) -> _System:
+    def compute(device: str) -> _System:
         # A model that did not change this matrix has zeros.
         moments = [gram.to(device).div_(float(gram.diagonal().sum()) or 1.0) for gram in products.values()]
         return _set_up_system(weights, moments, ridge)
 
-    system = yield Solve(set_up)
+    system = yield Solve(compute)
     return _solve_map(task, lambda models, row: system.solve(models))
 
 
@@ -303,12 +303,7 @@ METHODS = (
         parameters=(
             _WEIGHT,
             Parameter(
-                "ridge",
-                "float",
-                "shared",
-                0.01,
-                "share of the mean square to add to the square of every input",
-                1e-6,
+                "ridge", "float", "shared", 0.01, "share of the mean square to add to the square of every input", 1e-6
             ),
             LAMBDA,
         ),

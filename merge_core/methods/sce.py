@@ -25,13 +25,7 @@ from mergegate.merge_core.methods.contract import (
     load_kernels,
 )
 from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest, count_stored_scores, score_bits
-from mergegate.merge_core.methods.selection import (
-    NOTHING,
-    SelectionThreshold,
-    select,
-    select_passes,
-    selection_mask,
-)
+from mergegate.merge_core.methods.selection import NOTHING, SelectionThreshold, select, select_passes, selection_mask
 from mergegate.merge_core.methods.windows import LARGE
 
 if TYPE_CHECKING:

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 # Digits of a non-negative float without its sign bit, from the most significant: (shift, width).
-DIGITS = {
-    "float32": ((15, 16), (0, 15)),
-    "float64": ((47, 16), (31, 16), (15, 16), (0, 15)),
-}
+DIGITS = {"float32": ((15, 16), (0, 15)), "float64": ((47, 16), (31, 16), (15, 16), (0, 15))}
 
 
 @dataclass(frozen=True)

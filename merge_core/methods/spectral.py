@@ -107,15 +107,18 @@ def _tsv_factors(products: Products, task: TensorTask) -> list[torch.Tensor | No
 
     models = len(task.per_input) - 1
     parts = [_directions(products[i, i], min(task.shape) // models) for i in range(models)]
-    left = [vectors / sizes for vectors, sizes in parts]  # U_i = d_i V_i / S_i
+    left_vectors = [vectors / sizes for vectors, sizes in parts]  # U_i = d_i V_i / S_i
     crossed = torch.cat(
-        [torch.cat([left[i].T @ _product(products, i, j) @ left[j] for j in range(models)], 1) for i in range(models)]
+        [
+            torch.cat([left_vectors[i].T @ _product(products, i, j) @ left_vectors[j] for j in range(models)], 1)
+            for i in range(models)
+        ]
     )
     right = torch.cat([vectors for vectors, _ in parts], 1)
     sizes = torch.cat([sizes for _, sizes in parts])
     middle = (_inverse_root(crossed) * sizes) @ _inverse_root(right.T @ right) @ right.T
     rows = torch.split(middle, [len(vectors) for _, vectors in parts])
-    return [vectors @ part for vectors, part in zip(left, rows, strict=True)]
+    return [vectors @ part for vectors, part in zip(left_vectors, rows, strict=True)]
 
 
 def _split_models(task: TensorTask) -> tuple[list[int], list[int]]:

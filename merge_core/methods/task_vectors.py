@@ -242,9 +242,7 @@ METHODS = (
             adapters="products",
             sparse=True,
             conflict_remedy=ConflictRemedy(
-                "keeps the largest and lets the stronger sign win",
-                settings={"density": 0.3},
-                additions={"weight": 1.0},
+                "keeps the largest and lets the stronger sign win", settings={"density": 0.3}, additions={"weight": 1.0}
             ),
             first_draft="keeps the larger half of each difference, lets the signs vote, and adds the rest to the base",
         ),

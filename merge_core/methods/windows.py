@@ -34,7 +34,7 @@ _COMMON, _COMMON_PART = 8, 1 / 64
 _NO_KEY = 2**32 - 1
 # Largest number of stored scores per tensor, and the largest share of all scores.
 _MAX_STORED, _MAX_STORED_SHARE = 16 << 20, 1 / 16
-# Number of scores that are computed at a time, so that they are still in the cache when they are scanned.
+# Number of scores that are part_scores at a time, so that they are still in the cache when they are scanned.
 _PART = 1 << 15
 
 
@@ -62,14 +62,14 @@ class WindowState:
         above: Number of scores above the window.
         positive: Number of scores in the whole stream that are not zero.
         common: ``[grains, common keys]``: number of scores with each common key.
-        others: Other keys inside the window, in the order of their elements.
+        unshared_keys: Other keys inside the window, in the order of their elements.
         per_grain: ``[grains]``: number of other keys.
     """
 
     above: int
     positive: int
     common: Array
-    others: Array
+    unshared_keys: Array
     per_grain: Array
 
 
@@ -174,11 +174,11 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
         for begin in range(0, block.length, step):
             length = min(step, block.length - begin)
             part = StoredBlock(block.data, block.rows + begin, length, block.start + begin, block.grain)
-            computed = scores.stored.scores(part)
-            positive = np.zeros(len(computed), np.int64) if positive is None else positive
+            part_scores = scores.stored.scores(part)
+            positive = np.zeros(len(part_scores), np.int64) if positive is None else positive
             part_counts = counts[begin // block.grain :]
             load_kernels().scan_windows(
-                computed, table, common, block.grain, above, positive, part_counts, keys, filled
+                part_scores, table, common, block.grain, above, positive, part_counts, keys, filled
             )
         is_complete = bool((filled <= keys.shape[1]).all())
         numbers = np.stack((above, positive[table[:, 0]], filled if is_complete else 0 * filled), 1)
@@ -218,7 +218,7 @@ def find_kth_largest(state: WindowState, window: Window, k: int) -> tuple[int, i
     Return None if the k-th largest is not in the window.
     """
     common = state.common.sum(0, dtype=np.int64)
-    other_keys, other_counts = np.unique(state.others, return_counts=True)
+    other_keys, other_counts = np.unique(state.unshared_keys, return_counts=True)
     keys = np.concatenate((np.array(window.common, np.int64), other_keys))
     order = np.argsort(-keys)
     counts = np.concatenate((common, other_counts))[order]
@@ -231,6 +231,6 @@ def find_kth_largest(state: WindowState, window: Window, k: int) -> tuple[int, i
         per_grain = state.common[:, window.common.index(key)].astype(np.int64)
     else:
         ends = np.cumsum(state.per_grain, dtype=np.int64)
-        grains = np.searchsorted(ends, np.flatnonzero(state.others == key), side="right")
+        grains = np.searchsorted(ends, np.flatnonzero(state.unshared_keys == key), side="right")
         per_grain = np.bincount(grains, minlength=len(ends))
     return key, missing - int(running[index] - tied), tied, per_grain

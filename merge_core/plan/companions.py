@@ -21,7 +21,7 @@ from mergegate.merge_core.checkpoint import (
     is_binary_vocabulary,
     is_read_template,
 )
-from mergegate.merge_core.errors import Finding, InvalidInput, shown
+from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
 from mergegate.merge_core.parsing import JsonBounds, parse_json
 from mergegate.merge_core.plan.special_ids import GENERATION
 from mergegate.merge_core.recipe import Recipe
@@ -164,7 +164,7 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
             yield Finding(
                 "block",
                 f"{first}: {MODULES_FILE}",
-                found=f"a merge does not copy the module in {shown(path)}/",
+                found=f"a merge does not copy the module in {to_printable(path)}/",
                 expected="directory names of sentence-transformers, such as 1_Pooling",
                 remedy="save the model again with sentence-transformers",
             )
@@ -208,4 +208,4 @@ def _listing(files: Mapping[str, list[str]]) -> str:
 
 def _names(files: list[str]) -> str:
     suffix = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-    return ", ".join(map(shown, files[:_SHOWN])) + suffix
+    return ", ".join(map(to_printable, files[:_SHOWN])) + suffix

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from mergegate.merge_core.errors import shown
+from mergegate.merge_core.errors import to_printable
 
 # The listeners are not a logger, because code that configures logging (Prefect, a test) would print the lines twice or
 # lose them.
@@ -34,7 +34,7 @@ def detail(message: str, *arguments: object) -> None:
     if not _listeners:
         return
     with suppress(Exception):
-        line = shown(without_secrets(message % arguments))
+        line = to_printable(without_secrets(message % arguments))
         for listener in tuple(_listeners):
             listener(line)
 

@@ -19,8 +19,8 @@ from mergegate.tasks.merge.optimizer import (
 from mergegate.tasks.merge.preparation import find_prepared_recipe, prepare_recipe, select_named_parents
 from mergegate.tasks.merge.stage import (
     MERGED,
-    Merged,
     MergeSettings,
+    MergeSummary,
     Numerics,
     RouterDistance,
     combine_parents,
@@ -34,7 +34,7 @@ from mergegate.tasks.merge.statistics_cost import StatisticsNeeds, statistics_ne
 __all__ = [
     "MERGED",
     "MergeSettings",
-    "Merged",
+    "MergeSummary",
     "Numerics",
     "OptimizerState",
     "RouterDistance",

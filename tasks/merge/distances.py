@@ -64,13 +64,15 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
     Raises:
         InvalidInput: If a file cannot be read, the base contains NaN or infinity, or there is nothing to compare.
     """
-    opened = [model.open() for model in models]
-    broken = [0] * len(opened)
-    gram = _products(base, opened)
+    checkpoints = [model.open() for model in models]
+    broken = [0] * len(checkpoints)
+    gram = _products(base, checkpoints)
     if gram is None:
         if not _non_finite(base.open()):  # A broken base also breaks the models that are adapters on it.
-            broken = [_non_finite(checkpoint) for checkpoint in opened]
-            gram = _products(base, [checkpoint for checkpoint, count in zip(opened, broken, strict=True) if not count])
+            broken = [_non_finite(checkpoint) for checkpoint in checkpoints]
+            gram = _products(
+                base, [checkpoint for checkpoint, count in zip(checkpoints, broken, strict=True) if not count]
+            )
         if gram is None and not all(broken):
             raise InvalidInput(
                 f"{base.name} ({base.directory})",
@@ -79,26 +81,24 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
                 remedy="get the checkpoint again",
             )
     return ModelDistances(
-        models=tuple(model.name for model in models),
-        broken=tuple(broken),
-        gram=tuple(tuple(row) for row in gram or ()),
+        models=tuple(model.name for model in models), broken=tuple(broken), gram=tuple(tuple(row) for row in gram or ())
     )
 
 
-def _products(base: PinnedCheckpoint, opened: Sequence[Checkpoint]) -> Sequence[Sequence[float]] | None:
+def _products(base: PinnedCheckpoint, checkpoints: Sequence[Checkpoint]) -> Sequence[Sequence[float]] | None:
     """Return the products of the task vectors, or None if a number is not finite or there is no model.
 
     Raises:
         InvalidInput: If a file cannot be read, or there is nothing to compare.
     """
-    if not opened:
+    if not checkpoints:
         return None
     try:
         interference = measure_interference(
-            base.open(), opened, on_progress=lambda done, total: advance(done, max(total, 1), "B")
+            base.open(), checkpoints, on_progress=lambda done, total: advance(done, max(total, 1), "B")
         )
     except InvalidInput:
-        if not any(map(_non_finite, opened)):  # Non-finite numbers can also leave nothing to compare.
+        if not any(map(_non_finite, checkpoints)):  # Non-finite numbers can also leave nothing to compare.
             raise
         return None
     return None if any(item.reason == NOT_FINITE for item in interference.skipped) else interference.network_tally.gram
@@ -166,15 +166,15 @@ def _apply_distances(recipe: Recipe, refs: Sequence[str], distances: ModelDistan
             expected="finite numbers",
             remedy="remove the model, or set leave_out_beyond in the recipe",
         )
-    remaining = list(distances.sound)
+    remaining_indices = list(distances.sound)
     if recipe.leave_out_beyond is not None:
         outliers = find_outliers(distances.gram, recipe.leave_out_beyond) if distances.gram else {}
         left_out |= {
-            refs[remaining[row]]: f"its change is {ratio:.1f} times as long as the median one"
+            refs[remaining_indices[row]]: f"its change is {ratio:.1f} times as long as the median one"
             for row, ratio in outliers.items()
         }
-        remaining = [index for row, index in enumerate(remaining) if row not in outliers]
-    if not remaining:
+        remaining_indices = [index for row, index in enumerate(remaining_indices) if row not in outliers]
+    if not remaining_indices:
         raise InvalidInput(
             recipe.location,
             found=f"all models are left out: {next(iter(left_out))}: {next(iter(left_out.values()))}",
@@ -182,10 +182,10 @@ def _apply_distances(recipe: Recipe, refs: Sequence[str], distances: ModelDistan
         )
     shares = None
     if recipe.method.traits.weights_by_distance:
-        rows = [distances.sound.index(index) for index in remaining]
+        rows = [distances.sound.index(index) for index in remaining_indices]
         gram = [[distances.gram[i][j] for j in rows] for i in rows]
-        weights = [recipe.model_weight(refs[index]) for index in remaining]
-        shares = dict(zip([refs[index] for index in remaining], geometric_median(gram, weights), strict=True))
+        weights = [recipe.model_weight(refs[index]) for index in remaining_indices]
+        shares = dict(zip([refs[index] for index in remaining_indices], geometric_median(gram, weights), strict=True))
     lengths = normalized_lengths_and_distances(distances.gram) if distances.gram else []
     measured = dict(zip(distances.sound, lengths, strict=True))
     relative_distances = {}

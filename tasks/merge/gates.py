@@ -159,14 +159,14 @@ def compute_rows(model: Model, question: GateRequest, device: str, on_progress: 
 
     with _StateReader(model, question.mode, device) as reader:
         total = sum(len(pair.positive) + len(pair.negative) for pair in question.experts)
-        done, rows = 0, []
+        prompts_done, rows = 0, []
         for number, pair in enumerate(question.experts):
             means = []
             for prompts in (pair.positive, pair.negative):
                 states = []
                 for prompt in prompts:
                     states.append(reader.states(prompt))
-                    on_progress(done := done + 1, total)
+                    on_progress(prompts_done := prompts_done + 1, total)
                 means.append(np.mean(states, axis=0) if states else None)
             rows.append(
                 _router_row(means, f"{model.name}: prompts of expert {number}", of_sums=question.mode == "cheap_embed")

@@ -25,7 +25,7 @@ from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import importance_file_name, open_checkpoint, write_importance
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
-from mergegate.tasks.merge.layer_windows import (
+from mergegate.tasks.merge.calibration import (
     CalibrationJob,
     ReadWindow,
     measure_in_runs,
@@ -134,7 +134,7 @@ class _SquaredGradients:
             own = torch.tensor(window.own, device=device)
             if not own.any():
                 return
-            logits = self._network(input_ids=ids, use_cache=False).logits[0, -window.new :][own].float()
+            logits = self._network(input_ids=ids, use_cache=False).logits[0, -window.new_count :][own].float()
             require_numbers(logits, "its predictions", self._model)
             sampled = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0].to(device)
             loss = torch.nn.functional.cross_entropy(logits, sampled, reduction="sum")

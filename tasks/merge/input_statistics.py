@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint import (
     write_inputs,
 )
 from mergegate.tasks.checkpoints import LoadedModel, TellProgress, load_model
-from mergegate.tasks.merge.layer_windows import (
+from mergegate.tasks.merge.calibration import (
     CalibrationJob,
     ReadWindow,
     measure_in_runs,
@@ -155,7 +155,7 @@ class _InputSums:
         self._kinds = {matrix.parameter: matrix for matrix in self._matrices.values()}
         self._parameters = {name: experts[name] for name in self._kinds}
         self._observed: set[str] = set()  # Parameters with at least one observed product, of any expert.
-        self._new, self._overlap = slice(None), 0
+        self._new_positions, self._overlap = slice(None), 0
         # Most recent input and the matrix that received it, for linear layers (key None) and for each expert.
         self._last: dict[int | None, tuple[Any, str]] = {}
         self._pending: set[str] = set()
@@ -191,15 +191,15 @@ class _InputSums:
         import torch
 
         self._last, self._pending = {}, self._modules.keys() | self._parameters.keys()
-        self._overlap = len(window.tokens) - window.new
-        self._new = slice(self._overlap, None)
+        self._overlap = len(window.tokens) - window.new_count
+        self._new_positions = slice(self._overlap, None)
         ids = torch.tensor([window.tokens], device=self._network.device)
         with torch.inference_mode(), suppress(_RunIsMeasured):
             self._network(input_ids=ids, use_cache=False)
 
     def _add_linear_input(self, name: str, inputs: torch.Tensor) -> None:
         # Tokens that are routed to an expert are not in text order, so the overlap cannot be removed here.
-        self._add(None, name, inputs, inputs[0, self._new] if inputs.ndim == 3 else inputs)
+        self._add(None, name, inputs, inputs[0, self._new_positions] if inputs.ndim == 3 else inputs)
         self._end_module(name)
 
     def _add_expert_input(self, product: ExpertProduct) -> None:
@@ -249,7 +249,7 @@ def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatisti
     limit = job.reading.diagonal_above
     with load_model(job.model, dtype=job.dtype, device=job.device) as loaded:
         windows = list(split_into_windows(loaded, job.model, documents, job.reading.max_length))
-        positions = sum(window.new for window in windows)
+        positions = sum(window.new_count for window in windows)
         parts, experts = _parts(loaded, StoredNames(stored), limit)
 
         def measure(run: Sequence[_Part], path: Path, report: Callable[[int], None]) -> dict[str, str]:

@@ -66,7 +66,7 @@ class RouterDistance(BaseModel):
     distance: float  # norm of the router difference divided by the donor's norm, largest of all layers
 
 
-class Merged(StageValue):
+class MergeSummary(StageValue):
     """Summary of a merge. The artifact is the checkpoint in Hugging Face layout."""
 
     method: str
@@ -94,7 +94,7 @@ def numerics(settings: MergeSettings) -> Numerics:
 
 
 @stage("merge", version=5, hashes_of=lambda value: value.weights, resumable=True)
-def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
+def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     """Merge the parents as the recipe specifies, resuming from the journal of a killed run.
 
     Args:
@@ -123,7 +123,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
     if blocking:
         worst = blocking[0]
         raise Refused(worst.where, found=worst.found, expected=worst.expected, remedy=worst.remedy)
-    return Merged(
+    return MergeSummary(
         method=record.method,
         tensors=record.tensors,
         parameters=record.parameters,
@@ -142,23 +142,23 @@ def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ..
     """Return the correspondence of experts for each model, summarized over its layers."""
     distances = []
     for model in dict.fromkeys(layer.model for layer in layers):
-        own = [layer for layer in layers if layer.model == model]
+        model_layers = [layer for layer in layers if layer.model == model]
         distances.append(
             RouterDistance(
                 model=model,
-                layers=len(own),
-                experts=max(layer.experts for layer in own),
-                moved=sum(layer.moved > 0 for layer in own),
-                diagonal=fmean(layer.diagonal for layer in own),
-                best=fmean(layer.best for layer in own),
-                routers=fmean(layer.routers for layer in own),
-                distance=max(layer.distance for layer in own),
+                layers=len(model_layers),
+                experts=max(layer.experts for layer in model_layers),
+                moved=sum(layer.moved > 0 for layer in model_layers),
+                diagonal=fmean(layer.diagonal for layer in model_layers),
+                best=fmean(layer.best for layer in model_layers),
+                routers=fmean(layer.routers for layer in model_layers),
+                distance=max(layer.distance for layer in model_layers),
             )
         )
     return tuple(distances)
 
 
-def _combine(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
+def _combine(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     """Execute a recipe whose result is an adapter."""
     began = time.monotonic()
     state_directory(out)
@@ -170,7 +170,7 @@ def _combine(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         on_progress=lambda done, total: advance(done, total, "B"),
     )
     tensors = combined.adapter.tensors().values()
-    return Merged(
+    return MergeSummary(
         method=pinned.recipe.merge_method,
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors),
@@ -206,12 +206,7 @@ def combine_parents(
     """
     adapters = {ref: open_adapter(adapter) for ref, _, adapter in parents}
     combined = combine_adapters(
-        recipe,
-        open_checkpoint(parents[0][1]),
-        adapters,
-        out / "scratch",
-        seed=seed,
-        on_progress=on_progress,
+        recipe, open_checkpoint(parents[0][1]), adapters, out / "scratch", seed=seed, on_progress=on_progress
     )
     write_adapter(combined.adapter, out)
     companions = next((adapter.companions for adapter in adapters.values() if adapter.companions.sources), Companions())
@@ -221,7 +216,7 @@ def combine_parents(
     return combined
 
 
-def merged_model(artifact: Artifact[Merged], pinned: PinnedRecipe) -> Model:
+def merged_model(artifact: Artifact[MergeSummary], pinned: PinnedRecipe) -> Model:
     """Return the merge as a model. A merged adapter includes the model that it applies to."""
     files = tuple(sorted(artifact.files.items()))
     if pinned.recipe.output:

@@ -23,9 +23,9 @@ from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, files_fingerprint
+from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
-from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 from mergegate.tasks.store import Artifact

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
-from mergegate.tasks.merge import Merged, Numerics, OptimizerState, optimizer_state_paths
+from mergegate.tasks.merge import MergeSummary, Numerics, OptimizerState, optimizer_state_paths
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
@@ -56,7 +56,7 @@ class ReleaseParts(NamedTuple):
     pinned: PinnedRecipe
     numerics: Numerics
     license: StoredValue[LicenseVerdict]
-    merge: Artifact[Merged]
+    merge: Artifact[MergeSummary]
     report: Artifact[Report]
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})

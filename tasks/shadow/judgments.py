@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from mergegate.merge_core.errors import shown
+from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.files import (
     Damaged,
     JournalLocation,
@@ -239,10 +239,10 @@ def lost_pair(pair: SampledPair, judgments: Sequence[Judgment]) -> LostPair:
     """
 
     def beginning(text: str) -> str:
-        return shown(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
+        return to_printable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
 
     answers = pair.answers
-    question = shown(answers.question[-_MAX_CHARACTERS:])
+    question = to_printable(answers.question[-_MAX_CHARACTERS:])
     return LostPair(
         id=answers.id,
         at=pair.at,

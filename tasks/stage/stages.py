@@ -3,7 +3,7 @@
 A stage is declared once, next to the function that does the work::
 
     @stage("merge", version=1)
-    def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> Merged:
+    def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> MergeSummary:
         ...                                    # writes its files into ``out`` and returns a summary of them
 
     @value_stage("gate", version=2)

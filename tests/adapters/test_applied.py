@@ -95,7 +95,7 @@ def both(
     [pytest.param(torch.float32, marks=pytest.mark.slow, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_what_peft_makes_of_it(
+def test_applied_adapters_equal_those_of_peft(
     tmp_path: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, ours, theirs = both(tmp_path, KINDS[kind], dtype)
@@ -120,7 +120,7 @@ def test_an_embedding_is_rounded_twice_as_peft_rounds_it(
 
 @pytest.mark.parametrize("kind", COLUMN_NORMS)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
-def test_norms_of_columns_are_those_of_peft_within_a_rounding(
+def test_column_norms_equal_those_of_peft_up_to_rounding(
     tmp_path: Path, kind: str, dtype: torch.dtype, within: float
 ) -> None:
     """mergegate sums in float64 in one pass, PEFT in float32 in its own order, so the norms differ by one rounding."""
@@ -141,7 +141,7 @@ def test_blocks_of_any_size_give_the_same_bytes(tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("columns", [257, 1031])
 @pytest.mark.parametrize("rows", [17, 257, 1031])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_tile_has_the_bits_of_the_whole_product(rows: int, columns: int, transposed: bool) -> None:
+def test_a_tile_is_bit_identical_to_the_full_product(rows: int, columns: int, transposed: bool) -> None:
     """Tiling must not change a product: large weights have to match PEFT as exactly as small ones."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(1, columns if transposed else rows, 8, generator=generator)
@@ -164,7 +164,7 @@ def test_an_adapter_in_bfloat16_on_a_float16_base(tmp_path: Path) -> None:
     assert differences(ours, unloaded_by_peft(base, adapter, tmp_path / "theirs", torch.float16)) == {}
 
 
-def test_factors_of_single_experts_fit_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+def test_factors_of_single_experts_apply_to_separately_stored_experts(tmp_path: Path) -> None:
     """Older libraries wrote one pair of factors per expert, when each expert was a separate module."""
     base = make_base(tmp_path / "base", "mixtral", torch.float32)
     fused = make_adapter(base, tmp_path / "fused", torch.float32, target_modules=["q_proj"])
@@ -183,7 +183,7 @@ def test_factors_of_single_experts_fit_experts_that_are_stored_one_by_one(tmp_pa
     assert changed == set()
 
 
-def test_an_adapter_of_the_older_names_of_a_vision_language_model(tmp_path: Path) -> None:
+def test_older_names_of_a_vision_language_model_are_accepted(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "gemma3_vision", torch.float32)
     adapter = make_adapter(base, tmp_path / "adapter", torch.float32, target_modules=r".*language_model.*q_proj")
     new = applied_by_us(base, adapter, tmp_path / "new")

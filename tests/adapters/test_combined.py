@@ -91,7 +91,9 @@ def merged_whole(family: Path, recipe: dict[str, Any], out: Path) -> dict[str, t
         ),
     ],
 )
-def test_without_a_limit_it_is_the_merge_of_the_whole_models(family: Path, tmp_path: Path, method: str) -> None:
+def test_an_unlimited_combination_equals_the_merge_of_the_full_models(
+    family: Path, tmp_path: Path, method: str
+) -> None:
     """The method sees the same differences either way, so masks, signs and thresholds agree."""
     recipe = written(method, "one", "two", output="adapter", rank=64)
     found = combined(family, recipe, tmp_path / "adapter")
@@ -117,7 +119,7 @@ def test_without_a_limit_it_is_the_merge_of_the_whole_models(family: Path, tmp_p
         ("ties", "base", ("one", "two", "norms")),
     ],
 )
-def test_its_size_is_known_before(
+def test_the_size_of_a_combination_is_known_from_headers(
     family: Path, tmp_path: Path, method: str, base: str, names: tuple[str, ...], rank: int | None
 ) -> None:
     if rank is None and method == "ties":
@@ -136,9 +138,7 @@ def test_its_size_is_known_before(
 
 
 @pytest.mark.parametrize(("base", "names"), [("base", ("one", "two", "table")), ("gpt2", ("three", "four"))])
-def test_without_a_rank_a_sum_is_written_down_as_it_is(
-    family: Path, tmp_path: Path, base: str, names: tuple[str, ...]
-) -> None:
+def test_a_sum_without_a_rank_is_exact(family: Path, tmp_path: Path, base: str, names: tuple[str, ...]) -> None:
     recipe = written("task_arithmetic", *names, base=base, output="adapter")
     found = combined(family, recipe, tmp_path / "adapter")
     assert found.error == 0
@@ -153,13 +153,13 @@ def test_without_a_rank_a_sum_is_written_down_as_it_is(
     assert max(differences(theirs, whole).values(), default=0) < 1e-6
 
 
-def test_ranks_add_up_where_modules_are_shared(family: Path, tmp_path: Path) -> None:
+def test_ranks_of_shared_modules_add_up(family: Path, tmp_path: Path) -> None:
     found = combined(family, written("task_arithmetic", "one", "two", output="adapter"), tmp_path / "adapter")
     ranks = {one.module.rpartition(".")[2]: one.rank for one in found.errors}
     assert ranks == {"q_proj": 6, "up_proj": 4, "down_proj": 2}
 
 
-def test_in_float64_it_is_the_sum_of_products_to_the_twelfth_place(family: Path, tmp_path: Path) -> None:
+def test_a_float64_sum_is_accurate_to_twelve_digits(family: Path, tmp_path: Path) -> None:
     places = []
     for name in ("one", "two"):
         place = tmp_path / name
@@ -181,7 +181,7 @@ def test_in_float64_it_is_the_sum_of_products_to_the_twelfth_place(family: Path,
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
-def test_the_error_that_is_reported_is_what_the_rank_leaves_out(family: Path, tmp_path: Path, method: str) -> None:
+def test_the_reported_error_is_the_truncated_part(family: Path, tmp_path: Path, method: str) -> None:
     recipe = written(method, "one", "two", output="adapter", rank=3)
     found = combined(family, recipe, tmp_path / "adapter")
     whole = combined(family, recipe | {"rank": 64}, tmp_path / "whole")
@@ -199,7 +199,7 @@ def test_the_error_that_is_reported_is_what_the_rank_leaves_out(family: Path, tm
     ("changes", "words"),
     [
         ({"output": "lora"}, "output: 'lora'"),
-        ({"rank": 4}, "rank: it is set"),
+        ({"rank": 4}, "rank: rank without output"),
         ({"output": "adapter", "rank": 0}, "rank: 0"),
         ({"output": "adapter"}, "rank: not set"),
         ({"output": "adapter", "rank": 4, "tokenizer_source": "base"}, "tokenizer_source: it is set"),
@@ -207,26 +207,24 @@ def test_the_error_that_is_reported_is_what_the_rank_leaves_out(family: Path, tm
         ({"output": "adapter", "rank": 4, "models": [{"model": "m", "parameters": {"weight": 1}}] * 1}, "m"),
         (
             {"output": "adapter", "merge_method": "slerp", "models": [{"model": "b+one"}], "parameters": {"t": 0.5}},
-            "adapter, of slerp",
+            "slerp cannot produce an adapter",
         ),
     ],
 )
-def test_a_recipe_that_cannot_have_an_adapter_for_its_result_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_a_recipe_that_cannot_produce_an_adapter_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         load_recipe(written("ties", "one", "two") | changes)
 
 
 @pytest.mark.parametrize(("name", "words"), [("dora", "DoRA"), ("experts", "experts")])
-def test_what_is_no_product_is_refused_by_name(family: Path, tmp_path: Path, name: str, words: str) -> None:
+def test_changes_that_are_not_products_are_refused_by_name(family: Path, tmp_path: Path, name: str, words: str) -> None:
     base = "moe" if name == "experts" else "base"
     with pytest.raises(InvalidInput, match=words):
         combined(family, written("task_arithmetic", name, base=base, output="adapter"), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
-def test_norms_that_adapters_bring_along_are_merged_by_the_same_method(
-    family: Path, tmp_path: Path, method: str
-) -> None:
+def test_full_norms_of_adapters_are_merged_with_the_same_method(family: Path, tmp_path: Path, method: str) -> None:
     recipe = written(method, "one", "norms", output="adapter", rank=64)
     combined(family, recipe, tmp_path / "adapter")
     theirs = unloaded_by_peft(family / "base", tmp_path / "adapter", tmp_path / "theirs", torch.float32)
@@ -235,7 +233,7 @@ def test_norms_that_adapters_bring_along_are_merged_by_the_same_method(
     assert not torch.equal(theirs["model.norm.weight"], before["model.norm.weight"])
 
 
-def test_weights_that_are_no_average_are_refused(family: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_add_up_to_one_are_refused(family: Path, tmp_path: Path) -> None:
     recipe = written("linear", "one", "two", output="adapter", parameters={"normalize": False})
     with pytest.raises(InvalidInput, match=r"add up to 1\.2"):
         combined(family, recipe, tmp_path / "adapter")

@@ -83,7 +83,7 @@ def test_peft_reads_every_key_and_finds_the_error_that_is_reported(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_whole_rank_gives_the_fine_tune_back(tmp_path: Path, kind: str) -> None:
+def test_a_full_rank_reproduces_the_fine_tune(tmp_path: Path, kind: str) -> None:
     family, more = FAMILIES[kind]
     base = make_base(tmp_path / "base", family, torch.float32, **more)
     fine_tune = tuned(base, tmp_path / "tuned", moved)
@@ -93,7 +93,7 @@ def test_a_whole_rank_gives_the_fine_tune_back(tmp_path: Path, kind: str) -> Non
     assert max(differences(ours, read_all(fine_tune)).values()) < 5e-6
 
 
-def test_what_did_not_change_is_left_out(tmp_path: Path) -> None:
+def test_unchanged_tensors_are_omitted(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama", torch.float32)
     fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if "layers.1.mlp.up" in name else one)
     found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
@@ -104,14 +104,14 @@ def test_what_did_not_change_is_left_out(tmp_path: Path) -> None:
     assert found.unchanged == len(read_all(base)) - 1
 
 
-def test_weak_directions_are_left_out_when_asked(tmp_path: Path) -> None:
+def test_epsilon_drops_weak_directions(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama", torch.float32)
     fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if "layers.1.mlp.up" in name else one)
     found = extracted(base, fine_tune, tmp_path / "adapter", rank=4, epsilon=1e-3)
     assert [one.rank for one in found.errors] == [1]
 
 
-def test_a_bias_of_a_layer_that_did_not_change_is_saved_with_its_weight(tmp_path: Path) -> None:
+def test_a_changed_bias_of_an_unchanged_layer_is_saved_with_its_weight(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "qwen2", torch.float32)
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_a_bias_of_a_layer_that_did_not_change_is_saved_with_its_weight(tmp_path
         (lambda name, one: one * float("nan") if "up_proj" in name else one, "NaN"),
     ],
 )
-def test_what_no_adapter_can_hold_is_refused_by_name(
+def test_changes_that_an_adapter_cannot_represent_are_refused_by_name(
     tmp_path: Path, change: Callable[[str, torch.Tensor], torch.Tensor], words: str
 ) -> None:
     base = make_base(tmp_path / "base", "llama", torch.float32)
@@ -153,7 +153,7 @@ def test_experts_and_their_router_are_refused_by_name(tmp_path: Path, part: str)
         extracted(base, fine_tune, tmp_path / "adapter", rank=4)
 
 
-def test_large_matrices_are_decomposed_as_small_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matrices_are_decomposed_like_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     strengths = torch.logspace(0, -4, 90)
     change = (torch.randn(90, 90, generator=generator) * strengths) @ torch.randn(90, 120, generator=generator)
@@ -179,7 +179,7 @@ def test_stacked_factors_are_the_sum_of_products() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 4, 11])
-def test_a_sum_of_thin_products_is_cut_as_a_whole_decomposition_cuts_it(rank: int) -> None:
+def test_a_truncated_sum_equals_the_truncated_full_decomposition(rank: int) -> None:
     parts = [factors(1, 4), factors(2, 8)]
     cut = factor_sum(parts, rank, dtype=torch.float64)
     product = parts[0][0] * (parts[0][2] @ parts[0][1]) + parts[1][0] * (parts[1][2] @ parts[1][1])

@@ -97,11 +97,11 @@ def test_a_configuration_that_cannot_be_applied_is_refused_by_its_key(
 
 
 @pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "orthogonal"])
-def test_initialisations_that_leave_the_base_alone_are_not_refused(kept: Path, adapter: Path, value: object) -> None:
+def test_initializations_that_keep_the_base_are_accepted(kept: Path, adapter: Path, value: object) -> None:
     assert applied(kept, configured(adapter, init_lora_weights=value))
 
 
-def test_keys_of_a_later_version_that_are_not_set_are_not_refused(kept: Path, adapter: Path) -> None:
+def test_unset_keys_of_a_later_version_are_accepted(kept: Path, adapter: Path) -> None:
     assert applied(kept, configured(adapter, invented=None, another={}, third=False))
 
 
@@ -146,14 +146,14 @@ def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
         (put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 32), "trainable_token"),
     ],
 )
-def test_a_tensor_without_a_place_is_refused_by_its_name(
+def test_a_tensor_without_a_target_is_refused_by_name(
     kept: Path, adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any], words: str
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
         applied(kept, with_tensors(adapter, change))
 
 
-def test_an_unknown_name_in_a_layer_that_exists_does_not_accuse_the_base(kept: Path, adapter: Path) -> None:
+def test_an_unknown_name_in_an_existing_layer_does_not_blame_the_base(kept: Path, adapter: Path) -> None:
     def add(layer: int) -> Path:
         module = f"base_model.model.model.layers.{layer}.mixer.in_proj"
         with_tensors(adapter, put(f"{module}.lora_A.weight", 4, 32))
@@ -189,7 +189,7 @@ def test_the_remedy_for_an_adapter_with_more_tokens_than_its_base_helps(
     apply_adapter(open_checkpoint(tmp_path / "grown"), opened)
 
 
-def test_integers_are_no_factors(kept: Path, adapter: Path) -> None:
+def test_integer_factors_are_refused(kept: Path, adapter: Path) -> None:
     change = with_tensors(adapter, lambda one: one.update({f"{PREFIX}.lora_A.weight": torch.ones(4, 32).int()}))
     with pytest.raises(InvalidInput, match="I32"):
         applied(kept, change)
@@ -210,7 +210,7 @@ def test_the_name_of_another_base_is_a_warning(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["lm_head.lora_A.weight", "lm_head.lora_B.weight"])
-def test_a_tied_head_is_not_changed_alone(kept: Path, adapter: Path, name: str) -> None:
+def test_a_change_of_only_a_tied_head_is_refused(kept: Path, adapter: Path, name: str) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.ones(4, 32)
         tensors["base_model.model.lm_head.lora_B.weight"] = torch.ones(96, 4)
@@ -219,13 +219,13 @@ def test_a_tied_head_is_not_changed_alone(kept: Path, adapter: Path, name: str) 
         applied(kept, with_tensors(adapter, change), "tied")
 
 
-def test_a_saved_embedding_that_is_tied_is_not_saved_alone(kept: Path, adapter: Path) -> None:
+def test_a_saved_tied_embedding_without_its_head_is_refused(kept: Path, adapter: Path) -> None:
     change = put("base_model.model.model.embed_tokens.weight", 96, 32)
     with pytest.raises(InvalidInput, match="tied to the head"):
         applied(kept, with_tensors(adapter, change), "tied")
 
 
-def test_a_whole_model_in_the_place_of_an_adapter_is_named(kept: Path) -> None:
+def test_a_full_model_in_place_of_an_adapter_is_named(kept: Path) -> None:
     with pytest.raises(InvalidInput, match=r"no adapter_config\.json"):
         open_adapter(kept / "base")
     with pytest.raises(InvalidInput, match=r"config\.json"):

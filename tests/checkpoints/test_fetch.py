@@ -44,7 +44,7 @@ def weights_of(models: Path) -> dict[str, int]:
     return {hashlib.sha256(data).hexdigest(): len(data) for data in (file.read_bytes() for file in files)}
 
 
-def test_only_the_files_that_matter_come(online: LookAlike, models: Path, memo: HashMemo) -> None:
+def test_only_files_of_the_checkpoint_are_downloaded(online: LookAlike, models: Path, memo: HashMemo) -> None:
     found = parents()
     come = download_snapshots(snapshots_of(found), memo)
     weights = weights_of(models)
@@ -54,7 +54,7 @@ def test_only_the_files_that_matter_come(online: LookAlike, models: Path, memo: 
         assert open_parent(parent).nbytes == open_checkpoint(models / parent.name).nbytes
 
 
-def test_a_parent_on_the_hub_is_the_model_that_its_files_are(online: LookAlike, models: Path, memo: HashMemo) -> None:
+def test_a_hub_parent_has_the_digest_of_its_local_files(online: LookAlike, models: Path, memo: HashMemo) -> None:
     found = parents()
     download_snapshots(snapshots_of(found), memo)
     assert {parent.name: parent.digest for parent in pin_checkpoints(found, memo)} == {
@@ -62,7 +62,7 @@ def test_a_parent_on_the_hub_is_the_model_that_its_files_are(online: LookAlike, 
     }
 
 
-def test_files_that_nobody_reads_do_not_make_another_model(models: Path, memo: HashMemo) -> None:
+def test_unrelated_files_do_not_change_the_digest(models: Path, memo: HashMemo) -> None:
     before = checkpoint_digest(models / "base", memo)
     for name in ("pytorch_model.bin", "consolidated.safetensors"):
         (models / "base" / name).unlink()
@@ -77,14 +77,14 @@ def test_files_that_nobody_reads_do_not_make_another_model(models: Path, memo: H
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"])
-def test_every_file_that_decides_makes_another_model(models: Path, memo: HashMemo, name: str) -> None:
+def test_every_deciding_file_changes_the_digest(models: Path, memo: HashMemo, name: str) -> None:
     before = checkpoint_digest(models / "base", memo)
     (models / "base" / name).parent.mkdir(exist_ok=True)
     (models / "base" / name).write_text("{}")
     assert checkpoint_digest(models / "base", memo) != before
 
 
-def test_what_is_here_is_neither_fetched_nor_hashed_again(
+def test_cached_files_are_neither_fetched_nor_hashed_again(
     online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = parents()
@@ -97,7 +97,7 @@ def test_what_is_here_is_neither_fetched_nor_hashed_again(
     assert online.log == []
 
 
-def test_pinned_and_whole_in_the_cache_nothing_is_asked(online: LookAlike, memo: HashMemo) -> None:
+def test_a_pinned_and_cached_parent_needs_no_request(online: LookAlike, memo: HashMemo) -> None:
     commit = online.repositories["acme/base"].branches["main"]
     recipe = load_recipe(f"merge_method: passthrough\nmodels: [{{model: acme/base@{commit}}}]\n")
     download_snapshots(snapshots_of(resolve_parents(recipe)), memo)
@@ -107,7 +107,7 @@ def test_pinned_and_whole_in_the_cache_nothing_is_asked(online: LookAlike, memo:
     assert online.log == []
 
 
-def test_a_branch_whose_commit_is_whole_in_the_cache_costs_one_question(online: LookAlike, memo: HashMemo) -> None:
+def test_a_branch_with_a_cached_commit_needs_one_request(online: LookAlike, memo: HashMemo) -> None:
     download_snapshots(snapshots_of(parents()), memo)
     online.log.clear()
     assert len(parents()) == 3
@@ -116,7 +116,7 @@ def test_a_branch_whose_commit_is_whole_in_the_cache_costs_one_question(online: 
     ]
 
 
-def test_it_all_works_offline_when_everything_is_there(
+def test_cached_parents_are_merged_offline(
     online: LookAlike, models: Path, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = RECIPE
@@ -131,7 +131,7 @@ def test_it_all_works_offline_when_everything_is_there(
     assert online.log == []
 
 
-def test_weights_that_are_not_there_are_said_offline(
+def test_missing_weights_are_reported_offline(
     online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = parents()
@@ -140,7 +140,7 @@ def test_weights_that_are_not_there_are_said_offline(
         download_snapshots(snapshots_of(found), memo)
 
 
-def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
+def test_a_file_that_differs_from_the_listing_is_refused_and_can_be_repaired(
     online: LookAlike, models: Path, memo: HashMemo
 ) -> None:
     file = models / "math" / "model.safetensors"
@@ -180,7 +180,7 @@ def test_every_damaged_file_is_named(online: LookAlike, memo: HashMemo) -> None:
     assert caught.value.found.count("also:") == len(snapshots[0].files) - 1
 
 
-def test_how_far_it_is_is_told_in_the_callers_context(online: LookAlike, memo: HashMemo, models: Path) -> None:
+def test_progress_is_reported_in_the_context_of_the_caller(online: LookAlike, memo: HashMemo, models: Path) -> None:
     from contextvars import ContextVar
 
     here: ContextVar[str] = ContextVar("here")
@@ -192,7 +192,7 @@ def test_how_far_it_is_is_told_in_the_callers_context(online: LookAlike, memo: H
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
 
 
-def test_weights_in_xet_come_by_xet(
+def test_weights_in_xet_are_downloaded_with_xet(
     online: LookAlike, models: Path, memo: HashMemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import CommitOperationAdd, HfApi, constants
@@ -228,7 +228,7 @@ def test_a_repository_named_twice_is_fetched_once(online: LookAlike, memo: HashM
 
 
 @pytest.mark.parametrize("kind", ["fail", "drop"])
-def test_storage_that_fails_is_refused_with_what_to_do(online: LookAlike, memo: HashMemo, kind: str) -> None:
+def test_a_failing_storage_is_refused_with_a_remedy(online: LookAlike, memo: HashMemo, kind: str) -> None:
     found = parents()
     online.set_faults([Fault(kind, path="/_storage", times=1000)])
     with pytest.raises(Refused) as caught:
@@ -236,7 +236,7 @@ def test_storage_that_fails_is_refused_with_what_to_do(online: LookAlike, memo: 
     assert "run again" in caught.value.remedy
 
 
-def test_storage_that_fails_once_is_asked_again(online: LookAlike, memo: HashMemo) -> None:
+def test_a_storage_that_fails_once_is_tried_again(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     online.set_faults([Fault("fail", path="/_storage", times=2), Fault("drop", path="/_storage", nth=4)])
     waits: list[float] = []
@@ -244,14 +244,14 @@ def test_storage_that_fails_once_is_asked_again(online: LookAlike, memo: HashMem
     assert len(waits) == 2
 
 
-def test_access_that_was_taken_away_is_said(online: LookAlike, memo: HashMemo) -> None:
+def test_revoked_access_is_reported(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     online.repositories["acme/math"].gated = "auto"
     with pytest.raises(InvalidInput, match="gated"):
         download_snapshots(snapshots_of(found), memo)
 
 
-def test_a_full_disk_is_said(online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
     def full(*_: object, **__: object) -> None:
@@ -264,7 +264,7 @@ def test_a_full_disk_is_said(online: LookAlike, memo: HashMemo, monkeypatch: pyt
     assert "HF_HOME" in caught.value.remedy
 
 
-def test_the_command_merges_parents_of_the_hub(online: LookAlike, models: Path, tmp_path: Path) -> None:
+def test_the_merge_command_accepts_hub_parents(online: LookAlike, models: Path, tmp_path: Path) -> None:
     (tmp_path / "remote.yaml").write_text(RECIPE)
     (tmp_path / "local.yaml").write_text(RECIPE.replace("acme/", f"{models}/"))
     for name in ("remote", "local"):
@@ -276,7 +276,7 @@ def test_the_command_merges_parents_of_the_hub(online: LookAlike, models: Path, 
     assert weights[0] == weights[1] != []
 
 
-def test_a_branch_that_moves_while_we_merge_is_merged_as_it_was(
+def test_a_branch_that_moves_during_the_merge_is_merged_as_pinned(
     online: LookAlike, models: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -298,7 +298,7 @@ def test_a_branch_that_moves_while_we_merge_is_merged_as_it_was(
     assert merged[0] == merged[1] != []
 
 
-def test_a_branch_that_has_moved_is_another_parent(online: LookAlike, models: Path, memo: HashMemo) -> None:
+def test_a_moved_branch_is_a_different_parent(online: LookAlike, models: Path, memo: HashMemo) -> None:
     def digests() -> dict[str, tuple[str | None, str]]:
         found = parents()
         download_snapshots(snapshots_of(found), memo)
@@ -312,7 +312,7 @@ def test_a_branch_that_has_moved_is_another_parent(online: LookAlike, models: Pa
     assert (after["base"], after["code"]) == (before["base"], before["code"])
 
 
-def test_a_merge_that_cannot_be_downloads_nothing(online: LookAlike, models: Path, tmp_path: Path) -> None:
+def test_an_impossible_merge_downloads_nothing(online: LookAlike, models: Path, tmp_path: Path) -> None:
     from family import save_tokenizer
 
     save_tokenizer(models / "math", [f"t{number}" for number in reversed(range(24))])

@@ -56,7 +56,7 @@ def add_piqa(server: LookAlike, place: Path, goal: str) -> str:
     return server.add_model("baber/piqa", place).id
 
 
-def test_what_is_fetched_is_found_by_its_task(online: LookAlike, tmp_path: Path) -> None:
+def test_a_task_finds_its_fetched_data(online: LookAlike, tmp_path: Path) -> None:
     commit = add_piqa(online, tmp_path / "piqa", "first")
     (tmp_path / "p.yaml").write_text(PROFILE)
     _, (found,) = fetch_profile_data(tmp_path / "p.yaml", Console(quiet=True))
@@ -91,7 +91,7 @@ def test_datasets_of_yaml_files_and_of_a_sweep_are_fetched_too(online: LookAlike
         assert inspect_data(task).documents == 1
 
 
-def test_half_a_dataset_has_no_name_and_is_gone_on_with(
+def test_a_partial_download_is_not_visible_and_resumes(
     online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_letters(online, tmp_path / "letters", "letters")
@@ -114,7 +114,7 @@ def test_two_revisions_of_one_dataset_are_refused(tmp_path: Path) -> None:
         fetch_datasets(asked, tmp_path, lambda one: None)
 
 
-def test_data_at_an_address_are_asked_for_by_the_name_of_their_task(tmp_path: Path) -> None:
+def test_data_at_a_url_are_requested_by_task_name(tmp_path: Path) -> None:
     asked = TaskDataset("prices", "", None, "test", None, reader="csv")
     with pytest.raises(InvalidInput) as refused:
         fetch_datasets([asked], tmp_path, lambda one: None)

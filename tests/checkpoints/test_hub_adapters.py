@@ -53,7 +53,7 @@ def adapted() -> ResolvedCheckpoint:
     return next(parent for parent in resolve_parents(load_recipe(RECIPE)) if parent.adapter)
 
 
-def test_only_headers_of_base_and_adapter_are_asked_for(online: LookAlike, models: Path, adapter: Path) -> None:
+def test_only_headers_of_base_and_adapter_are_requested(online: LookAlike, models: Path, adapter: Path) -> None:
     for parent in resolve_parents(load_recipe(RECIPE)):
         open_parent(parent)
     wanted = header_sizes(models)
@@ -68,7 +68,7 @@ def test_only_headers_of_base_and_adapter_are_asked_for(online: LookAlike, model
     assert not (adapted().adapter.directory / "adapter_model.safetensors").exists()
 
 
-def test_an_adapter_is_the_commit_that_its_branch_meant(online: LookAlike, adapter: Path) -> None:
+def test_an_adapter_is_pinned_to_the_commit_of_its_branch(online: LookAlike, adapter: Path) -> None:
     found = adapted()
     assert found.adapter
     assert found.adapter.revision == online.repositories["acme/lora"].branches["main"]
@@ -76,7 +76,7 @@ def test_an_adapter_is_the_commit_that_its_branch_meant(online: LookAlike, adapt
     assert found.name == "base+lora"
 
 
-def test_a_merge_fetches_and_applies_it(
+def test_a_merge_fetches_and_applies_an_adapter(
     online: LookAlike, models: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_a_merge_fetches_and_applies_it(
     assert torch.equal(out[name], ((base[name] + 4) + math[name]) / 2)
 
 
-def test_the_digest_covers_both(models: Path, adapter: Path, tmp_path: Path) -> None:
+def test_the_digest_covers_model_and_adapter(models: Path, adapter: Path, tmp_path: Path) -> None:
     recipe = load_recipe(
         RECIPE.replace("acme/base+acme/lora", f"{models}/base+{adapter}").replace("acme/", f"{models}/")
     )
@@ -113,13 +113,13 @@ def test_the_digest_covers_both(models: Path, adapter: Path, tmp_path: Path) -> 
     assert len(set(seen)) == 4
 
 
-def test_a_model_where_an_adapter_should_be_is_refused_by_name(online: LookAlike, adapter: Path) -> None:
+def test_a_model_in_place_of_an_adapter_is_refused_by_name(online: LookAlike, adapter: Path) -> None:
     (problem,) = search_parents([load_recipe(RECIPE.replace("acme/lora", "acme/math"))]).problems
     assert isinstance(problem, InvalidInput)
     assert "no adapter_config.json" in str(problem)
 
 
-def test_an_adapter_where_a_model_should_be_is_refused_by_name(online: LookAlike, adapter: Path) -> None:
+def test_an_adapter_in_place_of_a_model_is_refused_by_name(online: LookAlike, adapter: Path) -> None:
     problem: MergegateError
     (problem,) = search_parents([load_recipe(RECIPE.replace("acme/math", "acme/lora"))]).problems
     assert "no config.json" in str(problem)

@@ -35,13 +35,13 @@ def linear(*models: str) -> str:
     return f"merge_method: linear\nmodels: [{listed}]\n"
 
 
-def test_only_headers_of_weights_are_asked_for(online: LookAlike, models: Path) -> None:
+def test_only_headers_of_weights_are_requested(online: LookAlike, models: Path) -> None:
     for parent in found_of().values():
         open_parent(parent)
     assert online.sent == header_sizes(models)
 
 
-def test_a_checkpoint_read_from_afar_is_the_one_on_disk(online: LookAlike, models: Path) -> None:
+def test_a_remote_checkpoint_equals_the_local_one(online: LookAlike, models: Path) -> None:
     for name, parent in found_of().items():
         remote, local = open_parent(parent), open_checkpoint(models / name)
         assert remote.config == local.config
@@ -52,13 +52,13 @@ def test_a_checkpoint_read_from_afar_is_the_one_on_disk(online: LookAlike, model
         assert shapes[0] == shapes[1]
 
 
-def test_a_parent_is_the_commit_that_its_branch_meant(online: LookAlike) -> None:
+def test_a_parent_is_pinned_to_the_commit_of_its_branch(online: LookAlike) -> None:
     assert {name: parent.revision for name, parent in found_of().items()} == {
         repo.partition("/")[2]: repository.branches["main"] for repo, repository in online.repositories.items()
     }
 
 
-def test_cards_and_licenses_come_and_files_of_other_libraries_do_not(online: LookAlike, models: Path) -> None:
+def test_cards_and_licenses_are_downloaded_but_not_files_of_other_libraries(online: LookAlike, models: Path) -> None:
     (models / "base" / "LICENSE.txt").write_text("terms")
     (models / "base" / "additional_chat_templates").mkdir()
     (models / "base" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
@@ -77,7 +77,7 @@ def test_cards_and_licenses_come_and_files_of_other_libraries_do_not(online: Loo
     assert set(base.snapshot.missing()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
 
 
-def test_one_branch_is_one_commit_in_all_recipes_of_a_run(online: LookAlike, models: Path) -> None:
+def test_a_branch_resolves_to_one_commit_in_all_recipes(online: LookAlike, models: Path) -> None:
     before = online.repositories["acme/math"].branches["main"]
 
     def move(request: object) -> None:
@@ -91,7 +91,7 @@ def test_one_branch_is_one_commit_in_all_recipes_of_a_run(online: LookAlike, mod
     assert online.repositories["acme/math"].branches["main"] != before
 
 
-def test_files_of_a_commit_are_not_asked_for_twice(online: LookAlike) -> None:
+def test_files_of_a_commit_are_requested_once(online: LookAlike) -> None:
     found_of()
     online.log.clear()
     found_of()
@@ -99,7 +99,7 @@ def test_files_of_a_commit_are_not_asked_for_twice(online: LookAlike) -> None:
     assert not any("/resolve/" in entry.path for entry in online.log)
 
 
-def test_a_branch_cannot_be_told_offline_and_the_cached_commit_is_named(
+def test_an_offline_branch_is_refused_and_the_cached_commit_is_suggested(
     online: LookAlike, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = found_of()["math"].revision
@@ -110,21 +110,21 @@ def test_a_branch_cannot_be_told_offline_and_the_cached_commit_is_named(
     assert f"acme/math@{commit}" in error.remedy
 
 
-def test_a_commit_that_is_not_in_the_cache_is_said_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncached_commit_is_reported_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     go_offline(monkeypatch)
     error = problem(linear(f"acme/math@{'0' * 40}"))
     assert isinstance(error, InvalidInput)
     assert "nor complete in the Hub's cache" in error.found
 
 
-def test_headers_that_are_not_here_are_said_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_headers_are_reported_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = found_of(linear("acme/math"))["math"]
     go_offline(monkeypatch)
     with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
         open_parent(parent)
 
 
-def test_a_gated_repository_names_the_page_where_access_is_asked_for(online: LookAlike) -> None:
+def test_the_error_of_a_gated_repository_names_its_page(online: LookAlike) -> None:
     online.repositories["acme/math"].gated = "manual"
     error = problem(RECIPE)
     assert isinstance(error, InvalidInput)  # The user named a repository without the token that it needs.
@@ -134,24 +134,24 @@ def test_a_gated_repository_names_the_page_where_access_is_asked_for(online: Loo
     assert "HF_TOKEN" in error.remedy
 
 
-def test_access_that_has_ended_is_noticed_although_small_files_are_cached(online: LookAlike) -> None:
+def test_revoked_access_is_noticed_although_small_files_are_cached(online: LookAlike) -> None:
     found_of()
     online.repositories["acme/math"].gated = "manual"
     assert "gated" in problem(RECIPE).found
 
 
-def test_a_hub_that_cannot_say_who_may_read_is_believed(online: LookAlike) -> None:
+def test_a_hub_without_auth_check_is_accepted(online: LookAlike) -> None:
     online.set_faults([Fault("fail", path="/auth-check", status=404, times=1000)])
     assert len(found_of()) == 3
 
 
-def test_a_gated_repository_of_ours_can_be_read(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gated_repository_with_access_can_be_read(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     online.repositories["acme/math"].gated = "manual"
     monkeypatch.setenv("HF_TOKEN", READER)
     open_parent(found_of()["math"])
 
 
-def test_a_private_repository_asks_for_a_token(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_private_repository_asks_for_a_token(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     online.repositories["acme/math"].private = True
     error = problem(RECIPE)
     assert isinstance(error, InvalidInput)
@@ -161,7 +161,7 @@ def test_a_private_repository_asks_for_a_token(online: LookAlike, monkeypatch: p
     assert found_of()["math"].revision == online.repositories["acme/math"].branches["main"]
 
 
-def test_a_login_of_this_machine_will_do_for_reading(
+def test_a_login_on_this_machine_is_sufficient_for_reading(
     online: LookAlike, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants
@@ -172,7 +172,7 @@ def test_a_login_of_this_machine_will_do_for_reading(
     assert found_of()["math"].revision
 
 
-def test_a_token_that_the_hub_does_not_know_is_said_once(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_token_is_reported_once(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
     error = problem(RECIPE)
     assert (error.where, error.exit_code) == ("HF_TOKEN", 2)
@@ -181,21 +181,21 @@ def test_a_token_that_the_hub_does_not_know_is_said_once(online: LookAlike, monk
     assert "hf_expired" not in str(error)
 
 
-def test_a_branch_that_is_not_there_is_said(online: LookAlike) -> None:
+def test_a_missing_branch_is_reported(online: LookAlike) -> None:
     error = problem(linear("acme/math@v7"))
     assert isinstance(error, InvalidInput)
     assert error.where == "acme/math@v7"
     assert "no such branch, tag or commit" in error.found
 
 
-def test_a_repository_without_a_model_is_said(online: LookAlike, tmp_path: Path) -> None:
+def test_a_repository_without_a_model_is_reported(online: LookAlike, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.json").write_text("{}")
     online.add_model("acme/notes", tmp_path / "empty")
     assert problem(linear("acme/notes")).found == "the repository has no config.json"
 
 
-def test_every_parent_has_its_own_problem(online: LookAlike) -> None:
+def test_all_problems_of_parents_are_reported(online: LookAlike) -> None:
     online.repositories["acme/math"].gated = "auto"
     del online.repositories["acme/code"]
     recipe = load_recipe(RECIPE)
@@ -207,7 +207,7 @@ def test_every_parent_has_its_own_problem(online: LookAlike) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_that_is_sick_is_no_crash(online: LookAlike, status: int) -> None:
+def test_a_hub_with_server_errors_is_refused(online: LookAlike, status: int) -> None:
     online.set_faults([Fault("fail", path="/api/models", status=status, times=1000)])
     error = problem(linear("acme/math"))
     assert isinstance(error, Refused)
@@ -215,21 +215,21 @@ def test_a_hub_that_is_sick_is_no_crash(online: LookAlike, status: int) -> None:
     assert "run again later" in error.remedy
 
 
-def test_a_hub_that_hangs_up_is_no_crash(online: LookAlike) -> None:
+def test_a_hub_that_closes_connections_is_refused(online: LookAlike) -> None:
     online.set_faults([Fault("drop", times=1000)])
     error = problem(linear("acme/math"))
     assert isinstance(error, Refused)
     assert "the Hub does not serve it: Server disconnected" in error.found
 
 
-def test_a_hub_that_gives_no_headers_is_no_crash(online: LookAlike) -> None:
+def test_a_hub_that_serves_no_headers_is_refused(online: LookAlike) -> None:
     parent = found_of(linear("acme/math"))["math"]
     online.set_faults([Fault("fail", path="/resolve/", status=502, times=1000)])
     with pytest.raises(Refused, match="502"):
         open_parent(parent)
 
 
-def test_pickled_weights_cannot_be_looked_into_from_afar(online: LookAlike, models: Path) -> None:
+def test_remote_pickled_weights_are_refused(online: LookAlike, models: Path) -> None:
     (models / "code" / "model.safetensors").rename(models / "code" / "pytorch_model.bin")
     commit = online.add_model("acme/code", models / "code").id
     with pytest.raises(Refused, match="weights are pickled") as caught:
@@ -238,7 +238,7 @@ def test_pickled_weights_cannot_be_looked_into_from_afar(online: LookAlike, mode
     assert not online.sent
 
 
-def test_an_index_that_reaches_outside_is_refused(online: LookAlike, models: Path) -> None:
+def test_a_remote_index_that_points_outside_is_refused(online: LookAlike, models: Path) -> None:
     index = models / "base" / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = "../math/model.safetensors"

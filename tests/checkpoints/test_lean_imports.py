@@ -29,19 +29,19 @@ def a_package_that_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         sys.modules.pop(name, None)
 
 
-def test_what_nobody_asks_is_not_seen_and_can_be_had_afterwards() -> None:
+def test_unused_packages_are_hidden_only_during_the_import() -> None:
     import_lean("looking.part")
     assert "unasked" not in sys.modules
     __import__("unasked")
 
 
-def test_a_package_that_saw_it_gets_it() -> None:
+def test_a_package_that_found_an_optional_one_can_import_it() -> None:
     __import__("looking")
     import_lean("looking.part")
     assert "unasked" in sys.modules
 
 
-def test_collection_is_as_it_was(tmp_path: Path) -> None:
+def test_garbage_collection_is_restored(tmp_path: Path) -> None:
     (tmp_path / "looking" / "part.py").write_text("import gc\nassert not gc.isenabled()\nraise ImportError\n")
     with pytest.raises(ImportError):
         import_lean("looking.part")

@@ -153,7 +153,7 @@ def test_front_matter_is_read_where_the_library_reads_it(content: bytes) -> None
         b"---\nlicense: \xff\n---\n",
     ],
 )
-def test_a_card_that_cannot_be_read_in_full_is_a_doubt(content: bytes) -> None:
+def test_a_partially_readable_card_is_a_doubt(content: bytes) -> None:
     assert license_in_force(content) in ("unknown", "other")
 
 

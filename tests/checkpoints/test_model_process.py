@@ -76,9 +76,7 @@ def score(model: Model, task: EvalTask, first: int) -> None:
 
 
 @pytest.mark.slow
-def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
-    tmp_path: Path, documents: HeldOutText, task: EvalTask
-) -> None:
+def test_all_stages_load_each_model_once(tmp_path: Path, documents: HeldOutText, task: EvalTask) -> None:
     """Runs the order of an evaluation: perplexity of all models, two looks at all models, then the ensemble."""
     models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
     call_model_process(functions.count_loads, (), location="here")
@@ -95,7 +93,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
+def test_models_take_turns_if_only_one_fits(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
     call_model_process(functions.count_loads, (), location="here")
@@ -110,7 +108,7 @@ def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
-def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path) -> None:
+def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     notes = tmp_path / "notes"
     for model in (*models, *models):
@@ -120,7 +118,7 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
-def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
+def test_a_process_that_dies_with_one_model_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
         call_model_process(functions.die, (), location="x", models=[make_model(tmp_path / "a")])
     assert "batch_size" in caught.value.remedy
@@ -129,7 +127,7 @@ def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
-def test_perplexity_is_killed_by_no_more_than_a_task_is(
+def test_a_kill_during_perplexity_is_reported_as_for_a_task(
     tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An out-of-memory kill during perplexity is reported as for a task, and the flow survives."""
@@ -156,7 +154,7 @@ class Killed(BaseException):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "together"])
-def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
+def test_a_killed_stage_resumes_with_identical_results(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mergegate.tasks.perplexity import ensemble, measurement
@@ -200,7 +198,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
 
 
 @pytest.mark.slow
-def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documents: HeldOutText) -> None:
+def test_a_complete_journal_needs_no_evaluation(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "out").mkdir()
     windows = WindowSettings(batch_size=4)
@@ -216,7 +214,7 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
     assert place.path.read_bytes() == before
 
 
-def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
+def test_answers_of_one_server_are_not_resumed_with_another(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores of a model are one artifact for all servers, so a resumed run must not combine answers of two servers."""
@@ -279,18 +277,18 @@ def test_models_are_held_up_to_half_of_the_memory(
 
 
 @pytest.mark.slow
-def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_drops_as_many_models_as_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keep(monkeypatch, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
 
 
 @pytest.mark.slow
-def test_one_at_a_time_holds_wherever_more_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_one_model_applies_even_if_more_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_cache, "_max_models", 1)
     assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
 
 
 @pytest.mark.parametrize(("parameters", "inside"), [(9_999_999, 1), (10_000_000, 3)])
-def test_a_small_network_is_asked_by_one_thread_and_torch_has_its_own_again(parameters: int, inside: int) -> None:
+def test_a_small_network_uses_one_thread_and_the_setting_is_restored(parameters: int, inside: int) -> None:
     network = torch.nn.ParameterList([torch.empty(parameters, device="meta")])
     loaded = model_cache.LoadedModel(network, tokenizer=None)
     before = torch.get_num_threads()
@@ -304,9 +302,7 @@ def test_a_small_network_is_asked_by_one_thread_and_torch_has_its_own_again(para
 
 
 @pytest.mark.parametrize("said", [None, "ACTIVE"])
-def test_threads_that_wait_there_sleep_unless_somebody_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, said: str | None
-) -> None:
+def test_waiting_threads_sleep_unless_the_user_overrides_it(monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", said)

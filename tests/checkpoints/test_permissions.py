@@ -51,7 +51,7 @@ def whoami(token: dict[str, Any] | None = None, role: str = "write") -> dict[str
         ({"name": "ann", "orgs": [{"name": "acme"}]}, "acme/demo", None),  # An older Hub sends no more than this.
     ],
 )
-def test_what_the_hub_says_of_a_token_decides(answer: dict[str, Any], repo: str, words: str | None) -> None:
+def test_write_access_follows_from_the_account(answer: dict[str, Any], repo: str, words: str | None) -> None:
     no = find_write_refusal(parse_account(answer), repo, HUB)
     assert (no is None) == (words is None)
     if no and words:
@@ -60,20 +60,20 @@ def test_what_the_hub_says_of_a_token_decides(answer: dict[str, Any], repo: str,
         assert no.remedy
 
 
-def test_a_namespace_that_is_nearly_ours_is_suggested() -> None:
+def test_a_similar_namespace_is_suggested() -> None:
     no = find_write_refusal(parse_account(whoami()), "acne/demo", HUB)
     assert no
     assert "did you mean 'acme'?" in no.remedy
 
 
-def test_an_answer_that_says_nothing_speaks_against_every_namespace() -> None:
+def test_an_empty_answer_gives_no_write_access() -> None:
     assert parse_account({}) == Account(name="", organizations={})
     assert find_write_refusal(parse_account({}), "acme/demo", HUB)
 
 
 @pytest.mark.parametrize("token", [WRITER, NARROW])
 @pytest.mark.parametrize("repo", ["acme/base", "acme/new"])
-def test_a_token_that_may_write_is_let_through(
+def test_a_token_with_write_access_passes(
     online: LookAlike, monkeypatch: pytest.MonkeyPatch, token: str, repo: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -88,7 +88,7 @@ def test_a_token_that_may_write_is_let_through(
         (STRANGER, "not a member of"),
     ],
 )
-def test_a_token_that_may_not_write_is_refused(
+def test_a_token_without_write_access_is_refused(
     online: LookAlike, monkeypatch: pytest.MonkeyPatch, token: str, words: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -98,13 +98,13 @@ def test_a_token_that_may_not_write_is_refused(
     assert not any(entry.method in ("POST", "PUT") for entry in online.log)
 
 
-def test_a_token_that_the_hub_does_not_know_is_refused(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_token_is_refused(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
     with pytest.raises(InvalidInput, match="does not know this token"):
         check_target(HubTarget(to="hub", repo="acme/demo"), Path())
 
 
-def test_the_hubs_own_no_counts_whatever_the_token_promises(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_auth_check_overrides_the_token(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", WRITER)
     online.set_faults([Fault("fail", path="/auth-check", status=403, body="archived")])
     with pytest.raises(Refused, match="does not let the token write: 403"):
@@ -112,7 +112,9 @@ def test_the_hubs_own_no_counts_whatever_the_token_promises(online: LookAlike, m
 
 
 @pytest.mark.parametrize("path", ["/api/whoami-v2", "/auth-check"])
-def test_a_hub_that_cannot_be_asked_is_refused(online: LookAlike, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_an_unreachable_hub_fails_the_permission_check(
+    online: LookAlike, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     monkeypatch.setenv("HF_TOKEN", WRITER)
     online.set_faults([Fault("fail", path=path, status=503, times=1000)])
     with pytest.raises(Refused, match="did not answer") as caught:
@@ -120,24 +122,24 @@ def test_a_hub_that_cannot_be_asked_is_refused(online: LookAlike, monkeypatch: p
     assert "run again" in caught.value.remedy
 
 
-def test_a_hub_that_knows_no_accounts_is_believed(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_without_accounts_passes(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", WRITER)
     online.set_faults([Fault("fail", path="/api/whoami-v2", status=404, times=1000)])
     check_target(HubTarget(to="hub", repo="acme/base"), Path())
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="file is not a directory"):
         check_target(DirectoryTarget(path=Path("file/releases")), tmp_path)
 
 
-def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # Root may write anywhere.
     with pytest.raises(Refused, match="is not writable"):
         check_target(DirectoryTarget(path=Path("releases")), tmp_path)
 
 
-def test_a_directory_that_can_be_made_is_let_through_and_not_made(tmp_path: Path) -> None:
+def test_a_directory_that_can_be_created_passes_and_is_not_created(tmp_path: Path) -> None:
     check_target(DirectoryTarget(path=Path("releases/demo")), tmp_path)
     assert list(tmp_path.iterdir()) == []

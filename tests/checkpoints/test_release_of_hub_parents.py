@@ -66,7 +66,7 @@ def merges_of(project: Project) -> int:
     return len(list((project.root / "state" / "store" / "merge").iterdir()))
 
 
-def test_it_is_fetched_once_and_named_by_its_commits(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_parents_are_fetched_once_and_named_by_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = project.write()
     code, status, provenance = project.run(profile)
     assert (code, status) == (0, "released"), provenance
@@ -86,7 +86,7 @@ def test_it_is_fetched_once_and_named_by_its_commits(project: Project, monkeypat
 
 
 @pytest.mark.long
-def test_a_branch_that_has_moved_is_merged_anew(project: Project) -> None:
+def test_a_moved_branch_is_merged_again(project: Project) -> None:
     profile = project.write()
     first = project.run(profile)[2]
     project.stand_in.add_model("acme/shifter", project.root / "uploaded" / "reverser")

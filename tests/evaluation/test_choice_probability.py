@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from benchmark_scripts import load_benchmark
+from gate_samples import judge_guard
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval_runs import run_lm_eval
@@ -33,7 +34,7 @@ from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
-from mergegate.tasks.gate.regression import judge_guard, measure_guard
+from mergegate.tasks.gate.regression import measure_guard
 from mergegate.tasks.gate.settings import Guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)

@@ -133,7 +133,7 @@ def test_each_script_is_there_with_its_options(command: Documented) -> None:
 ELSEWHERE = {
     "sweep": "tests/flows/test_sweep.py",
     "tune": "tests/flows/test_tune.py",
-    "gate": "tests/flows/test_gating.py",
+    "gate": "tests/flows/test_gate_command.py",
     "smoke": "tests/serve/test_smoke.py",
     **dict.fromkeys(("server", "worker", "deploy", "trigger", "approve"), "tests/flows/test_operations.py"),
 }

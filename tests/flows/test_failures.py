@@ -30,7 +30,7 @@ from faults import files_below
 from patience import HANG_S
 from power import PowerCut, power
 from pydantic import BaseModel
-from test_kill import environment
+from test_killed_run import environment
 
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.files.hashing import sha256_file

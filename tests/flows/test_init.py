@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from demo_project import PROFILES, Project
-from made_families import FAMILIES, write_family
+from model_families import FAMILIES, write_family
 from samples import sampled
 
 from mergegate.flows.cli.profile_draft import claimed_tasks

@@ -129,7 +129,7 @@ def test_scores_of_different_lm_eval_versions_are_rejected(tmp_path: Path) -> No
 def test_an_unknown_metric_is_rejected_with_the_available_ones(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400)]}
     guard = GUARD.model_copy(update={"metric": "f1"})
-    with pytest.raises(InvalidInput, match="known here: acc,none"):
+    with pytest.raises(InvalidInput, match="choose one of acc,none"):
         gate.work((guard,), found, {}, None, GatePlan(GateRule()))
 
 

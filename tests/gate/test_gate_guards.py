@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gate_samples import GUARD, outcome, paired, verdict_of
+from gate_samples import GUARD, judge_guard, outcome, paired, verdict_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores, pair_documents
-from mergegate.tasks.gate.regression import judge_guard
 
 
 def test_a_lost_skill_fails_with_a_reason() -> None:

@@ -19,7 +19,7 @@ from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
 from mergegate.merge_core.engine.output import write_companions
-from mergegate.merge_core.errors import InvalidInput, shown
+from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import (
     JsonBounds,
@@ -140,7 +140,7 @@ def test_messages_are_printable_whatever_they_quote(words: str) -> None:
     said = str(InvalidInput(words, found=words, expected=words, remedy=words))
     assert said.replace("\n", "").isprintable()
     assert len(said) < 20_000
-    assert shown("plain\nwords") == "plain\nwords"
+    assert to_printable("plain\nwords") == "plain\nwords"
 
 
 def test_links_of_the_hubs_cache_are_read_and_others_are_not(tmp_path: Path) -> None:

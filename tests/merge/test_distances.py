@@ -42,7 +42,7 @@ points = st.integers(2, 6).flatmap(
 
 
 @given(points, st.lists(st.floats(0.1, 5), min_size=6, max_size=6))
-def test_no_point_near_by_has_a_smaller_sum_of_distances(drawn: Points, voices: list[float]) -> None:
+def test_no_nearby_point_has_a_smaller_sum_of_distances(drawn: Points, voices: list[float]) -> None:
     models = np.array(drawn)
     given_voices = voices[: len(models)]
     shares = geometric_median(gram_of(models), given_voices)
@@ -61,7 +61,7 @@ def test_no_point_near_by_has_a_smaller_sum_of_distances(drawn: Points, voices: 
 
 
 @given(st.floats(1e2, 1e6), st.integers(3, 7))
-def test_one_voice_cannot_carry_it_away(times: float, count: int) -> None:
+def test_one_model_cannot_move_the_geometric_median_far(times: float, count: int) -> None:
     honest = np.random.default_rng(count).normal(size=(count, 8))
     bad = -times * honest.mean(0)
     shares = geometric_median(gram_of(np.vstack([honest, bad])), [1.0] * (count + 1))
@@ -80,12 +80,12 @@ def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
     np.testing.assert_allclose(np.array(larger) @ models, np.array(shares) @ models, atol=1e-5)
 
 
-def test_twins_share_what_one_of_them_would_have() -> None:
+def test_two_equal_models_share_the_weight_of_one() -> None:
     models = np.array([[1.0, 0], [1.0, 0], [0, 1.0], [0, 1.0]])
     np.testing.assert_allclose(geometric_median(gram_of(models), [1, 1, 1, 1]), [0.25] * 4)
 
 
-def test_an_outlier_is_longer_than_so_many_medians() -> None:
+def test_an_outlier_exceeds_the_median_length_by_the_factor() -> None:
     gram = np.diag([1.0, 4.0, 9.0, 100.0]).tolist()  # Lengths 1, 2, 3 and 10, with median 2.5.
     assert find_outliers(gram, 5) == {}
     assert find_outliers(gram, 3.9) == {3: 4.0}
@@ -148,7 +148,7 @@ HONEST = ("client-0", "client-1", "client-2", "client-3")
 
 
 @pytest.mark.parametrize("method", ["median", "task_arithmetic"])
-def test_models_that_are_absurd_or_broken_are_left_out(clients: Path, prepare: Home, method: str) -> None:
+def test_outliers_and_broken_models_are_left_out(clients: Path, prepare: Home, method: str) -> None:
     more = {"parameters": {"weight": 0.2}} if method == "task_arithmetic" else {}
     recipe = recipe_of(clients, *HONEST, "turned", "broken", merge_method=method, leave_out_beyond=5, **more)
     assert "distances" in recipe.missing_preparation()
@@ -171,7 +171,7 @@ def open_at(path: str) -> Any:
     return open_checkpoint(Path(path))
 
 
-def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clients: Path, prepare: Home) -> None:
+def test_a_rule_that_leaves_no_model_out_only_adds_the_distances(clients: Path, prepare: Home) -> None:
     recipe = recipe_of(clients, *HONEST, merge_method="median", leave_out_beyond=5)
     found = prepare(recipe)
     assert found.left_out == {}
@@ -182,7 +182,7 @@ def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clie
     assert found.modules == recipe.modules
 
 
-def test_geometric_median_keeps_the_honest_and_hardly_hears_the_other(clients: Path, prepare: Home) -> None:
+def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home) -> None:
     found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="geometric_median"))
     shares = {Path(one.model.path).name: found.model_weight(str(one.model)) for one in found.sources[:-1]}
     assert sum(shares.values()) == pytest.approx(1)
@@ -198,13 +198,13 @@ def test_geometric_median_keeps_the_honest_and_hardly_hears_the_other(clients: P
     assert voices["client-0"] > 2 * voices["client-1"]
 
 
-def test_a_broken_model_without_a_rule_is_refused_by_name(clients: Path, prepare: Home) -> None:
+def test_a_broken_model_is_refused_by_name_without_a_rule(clients: Path, prepare: Home) -> None:
     with pytest.raises(InvalidInput, match="leave_out_beyond") as problem:
         prepare(recipe_of(clients, *HONEST, "broken", merge_method="geometric_median"))
     assert "broken" in str(problem.value)
 
 
-def test_a_client_of_nothing_but_nan_is_left_out_and_costs_the_others_nothing(clients: Path, prepare: Home) -> None:
+def test_a_client_of_nan_is_left_out_without_effect_on_others(clients: Path, prepare: Home) -> None:
     alone = prepare(recipe_of(clients, *HONEST, merge_method="geometric_median", leave_out_beyond=5))
     found = prepare(recipe_of(clients, *HONEST, "nothing", merge_method="geometric_median", leave_out_beyond=5))
     assert [Path(ref).name for ref in found.left_out] == ["nothing"]
@@ -236,7 +236,7 @@ def adapter(place: Path, name: str, factor: float, at: int | None = None) -> str
     return f"{DEMO / 'base'}+{place / name}"
 
 
-def test_adapters_stand_where_the_models_that_they_make_stand(clients: Path, prepare: Home, tmp_path: Path) -> None:
+def test_adapters_have_the_distances_of_their_applied_models(clients: Path, prepare: Home, tmp_path: Path) -> None:
     # Scaling both factors by 4 makes the second one 16 times as long.
     names = [adapter(tmp_path, "sound", 1), adapter(tmp_path, "far", 4)]
     named = [*(str(clients / one) for one in HONEST), *names]
@@ -274,7 +274,7 @@ def _opened_adapter(ref: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("factor", "at"), [(1.0, 3), (1e25, None)], ids=["NaN", "a product that is infinite"])
-def test_an_adapter_that_makes_what_is_no_number_is_left_out(
+def test_an_adapter_that_overflows_is_left_out(
     clients: Path, prepare: Home, tmp_path: Path, factor: float, at: int | None
 ) -> None:
     broken = adapter(tmp_path, "broken", factor, at)
@@ -291,12 +291,12 @@ def test_a_broken_base_is_not_blamed_on_the_adapters_on_it(clients: Path, prepar
         prepare(load_recipe(recipe))
 
 
-def test_nobody_left_is_refused(clients: Path, prepare: Home) -> None:
+def test_leaving_out_all_models_is_refused(clients: Path, prepare: Home) -> None:
     with pytest.raises(InvalidInput, match="all models are left out"):
         prepare(recipe_of(clients, "broken", merge_method="median", leave_out_beyond=5))
 
 
-def test_who_is_left_out_is_no_parent_any_more(clients: Path, prepare: Home, tmp_path: Path) -> None:
+def test_a_left_out_model_is_no_longer_a_parent(clients: Path, prepare: Home, tmp_path: Path) -> None:
     found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="median", leave_out_beyond=5))
     every = recipe_of(clients, *HONEST, "turned", merge_method="median")
     parents = pin_checkpoints(resolve_parents(every), HashMemo(tmp_path / "more.db"))
@@ -313,20 +313,20 @@ def test_who_is_left_out_is_no_parent_any_more(clients: Path, prepare: Home, tmp
         ({"merge_method": "median", "leave_out_beyond": float("inf")}, "a factor of the median length"),
     ],
 )
-def test_what_a_recipe_cannot_say_of_distances(change: dict[str, Any], said: str) -> None:
+def test_invalid_distance_settings_are_refused(change: dict[str, Any], said: str) -> None:
     document = {"base_model": "base", "models": [{"model": "a"}], "leave_out_beyond": 5, **change}
     with pytest.raises(InvalidInput) as problem:
         load_recipe(document)
     assert said in str(problem.value)
 
 
-def test_layers_that_are_cut_have_no_distances() -> None:
+def test_sliced_models_have_no_distances() -> None:
     cut = {"sources": [{"model": "a", "layer_range": [0, 2]}, {"model": "base", "layer_range": [0, 2]}]}
     with pytest.raises(InvalidInput, match="whole models"):
         load_recipe({"merge_method": "geometric_median", "base_model": "base", "slices": [cut]})
 
 
-def test_weights_that_nobody_computed_are_refused(clients: Path) -> None:
+def test_missing_weights_are_refused(clients: Path) -> None:
     recipe = recipe_of(clients, *HONEST, merge_method="geometric_median")
     plan = plan_merge(recipe, {str(ref): open_at(ref.path) for ref in recipe.references()})
     with pytest.raises(InvalidInput, match="distances between the models"):

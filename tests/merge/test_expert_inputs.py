@@ -26,7 +26,7 @@ from mergegate.merge_core.architecture.experts import match_experts, split_exper
 from mergegate.merge_core.checkpoint import open_importance, open_moments
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import InputMeasurements
-from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge import calibration
 from mergegate.tasks.merge.statistics_cost import statistics_needs
 
 Array = np.ndarray
@@ -180,7 +180,7 @@ def by_module(model: Any, documents: Sequence[Sequence[int]], length: int) -> di
 
 @pytest.mark.parametrize("length", [7, pytest.param(2048, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", tried([family for family in FAMILIES if family != "llama4"], "mixtral"))
-def test_a_window_that_begins_with_what_was_read_counts_it_once(
+def test_overlapping_windows_count_each_token_once(
     built: Callable[[str], Any], tmp_path: Path, family: str, length: int
 ) -> None:
     model = built(family)
@@ -197,7 +197,7 @@ def test_a_window_that_begins_with_what_was_read_counts_it_once(
 
 
 @pytest.mark.parametrize("family", tried(FAMILIES, "gpt_oss"))
-def test_the_layout_on_disk_changes_nothing_that_is_measured(
+def test_measurements_do_not_depend_on_the_layout_on_disk(
     built: Callable[[str], Any], tmp_path: Path, family: str
 ) -> None:
     text, found = pinned(tmp_path, *SENTENCES), []
@@ -214,7 +214,7 @@ def test_the_layout_on_disk_changes_nothing_that_is_measured(
         np.testing.assert_allclose(moments, found[1][name], atol=1e-6 * moments.max(), err_msg=name)
 
 
-def test_the_way_of_computing_experts_is_chosen_only_meanwhile(built: Callable[[str], Any]) -> None:
+def test_the_eager_implementation_is_selected_only_during_the_measurement(built: Callable[[str], Any]) -> None:
     from mergegate.tasks.merge.expert_products import eager_experts
 
     network = built("mixtral")
@@ -224,7 +224,7 @@ def test_the_way_of_computing_experts_is_chosen_only_meanwhile(built: Callable[[
     assert network.config._experts_implementation == before
 
 
-def test_experts_whose_products_nobody_sees_are_named(
+def test_experts_with_unobserved_products_are_named(
     built: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def einsum(self: Any, states: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -256,8 +256,8 @@ def test_a_layer_of_experts_that_does_not_fit_is_measured_expert_by_expert(
 ) -> None:
     place, text = saved(built(family), tmp_path / "model"), pinned(tmp_path, *SENTENCES)
     whole = read(place, text, tmp_path / "whole")
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     split = read(place, text, tmp_path / "split")
     assert split == whole
     runs = sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
@@ -370,7 +370,7 @@ def pair(
 
 
 @pytest.mark.parametrize("family", tried(FAMILIES, "mixtral", "llama4"))
-def test_each_expert_is_solved_by_what_it_saw(
+def test_each_expert_is_solved_with_its_own_inputs(
     pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
 ) -> None:
     root, models = pair(family)
@@ -400,7 +400,7 @@ def test_both_layouts_merge_into_the_same_numbers(
 
 
 @pytest.mark.parametrize("family", tried(("mixtral", "llama4"), "mixtral"))
-def test_a_killed_merge_of_experts_goes_on_to_the_same_bytes(
+def test_a_resumed_merge_of_experts_writes_the_same_bytes(
     pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
 ) -> None:
     root, models = pair(family)
@@ -442,7 +442,7 @@ def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
     assert one
 
 
-def test_what_no_position_reached_takes_no_room(built: Callable[[str], Any], tmp_path: Path) -> None:
+def test_unused_experts_take_no_space(built: Callable[[str], Any], tmp_path: Path) -> None:
     place = saved(built("mixtral"), tmp_path / "model")
     for limit in (8192, 24):
         out = tmp_path / f"{limit}"
@@ -459,9 +459,7 @@ def test_what_no_position_reached_takes_no_room(built: Callable[[str], Any], tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_experts_in_another_order_take_along_what_was_measured(
-    built: Callable[[str], Any], tmp_path: Path, family: str
-) -> None:
+def test_reordered_experts_keep_their_measurements(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
     root, near = tmp_path / "models", mixtures.related(built(family), 1, share=0.05)
     made = {"a": built(family), "near": near, "crossed": mixtures.permuted(near, (2, 0, 3, 1))}
     text, seen, matters = pinned(tmp_path, *SENTENCES), {}, {}
@@ -483,7 +481,7 @@ def test_experts_in_another_order_take_along_what_was_measured(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4"])
-def test_the_plan_knows_what_will_be_measured(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
+def test_the_plan_forecasts_the_measurement(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
     place = saved(built(family), tmp_path / "model")
     (tmp_path / "own.jsonl").write_bytes(pinned(tmp_path, *SENTENCES).path.read_bytes())
     recipe = load_recipe({"merge_method": "regmean", "models": [{"model": str(place), "text": "own.jsonl"}]})

@@ -60,7 +60,7 @@ def unit(vector: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["hidden", "hidden_avg"])
 @pytest.mark.parametrize("negative", [(), NEGATIVE])
-def test_hidden_states_are_those_that_enter_the_layers(
+def test_hidden_states_are_taken_at_the_input_of_the_layers(
     entering: dict[str, tuple[list[torch.Tensor], torch.Tensor]], mode: str, negative: tuple[str, ...]
 ) -> None:
     found = rows(mode, PromptPair(positive=POSITIVE, negative=negative))
@@ -83,7 +83,7 @@ def test_cheap_embeddings_are_sums_of_embeddings(entering: dict[str, tuple[list[
         np.testing.assert_allclose(layer[0], wanted.numpy(), atol=1e-6)
 
 
-def test_where_negative_prompts_leave_nothing_the_positive_ones_count_alone() -> None:
+def test_positive_prompts_decide_alone_if_the_difference_is_zero() -> None:
     """The first layer sees only the last token, so prompts with the same ending are equal there."""
     pair = PromptPair(positive=("rev: abcd>",), negative=("shift: abcd>",))
     both, alone = rows("hidden", pair), rows("hidden", PromptPair(positive=pair.positive, negative=()))
@@ -92,7 +92,7 @@ def test_where_negative_prompts_leave_nothing_the_positive_ones_count_alone() ->
     np.testing.assert_allclose(np.linalg.norm(both, axis=-1), 1, atol=1e-6)
 
 
-def test_prompts_that_say_nothing_are_refused() -> None:
+def test_prompts_that_do_not_differ_are_refused() -> None:
     with pytest.raises(InvalidInput, match="the same states"):
         rows("hidden", PromptPair(positive=POSITIVE, negative=POSITIVE))
     with pytest.raises(InvalidInput, match="tokens"):
@@ -105,7 +105,7 @@ def test_an_expert_without_prompts_has_a_row_of_zeros() -> None:
 
 
 @pytest.mark.slow
-def test_a_recipe_gets_the_rows_that_its_prompts_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_gets_the_rows_of_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(DEMO)
     recipe = load_recipe(
@@ -134,7 +134,7 @@ def test_a_recipe_gets_the_rows_that_its_prompts_ask_for(tmp_path: Path, monkeyp
         assert torch.equal(gate, torch.from_numpy(wanted).float().to(torch.bfloat16))
 
 
-def test_the_result_of_a_step_cannot_be_asked() -> None:
+def test_the_result_of_a_step_cannot_be_prompted() -> None:
     text = (
         "name: both\nmerge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n---\n"
         "base_model: both\nexperts: [{source_model: a, positive_prompts: x}]\nexperts_per_token: 1\n"

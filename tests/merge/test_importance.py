@@ -21,10 +21,10 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge import calibration
+from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
@@ -87,7 +87,9 @@ def agrees(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> N
         torch.testing.assert_close(found[name].double(), values, rtol=1e-3, atol=1e-5 * float(values.max()), msg=name)
 
 
-def test_it_is_the_square_of_what_each_document_alone_asks_for(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_importance_is_the_mean_square_of_the_gradient_of_each_document(
+    loaded: tuple[Any, Any], tmp_path: Path
+) -> None:
     found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out")
     wanted = by_autograd(loaded, SENTENCES)
     assert (found.documents, found.tensors) == (len(SENTENCES), len(wanted))
@@ -96,7 +98,7 @@ def test_it_is_the_square_of_what_each_document_alone_asks_for(loaded: tuple[Any
     assert set(kept(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
 
 
-def test_its_mean_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     """For one context, many draws approach the exact expectation over all tokens that the model could generate."""
     network, tokenizer = loaded
     document, draws = "rev: ab>", 300
@@ -113,11 +115,11 @@ def test_its_mean_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: P
     assert float(found.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
 
 
-def test_in_any_number_of_runs_it_is_the_same(
+def test_importance_does_not_depend_on_the_number_of_runs(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     total = found.tensors * len(SENTENCES)
@@ -131,11 +133,11 @@ class Stopped(BaseException):
 
 
 @pytest.mark.parametrize("damage", ["", "cut", "gone"])
-def test_a_killed_one_goes_on(
+def test_a_killed_importance_measurement_resumes(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     text, out = text_of(tmp_path, SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
@@ -157,7 +159,7 @@ def test_a_killed_one_goes_on(
     agrees(kept(out), by_autograd(loaded, SENTENCES))
 
 
-def test_windows_count_no_position_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_importance_windows_count_no_position_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     positions = sum(len(loaded[1](one).input_ids) for one in SENTENCES)
     for length in (2, 7):
         found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / f"{length}", max_length=length)
@@ -187,7 +189,9 @@ def talking(tmp_path: Path) -> Path:
     return place
 
 
-def test_of_a_conversation_what_the_model_says_counts(loaded: tuple[Any, Any], talking: Path, tmp_path: Path) -> None:
+def test_only_the_models_own_turns_count_in_a_conversation(
+    loaded: tuple[Any, Any], talking: Path, tmp_path: Path
+) -> None:
     """The counted positions predict the model's own words and the ends of its turns."""
     turns = ("ab", "ba", "kjh", "hjk")
     found = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
@@ -208,7 +212,7 @@ def test_of_a_conversation_what_the_model_says_counts(loaded: tuple[Any, Any], t
     agrees(kept(tmp_path / "out"), squares)
 
 
-def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_path: Path) -> None:
+def test_a_conversation_is_rendered_with_its_template(talking: Path, tmp_path: Path) -> None:
     """The moments equal those of the rendered text, because the tokenizer adds no token at the start of a text."""
     model = Model(name="talking", digest="talking", directory=talking)
     found = []
@@ -244,7 +248,7 @@ def test_a_conversation_that_does_not_fit_is_refused(
     assert said in str(refused.value)
 
 
-def test_turns_that_a_template_changes_later_do_not_count(talking: Path, tmp_path: Path) -> None:
+def test_turns_that_a_template_changes_later_are_ignored(talking: Path, tmp_path: Path) -> None:
     """Some templates remove the reasoning of earlier turns."""
     last = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}")
     (talking / "chat_template.jinja").write_text(last)
@@ -273,9 +277,7 @@ def test_a_stored_head_that_is_the_embedding_changes_no_importance(tmp_path: Pat
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", pytest.param("granitemoe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fused", [False, True])
-def test_of_experts_that_are_one_parameter_each_element_is_kept_where_it_lies(
-    tmp_path: Path, family: str, fused: bool
-) -> None:
+def test_elements_of_fused_experts_are_stored_under_their_own_tensors(tmp_path: Path, family: str, fused: bool) -> None:
     """Reassembled, the pieces equal the squared gradient of the fused parameter, in either layout."""
     network, place = mixtures.build(family), tmp_path / "model"
     mixtures.save(network, place, fused=fused)
@@ -304,7 +306,7 @@ def test_of_experts_that_are_one_parameter_each_element_is_kept_where_it_lies(
         agrees({name: torch.stack(every)}, {name: values})
 
 
-def test_a_model_that_says_no_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_predicts_nan_is_refused(tmp_path: Path) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "models/base", dtype=torch.float32)
     with torch.no_grad():
         network.model.layers[0].input_layernorm.weight[0] = 1e38

@@ -70,7 +70,7 @@ def weights(place: Path) -> np.ndarray:
     return load_file(place / "model.safetensors")["model.norm.weight"].double().numpy()
 
 
-def test_each_is_a_model_in_shape_with_what_lies_beside_any(pinned: PinnedRecipe, tmp_path: Path) -> None:
+def test_each_state_has_the_files_of_a_model(pinned: PinnedRecipe, tmp_path: Path) -> None:
     assert optimizer_steps(pinned) == ("mean", "squares")
     found = optimizer_state_paths(kept(pinned))
     change = weights(tmp_path / "a") - weights(tmp_path / "base")
@@ -81,14 +81,14 @@ def test_each_is_a_model_in_shape_with_what_lies_beside_any(pinned: PinnedRecipe
         assert (place / "README.md").is_file()
 
 
-def test_what_is_kept_is_found_by_what_a_provenance_calls_it(pinned: PinnedRecipe) -> None:
+def test_a_state_is_found_by_its_name_in_the_provenance(pinned: PinnedRecipe) -> None:
     for stored, place in optimizer_state_paths(kept(pinned)).values():
         assert find_optimizer_state(stored) == place
         assert find_optimizer_state(stored.rpartition("/")[0] + "/another") is None
 
 
 @pytest.mark.parametrize("what", ["mean/model.safetensors", "squares/config.json", "manifest.json"])
-def test_one_damaged_file_and_nothing_of_it_is_believed(pinned: PinnedRecipe, what: str) -> None:
+def test_a_damaged_file_invalidates_the_state(pinned: PinnedRecipe, what: str) -> None:
     made = kept(pinned)
     before = {file: file.read_bytes() for file in made.directory.rglob("*.safetensors")}
     (made.directory / what).write_bytes(b"{}")
@@ -97,7 +97,7 @@ def test_one_damaged_file_and_nothing_of_it_is_believed(pinned: PinnedRecipe, wh
     assert {file: file.read_bytes() for file in made.directory.rglob("*.safetensors")} == before
 
 
-def test_what_a_killed_run_has_left_changes_nothing(pinned: PinnedRecipe) -> None:
+def test_leftovers_of_a_killed_run_change_nothing(pinned: PinnedRecipe) -> None:
     made = kept(pinned)
     half = made.directory.with_name(f"{made.directory.name}.partial")
     made.directory.rename(half)
@@ -108,6 +108,6 @@ def test_what_a_killed_run_has_left_changes_nothing(pinned: PinnedRecipe) -> Non
     assert kept(pinned).digest == made.digest
 
 
-def test_nothing_is_said_of_the_size_of_what_is_no_model(pinned: PinnedRecipe) -> None:
+def test_states_get_no_finding_about_their_size(pinned: PinnedRecipe) -> None:
     said = merge.build(pinned, numerics(MergeSettings(device="cpu"))).value.warnings
     assert not [warning for warning in said if "large" in warning]

@@ -24,9 +24,9 @@ from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import layer_windows
+from mergegate.tasks.merge import calibration
+from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
-from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
 from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
@@ -98,7 +98,7 @@ def agrees(out: Path, wanted: dict[str, np.ndarray]) -> None:
         np.testing.assert_allclose(moments.read(), own, atol=2e-6 * own.max(), err_msg=name)
 
 
-def test_moments_are_those_that_hooks_see(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_moments_match_an_independent_measurement_with_hooks(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     wanted, positions = expected(loaded)
     found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out")
     assert (found.documents, found.positions, found.matrices) == (len(SENTENCES), positions, len(wanted))
@@ -106,7 +106,7 @@ def test_moments_are_those_that_hooks_see(loaded: tuple[Any, Any], tmp_path: Pat
     agrees(tmp_path / "out", wanted)
 
 
-def test_windows_leave_no_position_out_and_count_none_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_windows_count_every_position_exactly_once(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     """A last window that is filled with earlier tokens reads them again, but only as context."""
     _, positions = expected(loaded)
     for length in (2, 3, 7, 11):
@@ -114,7 +114,7 @@ def test_windows_leave_no_position_out_and_count_none_twice(loaded: tuple[Any, A
         assert found.positions == positions
 
 
-def test_wide_inputs_are_kept_as_squares(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_wide_inputs_are_stored_as_a_diagonal(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     wanted, _ = expected(loaded)
     width = min(one.shape[0] for one in wanted.values())
     found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", diagonal_above=width)
@@ -124,11 +124,11 @@ def test_wide_inputs_are_kept_as_squares(loaded: tuple[Any, Any], tmp_path: Path
     agrees(tmp_path / "out", wanted)
 
 
-def test_layer_by_layer_gives_the_same(
+def test_measuring_layer_by_layer_gives_the_same_moments(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     layers = loaded[0].config.num_hidden_layers
@@ -142,11 +142,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("damage", ["", "cut", "gone", "other"])
-def test_a_killed_reading_goes_on(
+def test_a_killed_measurement_resumes(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(layer_windows, "_SHARE", 0)
-    monkeypatch.setattr(layer_windows, "_LEAST", 1)
+    monkeypatch.setattr(calibration, "_SHARE", 0)
+    monkeypatch.setattr(calibration, "_LEAST", 1)
     text, out = pinned(tmp_path, *SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
@@ -173,7 +173,7 @@ def test_a_killed_reading_goes_on(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_of_a_mixture_every_matrix_is_measured_and_no_router(tmp_path: Path, family: str) -> None:
+def test_every_matrix_of_a_mixture_except_the_router_is_measured(tmp_path: Path, family: str) -> None:
     """The inputs of experts are covered by test_expert_inputs.py."""
     model = mixtures.build(family)
     mixtures.save(model, tmp_path / "model")
@@ -185,7 +185,7 @@ def test_of_a_mixture_every_matrix_is_measured_and_no_router(tmp_path: Path, fam
     assert set(open_moments(tmp_path / "out")) == {name for name in layers if not name.endswith("gate.weight")}
 
 
-def test_a_model_without_a_layer_that_is_known_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_known_layers_is_refused(tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -194,7 +194,7 @@ def test_a_model_without_a_layer_that_is_known_is_refused(tmp_path: Path) -> Non
         read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
 
 
-def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_computes_nan_is_refused(tmp_path: Path) -> None:
     network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "models/base", dtype=torch.float32)
     with torch.no_grad():
         network.model.layers[0].input_layernorm.weight[0] = float("inf")
@@ -214,7 +214,7 @@ def recipe(directory: Path, **more: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     wanted = recipe(DEMO / "data/texts")
     asked: list[str] = []
@@ -255,7 +255,7 @@ def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytes
         ("no json\n", "text.jsonl"),
     ],
 )
-def test_texts_that_cannot_be_read_are_named(tmp_path: Path, content: str | None, said: str) -> None:
+def test_unreadable_texts_are_named(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / "text.jsonl").write_text(content)
     wanted = replace(
@@ -287,7 +287,7 @@ def test_texts_that_cannot_be_read_are_named(tmp_path: Path, content: str | None
         ({"statistics": []}, "a mapping"),
     ],
 )
-def test_what_a_recipe_cannot_say_of_texts(change: dict[str, Any], said: str) -> None:
+def test_invalid_text_settings_are_refused(change: dict[str, Any], said: str) -> None:
     document = {"merge_method": "regmean", "models": [{"model": "a", "text": "a.jsonl"}], **change}
     with pytest.raises(InvalidInput) as problem:
         load_recipe(document)
@@ -301,7 +301,7 @@ def test_two_texts_of_one_model_are_refused() -> None:
         load_recipe({"merge_method": "regmean", "slices": slices})
 
 
-def test_the_result_of_a_step_cannot_read() -> None:
+def test_the_result_of_a_step_cannot_have_a_text() -> None:
     step = "merge_method: linear\nname: made\nmodels: [{model: a, parameters: {weight: 1}}]"
     last = "merge_method: regmean\nmodels: [{model: made, text: t}, {model: b, text: t}]"
     with pytest.raises(InvalidInput, match="exists before the merge"):

@@ -77,7 +77,7 @@ def test_an_input_that_changes_while_it_is_read_ends_the_merge(
     assert reads[0] >= nth
 
 
-def test_nothing_is_sealed_when_the_last_look_says_no(parents: Path) -> None:
+def test_nothing_is_sealed_if_the_last_check_fails(parents: Path) -> None:
     recipe = load_recipe(TEXT)
     plan = plan_merge(recipe, {str(ref): open_checkpoint(parents / ref.path) for ref in recipe.references()})
 
@@ -91,7 +91,7 @@ def test_nothing_is_sealed_when_the_last_look_says_no(parents: Path) -> None:
     assert merge_weights(plan, parents / "out").files == merge_weights(plan, parents / "undisturbed").files
 
 
-def test_what_was_merged_before_a_change_is_not_gone_on_with(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_of_changed_inputs_is_not_resumed(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The merge starts over even if size and modification time are unchanged."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))

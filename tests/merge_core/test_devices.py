@@ -40,7 +40,7 @@ def test_auto_and_cuda_mean_all_gpus_and_a_number_means_one(name: str, chosen: s
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_without_a_gpu_computes_on_the_cpu_and_says_so(family: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_without_a_gpu_uses_the_cpu_and_reports_it(family: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "mergegate.merge_core"):
         record = merge_text(LINEAR, family)
     assert record.device == "cpu"

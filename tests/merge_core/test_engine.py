@@ -44,7 +44,7 @@ def test_bytes_do_not_depend_on_blocks_or_threads(wide: Path, method: str, kerne
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_blocks_that_stay_for_the_next_pass_are_not_read_again_and_change_no_byte(
+def test_retained_blocks_are_not_read_again_and_change_no_byte(
     wide: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retaining no, some or all blocks gives the same bytes, and with all retained, each input is read once."""
@@ -69,7 +69,7 @@ def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, meth
     assert fused.files == plain.files
 
 
-def test_what_found_no_memory_for_a_note_is_decided_again_and_changes_no_byte(
+def test_masks_without_cache_memory_are_computed_again_and_change_no_byte(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = merge_text(DARE, wide, "noted", kernels="fused")
@@ -78,7 +78,7 @@ def test_what_found_no_memory_for_a_note_is_decided_again_and_changes_no_byte(
 
 
 @pytest.mark.parametrize("text", sampled([LINEAR, TIES, DARE], [TIES]))
-def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
+def test_fused_kernels_do_not_need_torch(wide: Path, text: str) -> None:
     """Importing torch takes longer than merging a small model, and its threads would compete with the engine's."""
     code = MERGE_FUSED + 'import sys\nprint("torch" in sys.modules)\n'
     (wide / "recipe.yaml").write_text(text)
@@ -86,9 +86,7 @@ def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
     assert run.stdout == "False\n"
 
 
-def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
-    wide: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_are_right_even_if_hashing_falls_behind(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Let nothing wait in memory, so that every byte is read back.
     monkeypatch.setattr("mergegate.merge_core.engine.writer.WAITING_BYTES", 0)
     record = merge_text(TIES, wide, block_elements=16384)
@@ -96,9 +94,7 @@ def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
         assert hashlib.sha256((wide / "out" / name).read_bytes()).hexdigest() == digest
 
 
-def test_what_blocks_gave_a_pass_is_not_held_beside_what_was_made_of_it(
-    wide: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_results_are_freed_before_the_next_pass(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, held = list[weakref.ref[object]](), list[int]()
 
     def steps() -> Steps:
@@ -121,7 +117,7 @@ def test_the_seed_changes_random_masks_and_nothing_else(wide: Path) -> None:
     assert merge_text(TIES, wide, "3", seed=1).files == merge_text(TIES, wide, "4", seed=2).files
 
 
-def test_exactly_the_wanted_number_of_elements_is_kept_even_when_many_are_tied(wide: Path) -> None:
+def test_exactly_the_requested_number_of_elements_is_kept_despite_ties(wide: Path) -> None:
     text = TIES.replace("[{model: a}, {model: b}, {model: c}]", "[{model: a}]").replace("bfloat16", "float32")
     base, tuned = load(wide / "base"), load(wide / "a")
     for kernels in ("torch", "fused"):
@@ -170,7 +166,7 @@ def test_files_of_the_donor_come_along(family: Path) -> None:
     ("wanted", "stored"),
     [("", "float32"), ("dtype: bfloat16", "bfloat16"), ("dtype: bfloat16\nout_dtype: float16", "float16")],
 )
-def test_weights_are_stored_as_wanted_and_the_config_says_so(family: Path, wanted: str, stored: str) -> None:
+def test_weights_and_config_have_the_requested_dtype(family: Path, wanted: str, stored: str) -> None:
     merge_text(LINEAR + wanted, family)
     tensors = open_checkpoint(family / "out").tensors.values()
     assert {tensor.dtype.torch_name for tensor in tensors} == {stored}
@@ -206,7 +202,7 @@ def test_mixed_formats_are_promoted(family: Path, kernels: str) -> None:
         np.testing.assert_allclose(load(family / f"{other}-out")["lm_head.weight"], expected, rtol=1e-6)
 
 
-def test_integers_are_copied_when_they_agree_and_refused_when_not(tmp_path: Path) -> None:
+def test_integers_are_copied_if_equal_and_refused_otherwise(tmp_path: Path) -> None:
     for name, number in (("a", 7), ("b", 7), ("c", 8)):
         save_checkpoint(tmp_path / name, {**random_tensors(0), "counter": torch.full((3,), number)})
     merge_text(LINEAR, tmp_path)
@@ -226,7 +222,7 @@ def test_nan_in_a_parent_is_refused(tmp_path: Path, way: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize("way", [{"kernels": "torch"}, {"kernels": "fused"}])
-def test_infinity_out_of_finite_parents_is_found_in_the_result(tmp_path: Path, way: dict[str, str]) -> None:
+def test_infinity_from_finite_parents_is_found_in_the_result(tmp_path: Path, way: dict[str, str]) -> None:
     tensors = random_tensors(0)
     tensors["model.norm.weight"][3] = 6e4  # The sum of the two parents exceeds float16.
     for name in "ab":
@@ -271,7 +267,7 @@ def test_an_output_directory_with_other_files_is_refused(family: Path) -> None:
         merge_text(LINEAR, family)
 
 
-def test_progress_ends_at_the_whole_and_comes_in_the_callers_thread(family: Path) -> None:
+def test_progress_ends_at_the_total_and_is_reported_in_the_callers_thread(family: Path) -> None:
     import threading
 
     calls: list[tuple[int, int, int]] = []

@@ -97,7 +97,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "chosen"), VARIANTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_passes_are_those_that_the_method_makes(name: str, chosen: dict[str, Any], dtype: Any) -> None:
+def test_the_forecast_has_the_actual_number_of_passes(name: str, chosen: dict[str, Any], dtype: Any) -> None:
     method = merge_methods()[name]
     count = min(3, method.models[1] or 3) + (1 if method.base == "required" else 0)
     if name in ("nearswap", "arcee_fusion"):
@@ -150,7 +150,7 @@ def test_a_70_b_merge_reads_all_weights_and_writes_one_model(tmp_path: Path) -> 
     assert found.memory < 1 << 30
 
 
-def test_needs_hold_for_a_merge_that_is_carried_out(tmp_path: Path) -> None:
+def test_the_forecast_matches_an_actual_merge(tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "a", "b")):
         save_sparse(tmp_path / name, llama(**MODEL))
         generator = torch.Generator().manual_seed(seed)
@@ -212,7 +212,7 @@ def test_steps_of_a_recipe_are_counted_but_their_results_are_no_input_files(tmp_
     assert len(input_files(plan)) == two.input_files == 4
 
 
-def test_time_is_between_all_overlapping_and_nothing() -> None:
+def test_time_is_between_full_and_no_overlap() -> None:
     found = duration(NEEDS, RATES, cores=2)
     assert (found.reading, found.reading_again, found.writing, found.hashing) == (4.0, 8.0, 4.0, 5.0)
     assert found.computing == pytest.approx(60 / 10 + (2 * 400 + 800 + 2 * 200) / 1000)
@@ -227,7 +227,7 @@ def test_two_disks_work_at_the_same_time() -> None:
     assert (one.at_least, two.at_least) == (12.0, 10.0)
 
 
-def test_one_core_hashes_however_many_there_are() -> None:
+def test_hashing_uses_one_core() -> None:
     found = duration(replace(NEEDS, units=0.0, bytes_read=0, bytes_written=400), replace(RATES, write=1e9), cores=64)
     assert found.at_least == found.hashing == 10.0
 

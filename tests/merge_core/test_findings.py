@@ -29,7 +29,7 @@ def test_findings_with_one_cause_are_counted() -> None:
     tensors = [Finding("block", f"big: layers.{n}.weight", "no such tensor", cause="big: size") for n in range(270)]
     (group,) = group_findings([cause, *tensors])
     assert group.first == cause
-    assert group.others_line() == ("and 270 more of this cause: layers.0.weight, layers.1.weight, layers.2.weight, …")
+    assert group.others_line() == ("and 270 more with this cause: layers.0.weight, layers.1.weight, layers.2.weight, …")
 
 
 def test_equal_findings_about_two_models_are_separate_groups() -> None:

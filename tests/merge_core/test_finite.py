@@ -116,7 +116,7 @@ def refused(text: str, root: Path, model: str, count: int, tensor: str = EMBEDDI
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize(("method", "parameters"), CASES)
-def test_every_method_refuses_whichever_model_is_broken(
+def test_every_method_refuses_nan_in_any_model(
     family: Path, tmp_path: Path, method: str, parameters: str, kernels: str
 ) -> None:
     turn = CASES.index((method, parameters)) + (kernels == "fused")
@@ -130,9 +130,7 @@ def test_every_method_refuses_whichever_model_is_broken(
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("method", sorted(merge_methods()))
-def test_a_tensor_that_is_nothing_else_is_counted_whole(
-    family: Path, tmp_path: Path, method: str, kernels: str
-) -> None:
+def test_all_elements_of_a_tensor_of_nan_are_counted(family: Path, tmp_path: Path, method: str, kernels: str) -> None:
     model = models_of(method)[-1]
     everything = dict.fromkeys(range(TOKENS * HIDDEN), BAD[0])
     spoil(family, "bfloat16", tmp_path, {model: everything})
@@ -152,7 +150,7 @@ indices = st.dictionaries(st.integers(0, TOKENS * HIDDEN - 1), st.sampled_from(B
     threads=st.integers(1, 4),
     data=st.data(),
 )
-def test_whatever_the_format_the_place_and_the_blocks(
+def test_nan_is_found_in_every_format_position_and_block_size(
     family: Path,
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[str, str],
@@ -186,7 +184,7 @@ def test_the_count_is_that_of_isfinite(chosen: str, values: list[float], padding
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("chosen", ["bfloat16", "float16"])
-def test_every_number_of_sixteen_bits_is_judged_right(chosen: str, fused: bool) -> None:
+def test_every_sixteen_bit_number_is_classified_correctly(chosen: str, fused: bool) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     tensor = torch.from_numpy(every.copy()).view(getattr(torch, chosen))
     expected = int((~torch.isfinite(tensor)).sum())
@@ -195,18 +193,18 @@ def test_every_number_of_sixteen_bits_is_judged_right(chosen: str, fused: bool) 
     assert finite.count_non_finite(ones, STORED[chosen], fused=fused) == 1 << 16
 
 
-def test_the_formats_that_are_merged_are_those_that_are_looked_at() -> None:
+def test_all_mergeable_formats_are_checked() -> None:
     assert {dtype.code for dtype in BY_CODE.values() if dtype.kind == "float"} == set(EXPONENTS)
 
 
-def test_all_models_that_are_broken_are_named(family: Path, tmp_path: Path) -> None:
+def test_all_models_with_nan_are_named(family: Path, tmp_path: Path) -> None:
     spoil(family, "bfloat16", tmp_path, {"a": {0: BAD[0], 7: BAD[1]}, "c": {100: BAD[2]}})
     error = refused(recipe_of("ties", "weight: 0.5, density: 0.4"), tmp_path, "a", 2)
     assert "in c, 1" in error.found
 
 
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic", "dare_linear"])
-def test_a_tensor_that_is_copied_is_looked_at_too(family: Path, tmp_path: Path, method: str) -> None:
+def test_copied_tensors_are_checked(family: Path, tmp_path: Path, method: str) -> None:
     """A tensor that the other models lack is copied instead of merged, but still checked."""
     from safetensors.torch import load_file, save_file
 
@@ -219,7 +217,7 @@ def test_a_tensor_that_is_copied_is_looked_at_too(family: Path, tmp_path: Path, 
     refused(recipe_of(method, "weight: 0.5"), tmp_path, "base", 1, "lm_head.weight")
 
 
-def test_a_merge_that_is_resumed_refuses_again(family: Path, tmp_path: Path) -> None:
+def test_a_resumed_merge_refuses_nan_again(family: Path, tmp_path: Path) -> None:
     spoil(family, "bfloat16", tmp_path, {"b": {TOKENS * HIDDEN - 1: BAD[0]}})
     text = recipe_of("dare_ties", "weight: 0.5, density: 0.4")
     for _ in range(3):
@@ -227,7 +225,7 @@ def test_a_merge_that_is_resumed_refuses_again(family: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["linear", "ties", "slerp", "model_stock", "sce", "karcher"])
-def test_nothing_is_read_once_more_for_it(
+def test_the_check_reads_no_extra_bytes(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The merge reads as many bytes with the check as without it."""
@@ -263,13 +261,13 @@ def vocabularies(root: Path, rows: dict[str, Iterable[str]], bad: tuple[str, int
 BY_TOKENS = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\ntokenizer_source: a\n"
 
 
-def test_a_row_that_is_lent_is_counted_where_it_belongs(tmp_path: Path) -> None:
+def test_nan_in_a_lent_row_is_counted_for_its_lender(tmp_path: Path) -> None:
     vocabularies(tmp_path, {"a": "xyzw", "b": "xyw"}, ("a", 2))  # b lacks z and borrows the row.
     error = refused(BY_TOKENS, tmp_path, "a", 1)
     assert not re.search(r"in b", error.found)
 
 
-def test_a_row_without_a_place_in_the_result_is_not_judged(tmp_path: Path) -> None:
+def test_unused_rows_are_not_checked(tmp_path: Path) -> None:
     vocabularies(tmp_path, {"a": "xyz", "b": "xyzw"}, ("b", 3))
     merge_text(BY_TOKENS, tmp_path)
 

@@ -58,7 +58,7 @@ def formula(values: list[Array], matters: list[Array], weights: tuple[float, ...
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 0.0, 2.5)])
 @pytest.mark.parametrize("settings", [{}, {"block_elements": 1, "threads": 3}, {"threads": 1}])
-def test_it_is_the_published_formula(root: Path, weights: tuple[float, ...], settings: dict[str, Any]) -> None:
+def test_fisher_matches_the_published_formula(root: Path, weights: tuple[float, ...], settings: dict[str, Any]) -> None:
     merge_text(recipe(weights=weights), root, **settings)
     found, matters = load(root / "out"), importance(root)
     for name in SHAPES:
@@ -69,7 +69,7 @@ def test_it_is_the_published_formula(root: Path, weights: tuple[float, ...], set
         )
 
 
-def test_about_a_base_at_a_scale(root: Path) -> None:
+def test_fisher_scales_the_difference_from_a_base(root: Path) -> None:
     merge_text(recipe("base_model: base\nparameters: {lambda: 0.7}\n"), root)
     found, matters, base = load(root / "out"), importance(root), load(root / "base")
     for name in SHAPES:
@@ -79,7 +79,7 @@ def test_about_a_base_at_a_scale(root: Path) -> None:
         np.testing.assert_allclose(found[name].astype(float), start + 0.7 * (whole - start), rtol=3e-6, atol=2e-6)
 
 
-def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
+def test_only_the_ratio_of_importances_matters(root: Path) -> None:
     """Squared derivatives can be as small as float32 allows, so only the ratios of importance may matter."""
     merge_text(recipe(), root)
     expected = load(root / "out")
@@ -91,7 +91,7 @@ def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
         assert np.array_equal(tensor, expected[name])
 
 
-def test_what_is_not_known_of_one_model_is_the_mean(root: Path) -> None:
+def test_tensors_without_importance_become_the_mean(root: Path) -> None:
     merge_text(recipe(), root)  # This draws the importance.
     place = root / "importance" / "b"
     file = place / importance_file_name(0)
@@ -107,7 +107,7 @@ def test_what_is_not_known_of_one_model_is_the_mean(root: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_refused(root: Path, broken: float) -> None:
+def test_nan_in_the_importance_is_refused(root: Path, broken: float) -> None:
     merge_text(recipe(), root)
     file = root / "importance" / "c" / importance_file_name(0)
     kept = load_file(file)
@@ -117,14 +117,14 @@ def test_numbers_that_are_none_are_refused(root: Path, broken: float) -> None:
         merge_text(recipe(), root, out="again")
 
 
-def test_files_that_do_not_belong_together_are_refused(root: Path) -> None:
+def test_mismatched_importance_files_are_refused(root: Path) -> None:
     merge_text(recipe(), root)
     (root / "importance/a" / importance_file_name(0)).unlink()
     with pytest.raises(InvalidInput, match="no stored tensor"):
         open_importance(root / "importance/a")
 
 
-def test_what_is_read_beside_is_counted_before_and_after(root: Path) -> None:
+def test_importance_is_included_in_the_forecast_and_in_the_record(root: Path) -> None:
     loaded = load_recipe(recipe())
     checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()}
     before = plan_merge(loaded, checkpoints)
@@ -135,13 +135,13 @@ def test_what_is_read_beside_is_counted_before_and_after(root: Path) -> None:
     assert replace(estimate_needs(before, **how), input_files=0) == replace(estimate_needs(after, **how), input_files=0)
 
 
-def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:
+def test_an_unprepared_merge_is_refused(root: Path) -> None:
     loaded = load_recipe(recipe())
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
     with pytest.raises(InvalidInput, match="have not read their texts"):
         merge_weights(plan, root / "out", seed=0)
 
 
-def test_of_a_recipe_that_keeps_no_matrices_none_can_be_wide() -> None:
+def test_a_recipe_without_stored_matrices_has_no_wide_inputs() -> None:
     with pytest.raises(InvalidInput, match="no matrices are kept"):
         load_recipe(recipe("statistics: {diagonal_above: 9}\n"))

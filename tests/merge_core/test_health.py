@@ -50,7 +50,7 @@ def test_a_tensor_that_the_recipe_scales_to_zero_is_a_warning(pair: Path) -> Non
     assert (finding.severity, finding.where, finding.found) == ("warn", NORM, "every element is zero")
 
 
-def test_zeros_out_of_parents_without_zeros_block(tmp_path: Path) -> None:
+def test_zeros_from_nonzero_parents_block_the_merge(tmp_path: Path) -> None:
     tensors = random_tensors(0)
     save_checkpoint(tmp_path / "a", tensors)
     save_checkpoint(tmp_path / "b", {**tensors, NORM: -tensors[NORM]})
@@ -59,7 +59,7 @@ def test_zeros_out_of_parents_without_zeros_block(tmp_path: Path) -> None:
     assert (finding.severity, finding.where) == ("block", NORM)
 
 
-def test_zeros_out_of_zeros_are_nothing_to_speak_of(tmp_path: Path) -> None:
+def test_zeros_from_zero_parents_are_fine(tmp_path: Path) -> None:
     tensors = random_tensors(0)
     for name in "ab":
         save_checkpoint(tmp_path / name, {**tensors, NORM: torch.zeros_like(tensors[NORM])})
@@ -67,7 +67,7 @@ def test_zeros_out_of_zeros_are_nothing_to_speak_of(tmp_path: Path) -> None:
     assert merge_text(text, tmp_path).findings == ()
 
 
-def test_a_resumed_merge_reports_what_it_saw_before(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_merge_reports_earlier_findings(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def test_a_resumed_merge_reports_what_it_saw_before(pair: Path, monkeypatch: pyt
     assert [finding.where for finding in record.findings] == [NORM]
 
 
-def test_tensors_without_a_place_and_a_config_that_disagrees_are_in_the_record(tmp_path: Path) -> None:
+def test_unused_tensors_and_a_contradicting_config_are_in_the_record(tmp_path: Path) -> None:
     tensors = random_tensors(0)
     save_checkpoint(tmp_path / "a", tensors, config={"num_hidden_layers": 7})
     save_checkpoint(tmp_path / "b", {**tensors, "extra.weight": torch.ones(3)})
@@ -90,7 +90,7 @@ def test_tensors_without_a_place_and_a_config_that_disagrees_are_in_the_record(t
 
 
 @given(st.integers(0, 60), st.integers(1, 400_000))
-def test_a_sample_is_of_a_few_runs_wherever_a_block_begins(start: int, length: int) -> None:
+def test_samples_do_not_depend_on_where_a_block_starts(start: int, length: int) -> None:
     indices = torch.arange(start * 1000, start * 1000 + length)
     looked_at = sampled(indices, start * 1000, 10_000_000).flatten()
     assert ((looked_at % 16384) < 256).all()
@@ -98,6 +98,6 @@ def test_a_sample_is_of_a_few_runs_wherever_a_block_begins(start: int, length: i
     assert len(looked_at) >= max(0, (length // 16384 - 1)) * 256
 
 
-def test_nothing_is_said_about_the_size_of_what_is_broken() -> None:
+def test_a_broken_tensor_gets_no_finding_about_its_size() -> None:
     (finding,) = judge_health([TensorHealth("x", non_finite=1, zero=False, rms=float("inf"), parents=(1.0,))])
     assert finding.severity == "block"

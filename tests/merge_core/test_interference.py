@@ -55,7 +55,7 @@ def vectors(root: Path, *names: str) -> list[np.ndarray]:
     return [vector.astype(np.float64) for vector in flat]
 
 
-def test_lengths_and_angles_are_those_of_whole_vectors(merged: Path) -> None:
+def test_lengths_and_angles_match_those_of_whole_vectors(merged: Path) -> None:
     whole = measure(merged, "base", "a", "b", "c", merge="out").network_tally
     a, b, c, own = vectors(merged, "base", "a", "b", "c", "out")
     size = np.linalg.norm(np.concatenate([tensor.ravel() for tensor in load(merged / "base").values()]))
@@ -108,7 +108,7 @@ def test_sign_conflict_counts_what_two_parents_move_noticeably_and_oppositely(fa
     assert whole.pair_conflict(2, 0) == pairs[1, 1] / pairs[1, 0]
 
 
-def test_spots_stand_in_the_order_of_the_network_and_add_up(merged: Path) -> None:
+def test_groups_are_in_network_order_and_add_up(merged: Path) -> None:
     found = measure(merged, "base", "a", "b", merge="out")
     layer = ["q", "up", "norm"]
     assert [(spot.layer, spot.kind) for spot in found.spots] == [
@@ -121,18 +121,18 @@ def test_spots_stand_in_the_order_of_the_network_and_add_up(merged: Path) -> Non
     assert Interference.model_validate_json(found.model_dump_json()) == found
 
 
-def test_a_merge_that_is_a_parent_is_no_way_from_it(family: Path) -> None:
+def test_a_merge_that_equals_a_parent_has_distance_zero(family: Path) -> None:
     whole = measure(family, "base", "a", "b", merge="a").network_tally
     assert whole.merge_distance(0) == 0.0
     assert whole.merge_length == whole.length(0)
 
 
-def test_a_parent_equal_to_the_origin_has_no_direction_and_conflicts_with_nobody(family: Path) -> None:
+def test_a_parent_equal_to_the_origin_has_no_direction_and_no_conflict(family: Path) -> None:
     whole = measure(family, "base", "base", "a").network_tally
     assert (whole.length(0), whole.cosine(0, 1), whole.conflict, whole.pair_conflict(0, 1)) == (0.0, None, None, None)
 
 
-def test_what_cannot_be_compared_is_left_out_and_said(tmp_path: Path) -> None:
+def test_tensors_that_cannot_be_compared_are_skipped_and_listed(tmp_path: Path) -> None:
     base = random_tensors(0)
     save_checkpoint(tmp_path / "base", base)
     wider = random_tensors(1, tokens=30)
@@ -152,7 +152,7 @@ def test_what_cannot_be_compared_is_left_out_and_said(tmp_path: Path) -> None:
     } - {(1, "up")}
 
 
-def test_a_merge_with_other_layers_is_not_held_against_its_parents(tmp_path: Path, family: Path) -> None:
+def test_a_merge_with_other_layers_is_not_compared_with_its_parents(tmp_path: Path, family: Path) -> None:
     save_checkpoint(tmp_path / "deeper", random_tensors(9, layers=5))
     found = measure(family, "base", "a", "b", merge="../" + str((tmp_path / "deeper").relative_to(family.parent)))
     assert not found.has_merge
@@ -160,7 +160,7 @@ def test_a_merge_with_other_layers_is_not_held_against_its_parents(tmp_path: Pat
     assert found.skipped[0].reason == "the merge has other layers than its parents"
 
 
-def test_models_of_nothing_in_common_are_refused(tmp_path: Path) -> None:
+def test_models_without_common_tensors_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "base", random_tensors(0))
     save_checkpoint(
         tmp_path / "a", {f"other.{name}": tensor for name, tensor in random_tensors(1).items()} | {
@@ -205,7 +205,9 @@ def assert_alike(one: Tally, other: Tally) -> None:
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=25)
-def test_the_fused_tally_is_that_of_numpy(length: int, models: int, bf16: bool, with_merge: bool, seed: int) -> None:
+def test_the_fused_tally_equals_the_numpy_tally(
+    length: int, models: int, bf16: bool, with_merge: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(models + with_merge, length)).astype(np.float32)
     rows[1:] = np.where(rng.random(rows[1:].shape) < 0.4, rows[:1], rows[1:])  # Many weights do not move at all.
@@ -230,7 +232,7 @@ def test_the_sums_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_memory_stays_bounded_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
+def test_memory_does_not_depend_on_the_size_of_a_tensor(tmp_path: Path) -> None:
     """Three models of 256 MB in one tensor each are measured in a separate process."""
     rows = torch.zeros(32768, 2048, dtype=torch.bfloat16)
     for at, name in enumerate(("base", "a", "b")):
@@ -283,5 +285,5 @@ print(measure_interference(opened[0], opened[1:], on_progress=look).network_tall
         ("language_model.lm_head.weight", "head"),
     ],
 )
-def test_names_tell_what_a_tensor_does(name: str, kind: str) -> None:
+def test_the_kind_of_a_tensor_follows_from_its_name(name: str, kind: str) -> None:
     assert tensor_kind(name) == kind

@@ -26,7 +26,7 @@ def kept(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in directory.rglob("*.nbc")}
 
 
-def test_a_kernel_is_compiled_once_and_kept_in_the_users_cache(tmp_path: Path) -> None:
+def test_a_kernel_is_compiled_once_and_cached_for_the_user(tmp_path: Path) -> None:
     run(XDG_CACHE_HOME=str(tmp_path))
     first = kept(tmp_path / "mergegate")
     assert first
@@ -34,11 +34,11 @@ def test_a_kernel_is_compiled_once_and_kept_in_the_users_cache(tmp_path: Path) -
     assert kept(tmp_path / "mergegate") == first
 
 
-def test_where_nothing_can_be_written_a_kernel_works_all_the_same() -> None:
+def test_kernels_work_without_a_writable_cache() -> None:
     run(XDG_CACHE_HOME="/dev/null/nowhere")
 
 
-def test_what_keeps_everything_compiles_nothing_that_drops_elements(wide: Path) -> None:
+def test_rules_that_keep_everything_compile_no_code_for_masks(wide: Path) -> None:
     """Compiling the unneeded drop rules would take most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))
     run(MERGE_FUSED, wide, NUMBA_CACHE_DIR=str(wide / "cache"))

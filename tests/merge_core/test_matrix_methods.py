@@ -196,7 +196,7 @@ def test_regmean_solves_the_normal_equations(root: Path, keep: float, weight: tu
     agrees(root, planned(root, recipe, INPUTS), wanted, 2e-6 if keep < 1 else 1e-4)
 
 
-def test_squares_alone_where_one_model_has_no_more(root: Path, tmp_path: Path) -> None:
+def test_only_diagonals_count_if_one_model_has_only_a_diagonal(root: Path, tmp_path: Path) -> None:
     wide = "model.layers.0.mlp.down_proj.weight"
     save_moments(root / "b-squares", 1, diagonal=(wide,))
     found = merged(planned(root, regmean_recipe(), {**INPUTS, "b": "b-squares"}))
@@ -205,7 +205,7 @@ def test_squares_alone_where_one_model_has_no_more(root: Path, tmp_path: Path) -
     np.testing.assert_allclose(found[wide], regmean(models, squares, [1.0] * 3, 1.0, 1e-6), atol=2e-6)
 
 
-def test_regmean_about_a_base_at_a_scale(root: Path) -> None:
+def test_regmean_scales_the_difference_from_a_base(root: Path) -> None:
     without = merged(planned(root, regmean_recipe(), INPUTS))
     recipe = {**regmean_recipe(**{"lambda": 1.4}), "base_model": "base"}
     scaled, base = merged(planned(root, recipe, INPUTS)), load(root / "base")
@@ -234,7 +234,7 @@ def test_wudi_is_regmean_with_the_moments_of_task_vectors(root: Path, ridge: flo
     ("method", "parameters", "reference"),
     [("tsv_m", {}, tsv_m), ("svc", {}, lambda d: svc(d, 1.0)), ("svc", {"alpha": 0.2}, lambda d: svc(d, 0.2))],
 )
-def test_spectral_methods_are_those_of_whole_matrices(
+def test_spectral_methods_match_the_decomposition_of_whole_matrices(
     root: Path, method: str, parameters: dict[str, float], reference: Any
 ) -> None:
     weights = (1.0, 0.7, 1.3)
@@ -254,7 +254,7 @@ def test_spectral_methods_are_those_of_whole_matrices(
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.6])
-def test_svc_treats_what_another_method_has_merged(root: Path, weight: float) -> None:
+def test_svc_post_processes_the_merge_of_another_method(root: Path, weight: float) -> None:
     """A recipe of two documents applies SVC to the matrices of a TIES merge and keeps its other tensors."""
     models = [{"model": name, "parameters": {"weight": 1.0, "density": 0.4}} for name in NAMES]
     ties = {"merge_method": "ties", "base_model": "base", "models": models, "dtype": "float32"}
@@ -279,14 +279,14 @@ def test_svc_treats_what_another_method_has_merged(root: Path, weight: float) ->
 
 
 @pytest.mark.parametrize("said", [(True, True, False), (True, True, True)])
-def test_one_model_at_most_is_what_the_others_were_merged_into(root: Path, said: tuple[bool, ...]) -> None:
+def test_at_most_one_model_is_marked_as_merged(root: Path, said: tuple[bool, ...]) -> None:
     models = [{"model": name, "parameters": {"merged": one}} for name, one in zip(NAMES, said, strict=True)]
     with pytest.raises(InvalidInput, match=r"merged(.|\n)*at most one merged model"):
         planned(root, {"merge_method": "svc", "base_model": "base", "models": models})
 
 
 @pytest.mark.parametrize("density", [0.3, 0.5])
-def test_knots_is_ties_in_shared_directions(root: Path, density: float) -> None:
+def test_knots_equals_ties_in_shared_directions(root: Path, density: float) -> None:
     weights = (1.0, 0.7, 1.3)
     models = [{"model": n, "parameters": {"weight": w}} for n, w in zip(NAMES, weights, strict=True)]
     parameters = {"lambda": 0.8, "density": density}
@@ -318,7 +318,7 @@ def test_equal_moments_give_exactly_the_mean(root: Path) -> None:
         np.testing.assert_allclose(same[name], wanted.astype(np.float32), rtol=2e-7, err_msg=name)
 
 
-def test_a_model_answers_to_its_own_inputs_as_before(root: Path) -> None:
+def test_the_merge_keeps_the_outputs_of_each_model_on_its_own_inputs(root: Path) -> None:
     """With inputs in separate subspaces, the merge keeps each model's output for its own inputs."""
     width = 36
     place = root / "apart"
@@ -337,7 +337,7 @@ def test_a_model_answers_to_its_own_inputs_as_before(root: Path) -> None:
         np.testing.assert_allclose(found[name][:, 18:], own[1][name][:, 18:], rtol=1e-5, atol=1e-5)
 
 
-def test_where_nothing_flows_the_mean_stays(root: Path, tmp_path: Path) -> None:
+def test_without_inputs_the_result_is_the_mean(root: Path, tmp_path: Path) -> None:
     kept = {MATRICES[0]: torch.zeros(1, 36 * 37 // 2)}
     save_file(kept, tmp_path / moments_file_name(0))
     write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
@@ -347,7 +347,7 @@ def test_where_nothing_flows_the_mean_stays(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["tsv_m", "svc", "wudi", "knots"])
-def test_frozen_matrices_stay_as_the_base_has_them(tmp_path: Path, method: str) -> None:
+def test_unchanged_matrices_keep_the_base(tmp_path: Path, method: str) -> None:
     base = drawn(0)
     save_checkpoint(tmp_path / "base", base)
     for name in ("a", "b"):
@@ -358,7 +358,7 @@ def test_frozen_matrices_stay_as_the_base_has_them(tmp_path: Path, method: str) 
         np.testing.assert_array_equal(found[name], tensor.double().numpy(), err_msg=name)
 
 
-def test_twins_give_the_twin_but_for_what_is_cut_off(tmp_path: Path) -> None:
+def test_two_equal_models_give_that_model_up_to_truncation(tmp_path: Path) -> None:
     """The published TSV-M is wrong by its own size here, because it decomposes a rank-deficient matrix by SVD."""
     base = drawn(0)
     twin = drawn(1, base, rank=6)
@@ -377,7 +377,7 @@ def test_twins_give_the_twin_but_for_what_is_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["regmean", "wudi", "tsv_m", "svc", "knots"])
-def test_a_killed_merge_goes_on_to_the_same_bytes(root: Path, tmp_path: Path, method: str) -> None:
+def test_a_resumed_matrix_merge_writes_the_same_bytes(root: Path, tmp_path: Path, method: str) -> None:
     if method == "regmean":
         plan = planned(root, regmean_recipe(), INPUTS)
     else:
@@ -432,7 +432,7 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scale", [None, 1.3])
-def test_regmean_solves_experts_that_lie_the_other_way_round(turned: Path, scale: float | None) -> None:
+def test_regmean_solves_experts_that_are_stored_inputs_first(turned: Path, scale: float | None) -> None:
     recipe = regmean_recipe()
     if scale is not None:
         recipe = {**regmean_recipe(**{"lambda": scale}), "base_model": "base"}
@@ -465,7 +465,7 @@ def test_regmean_solves_experts_that_lie_the_other_way_round(turned: Path, scale
 # --- Recipes that are refused ---
 
 
-def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:
+def test_an_unprepared_merge_is_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="have not read their texts"):
         merged(planned(root, regmean_recipe()))
 
@@ -478,20 +478,20 @@ def test_moments_of_another_width_are_refused(root: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1.0])
-def test_numbers_that_are_no_moments_are_refused(root: Path, tmp_path: Path, broken: float) -> None:
+def test_invalid_moments_are_refused(root: Path, tmp_path: Path, broken: float) -> None:
     save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / moments_file_name(0))
     write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
     with pytest.raises(InvalidInput, match="not finite, or squares are negative"):
         merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
 
 
-def test_a_scale_without_a_base_has_no_meaning(root: Path) -> None:
+def test_lambda_without_a_base_is_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="without a base"):
         planned(root, regmean_recipe(**{"lambda": 1.2}), INPUTS)
 
 
 @pytest.mark.parametrize("width", [1, 2, 7])
-def test_moments_are_what_was_kept(tmp_path: Path, width: int) -> None:
+def test_moments_are_read_as_they_were_stored(tmp_path: Path, width: int) -> None:
     made = np.random.default_rng(width).normal(size=(width, width)).astype(np.float32)
     whole = (made + made.T).astype(np.float64)
     np.fill_diagonal(whole, np.abs(whole.diagonal()))

@@ -59,7 +59,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", sorted(merge_methods()))
-def test_every_method_gives_the_bytes_of_the_files_whatever_the_blocks_and_threads(wide: Path, method: str) -> None:
+def test_every_method_gives_the_bytes_of_the_files_for_any_blocks_and_threads(wide: Path, method: str) -> None:
     plan = planned(recipe_of(method), wide)
     expected = written(plan, wide / "out", seed=7)
     for way in WAYS:
@@ -163,13 +163,13 @@ def test_every_kind_of_job_gives_the_bytes_of_the_files(tmp_path: Path, make_pla
         require_same_bits(plan, tmp_path / f"out{number}", seed=3, **way)
 
 
-def test_the_seed_is_that_of_the_files(wide: Path) -> None:
+def test_the_seed_has_the_same_effect_as_for_files(wide: Path) -> None:
     plan = planned(recipe_of("dare_linear"), wide)
     (one, other) = (next(merge_tensors(plan, seed=seed))[1] for seed in (1, 2))
     assert not torch.equal(one, other)
 
 
-def test_some_tensors_can_be_had_alone_in_any_order(family: Path) -> None:
+def test_selected_tensors_are_computed_in_any_order(family: Path) -> None:
     plan = planned(LINEAR, family)
     every = dict(merge_tensors(plan))
     wanted = ["model.norm.weight", "lm_head.weight"]
@@ -186,7 +186,7 @@ def error_text(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_a_nan_in_a_parent_is_refused_in_the_words_of_the_engine(family: Path) -> None:
+def test_nan_in_a_parent_is_refused_with_the_same_message_as_for_files(family: Path) -> None:
     tensors = load_file(family / "b/model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_checkpoint(family / "broken", tensors)
@@ -196,14 +196,14 @@ def test_a_nan_in_a_parent_is_refused_in_the_words_of_the_engine(family: Path) -
     assert refused == error_text(lambda: list(merge_tensors(plan, settings=EngineSettings(threads=3))))
 
 
-def test_integers_that_differ_are_refused_in_the_words_of_the_engine(tmp_path: Path) -> None:
+def test_different_integers_are_refused_with_the_same_message_as_for_files(tmp_path: Path) -> None:
     for name, number in (("a", 7), ("b", 8)):
         save_checkpoint(tmp_path / name, {**random_tensors(0), "counter": torch.full((3,), number)})
     plan = planned(LINEAR, tmp_path)
     assert error_text(lambda: list(merge_tensors(plan))) == error_text(lambda: merge_weights(plan, tmp_path / "out"))
 
 
-def test_what_the_record_of_a_merge_would_block_is_refused(tmp_path: Path) -> None:
+def test_a_blocking_finding_of_the_record_is_raised(tmp_path: Path) -> None:
     tensors = random_tensors(0)
     tensors["model.norm.weight"][3] = 6e4  # The sum of the two parents exceeds float16.
     for name in "ab":
@@ -214,7 +214,7 @@ def test_what_the_record_of_a_merge_would_block_is_refused(tmp_path: Path) -> No
     assert error_text(lambda: list(merge_tensors(plan))) == str(finding.refusal())
 
 
-def test_nothing_but_zeros_out_of_parents_that_have_none_is_refused(tmp_path: Path) -> None:
+def test_zeros_from_nonzero_parents_are_refused(tmp_path: Path) -> None:
     tensors = random_tensors(0)
     save_checkpoint(tmp_path / "a", tensors)
     save_checkpoint(tmp_path / "b", {name: -tensor for name, tensor in tensors.items()})
@@ -224,13 +224,13 @@ def test_nothing_but_zeros_out_of_parents_that_have_none_is_refused(tmp_path: Pa
     assert error_text(lambda: list(merge_tensors(plan))).splitlines()[0] == str(finding.refusal()).splitlines()[0]
 
 
-def test_a_tensor_that_is_zero_in_every_parent_is_no_problem(tmp_path: Path) -> None:
+def test_a_tensor_that_is_zero_in_every_parent_is_accepted(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         save_checkpoint(tmp_path / name, random_tensors(seed) | {"model.norm.weight": torch.zeros(12)})
     assert not dict(merge_tensors(planned(LINEAR, tmp_path)))["model.norm.weight"].any()
 
 
-def test_a_file_that_is_replaced_meanwhile_is_noticed(family: Path) -> None:
+def test_a_replaced_input_file_is_detected(family: Path) -> None:
     plan = planned(LINEAR, family)
     tensors = merge_tensors(plan)
     next(tensors)
@@ -240,7 +240,7 @@ def test_a_file_that_is_replaced_meanwhile_is_noticed(family: Path) -> None:
     assert "changed" in error_text(lambda: list(tensors)) or "replaced" in error_text(lambda: list(tensors))
 
 
-def test_torch_has_its_threads_again_when_the_iteration_ends_or_is_given_up(family: Path) -> None:
+def test_torch_threads_are_restored_when_the_iteration_ends_or_is_closed(family: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -255,7 +255,7 @@ def test_torch_has_its_threads_again_when_the_iteration_ends_or_is_given_up(fami
         torch.set_num_threads(before)
 
 
-def test_no_more_than_a_tensor_is_held(tmp_path: Path) -> None:
+def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
     rows, width, layers = 1024, 256, 12
     for seed, name in enumerate("ab"):
         generator = torch.Generator().manual_seed(seed)
@@ -280,7 +280,7 @@ def test_no_more_than_a_tensor_is_held(tmp_path: Path) -> None:
     assert peak < 3 * one, f"{peak / one:.1f} tensors of {layers}"
 
 
-def test_a_config_reads_like_that_of_the_files(family: Path) -> None:
+def test_the_config_equals_that_of_the_files(family: Path) -> None:
     """The plan contains the configuration from which a caller builds a network."""
     plan = planned(LINEAR, family)
     merge_weights(plan, family / "out")

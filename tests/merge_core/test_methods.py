@@ -202,7 +202,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_method_gives_what_its_formula_says(family: Path, case: str, kernels: str) -> None:
+def test_methods_match_their_float64_formula(family: Path, case: str, kernels: str) -> None:
     text, reference, arguments = CASES[case]
     merge_text(text, family, kernels=kernels)
     inputs = {name: load(family / name) for name in ("base", "a", "b", "c")}
@@ -215,7 +215,7 @@ def test_a_method_gives_what_its_formula_says(family: Path, case: str, kernels: 
         np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_float64_inputs_are_merged_in_float64_to_the_last_weight(tmp_path: Path) -> None:
+def test_float64_inputs_are_merged_in_float64(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     base = generator.normal(size=(8, 8))
     models = [base + 0.1 * generator.normal(size=(8, 8)) for _ in range(3)]

@@ -17,9 +17,9 @@ from mergegate.merge_core.checkpoint import open_checkpoint, open_importance, op
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.gradient_statistics import read_gradients
 from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.merge.layer_windows import CalibrationJob
 from mergegate.tasks.perplexity import TextSetting, pin_text
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"

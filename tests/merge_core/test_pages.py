@@ -92,14 +92,14 @@ def each_went_once_after_its_last_read(seen: Watched) -> None:
 
 
 @pytest.mark.parametrize("method", sorted(merge_methods()))
-def test_every_method_leaves_nothing_and_reads_nothing_that_is_gone(wide: Path, watched: Watched, method: str) -> None:
+def test_every_method_releases_all_pages_and_reads_no_released_page(wide: Path, watched: Watched, method: str) -> None:
     merge_text(recipe_of(method), wide, block_elements=16384, threads=3)
     assert len(watched.gone) > 8, "the case under test needs several parts a file"
     each_went_once_after_its_last_read(watched)
 
 
 @pytest.mark.parametrize("text", [STEPS, TWICE])
-def test_what_is_read_for_several_tensors_or_steps_goes_after_the_last(
+def test_shared_pages_are_released_after_their_last_use(
     family: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PART", 512)
@@ -108,7 +108,7 @@ def test_what_is_read_for_several_tensors_or_steps_goes_after_the_last(
     each_went_once_after_its_last_read(watched)
 
 
-def test_what_lay_there_before_stays(wide: Path, watched: Watched) -> None:
+def test_pages_that_were_cached_before_stay_cached(wide: Path, watched: Watched) -> None:
     watched.found = {("a/model.safetensors", part) for part in range(3)}
     merge_text(recipe_of("ties"), wide, block_elements=16384)
     each_went_once_after_its_last_read(watched)
@@ -116,7 +116,7 @@ def test_what_lay_there_before_stays(wide: Path, watched: Watched) -> None:
     assert ("a/model.safetensors", 3) in watched.gone
 
 
-def test_what_is_too_much_for_a_next_pass_goes_at_once_and_is_read_again(
+def test_large_tensors_are_released_between_passes_and_read_again(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_NEXT_PASS_SHARE", 0)
@@ -129,7 +129,7 @@ def test_what_is_too_much_for_a_next_pass_goes_at_once_and_is_read_again(
     assert whole.bytes_written == again.bytes_written
 
 
-def test_a_small_merge_or_a_slow_disk_leaves_all_for_the_next_one(
+def test_a_small_merge_or_a_slow_disk_keeps_all_pages_cached(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_is_fast", lambda _: False)
@@ -140,7 +140,7 @@ def test_a_small_merge_or_a_slow_disk_leaves_all_for_the_next_one(
     assert watched.gone == []
 
 
-def test_the_system_does_it(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_system_releases_the_pages(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This uses the real page cache, if the file system evicts pages at all."""
     monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
     monkeypatch.setattr(pages, "_FAST_DISK", 0)

@@ -55,7 +55,7 @@ def test_a_probe_gives_rates_and_leaves_nothing(tmp_path: Path, weights: Path, w
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e8, 1e11])
-def test_a_fast_disk_is_asked_for_more_and_no_disk_for_longer(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_disk_transfers_more_in_the_same_time(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FakeDisk(rate, monkeypatch)
     measured, total = probe._best_rate(disk.step, (1 << 18, 1 << 26), seconds=0.1)
     assert measured == pytest.approx(rate)
@@ -65,7 +65,7 @@ def test_a_fast_disk_is_asked_for_more_and_no_disk_for_longer(rate: float, monke
         assert disk.sizes[-1] == 1 << 26
 
 
-def test_a_hiccup_does_not_decide_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_does_not_change_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FakeDisk(1e9, monkeypatch)
 
     def step(size: int) -> None:
@@ -85,12 +85,12 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         probe._input_rate([tmp_path])
 
 
-def test_a_gpu_that_is_not_there_is_named() -> None:
+def test_a_missing_gpu_is_named() -> None:
     with pytest.raises(InvalidInput, match="cuda:99, which does not exist"):
         measure_bus("cuda:99")
 
 
-def test_a_memory_that_cannot_be_written_is_no_failure(tmp_path: Path, weights: Path) -> None:
+def test_an_unwritable_rates_file_is_not_an_error(tmp_path: Path, weights: Path) -> None:
     save_rates(weights / "rates.json", "here", RATES)
     assert load_rates(weights / "rates.json", "here", max_age=3600) is None
 
@@ -100,7 +100,7 @@ def test_more_elements_take_longer() -> None:
     assert many > 4 * few
 
 
-def test_rates_are_remembered_by_place_and_for_a_while(tmp_path: Path) -> None:
+def test_rates_are_stored_per_machine_and_expire(tmp_path: Path) -> None:
     memory = tmp_path / "state" / "rates.json"
     old = replace(RATES, measured_at=time.time() - 7200)
     save_rates(memory, "here", RATES)
@@ -113,7 +113,7 @@ def test_rates_are_remembered_by_place_and_for_a_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"here": {"read": 1}}', '{"here": 7}'])
-def test_a_damaged_memory_is_only_forgotten(tmp_path: Path, content: str) -> None:
+def test_a_damaged_rates_file_is_ignored(tmp_path: Path, content: str) -> None:
     memory = tmp_path / "rates.json"
     memory.write_text(content)
     assert load_rates(memory, "here", max_age=3600) is None
@@ -121,7 +121,7 @@ def test_a_damaged_memory_is_only_forgotten(tmp_path: Path, content: str) -> Non
     assert load_rates(memory, "here", max_age=3600) == RATES
 
 
-def test_a_place_is_a_machine_with_its_disks_and_device(tmp_path: Path, weights: Path) -> None:
+def test_the_machine_key_has_machine_disks_and_device(tmp_path: Path, weights: Path) -> None:
     here = machine_key([weights], tmp_path, cores=2, device="cpu")
     assert here == machine_key([weights, weights], tmp_path, cores=2, device="cpu")
     assert here != machine_key([weights], tmp_path, cores=2, device="cuda")

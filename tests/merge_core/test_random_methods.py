@@ -47,7 +47,7 @@ def test_dare_keeps_the_density_and_restores_the_l1_norm(pair: Path, method: str
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize(("rescale", "expected"), [("density", 1 / 0.3), ("false", 1.0)])
-def test_the_rescale_can_be_the_papers_or_none(pair: Path, rescale: str, expected: float, kernels: str) -> None:
+def test_rescaling_can_follow_the_paper_or_be_off(pair: Path, rescale: str, expected: float, kernels: str) -> None:
     _, factor = factors(pair, "dare_linear", f"density: 0.3, rescale: {rescale}", kernels=kernels)
     np.testing.assert_allclose(factor[factor != 0], expected, rtol=1e-3)
 
@@ -73,6 +73,6 @@ def test_della_refuses_probabilities_outside_their_range(pair: Path) -> None:
 
 @pytest.mark.parametrize(("density", "kept"), [(0.0, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("method", ["dare_linear", "della_linear", "ties", "breadcrumbs"])
-def test_a_density_of_none_or_all_needs_no_chance(pair: Path, method: str, density: float, kept: float) -> None:
+def test_densities_of_zero_and_one_are_not_random(pair: Path, method: str, density: float, kept: float) -> None:
     _, factor = factors(pair, method, f"density: {density}")
     np.testing.assert_allclose(factor, kept, atol=1e-4)

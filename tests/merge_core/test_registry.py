@@ -102,7 +102,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     registry.merge_methods.cache_clear()
 
 
-def test_every_method_of_the_peer_is_there_and_says_what_it_is() -> None:
+def test_every_method_of_mergekit_exists_and_has_a_summary() -> None:
     assert set(registry.merge_methods()) >= PEER
     for method in registry.merge_methods().values():
         assert method.summary
@@ -118,13 +118,13 @@ def test_a_method_of_another_package_is_used_like_our_own(family: Path, installe
 
 
 @pytest.mark.parametrize("value", [[3], [LOUDER, LOUDER]])
-def test_what_another_package_registers_is_checked(installed: list[Point], value: object) -> None:
+def test_methods_of_other_packages_are_validated(installed: list[Point], value: object) -> None:
     installed.append(Point(value))
     with pytest.raises(InvalidInput, match="extra"):
         registry.merge_methods()
 
 
-def test_what_a_method_of_another_package_declares_is_in_the_estimate(family: Path, installed: list[Point]) -> None:
+def test_declared_costs_of_another_package_are_in_the_estimate(family: Path, installed: list[Point]) -> None:
     costs = Costs(map=0.5, fold=7.0, folds=lambda task: 2 if len(task.shape) > 1 else 0)
     installed.append(Point([LOUDER, replace(LOUDER, name="measured", costs=costs)]))
 
@@ -153,7 +153,7 @@ def test_the_traits_of_a_method_of_another_package_decide_the_remedies(installed
         {"merge_method": "peace", "patience": 3, "calm": True},
         {"density": 0.5},
     ]
-    assert found[1].reason.endswith("adding adds them up and they cancel, while peace lets them talk.")
+    assert found[1].reason.endswith("adding adds opposed changes, which cancel, while peace lets them talk.")
     assert suggested("peace", conflict=0.48) == ()
 
 

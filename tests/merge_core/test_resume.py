@@ -148,9 +148,7 @@ def test_a_changed_input_restarts_the_merge(parents: Path, monkeypatch: pytest.M
     assert record.files == merge_text(LINEAR, parents, "new").files
 
 
-def test_after_a_crash_of_the_machine_only_flushed_shards_are_believed(
-    parents: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_machine_crash_only_flushed_shards_are_resumed(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(parents, monkeypatch)
     journals = {path.name: path.read_text() for path in (parents / "out").glob("*.journal.partial")}
     flushed = {name.removesuffix(".journal.partial") for name, text in journals.items() if "sha256" in text}

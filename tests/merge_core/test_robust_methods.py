@@ -58,7 +58,7 @@ def within(found: Any, honest: Any) -> bool:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 @given(data=st.data(), count=st.integers(3, 8))
-def test_fewer_than_half_cannot_carry_a_median_away(fused: bool, data: Any, count: int) -> None:
+def test_fewer_than_half_of_the_models_cannot_move_a_median_far(fused: bool, data: Any, count: int) -> None:
     base, *models = data.draw(family(count))
     bad = data.draw(st.integers(1, (count - 1) // 2))
     for number in range(bad):
@@ -68,7 +68,7 @@ def test_fewer_than_half_cannot_carry_a_median_away(fused: bool, data: Any, coun
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 @given(data=st.data(), count=st.integers(3, 10), trim=st.floats(0, 0.49))
-def test_as_many_as_are_trimmed_cannot_carry_a_mean_away(fused: bool, data: Any, count: int, trim: float) -> None:
+def test_trimmed_models_cannot_move_a_trimmed_mean_far(fused: bool, data: Any, count: int, trim: float) -> None:
     base, *models = data.draw(family(count))
     bad = int(trim * count)
     for number in range(bad):
@@ -78,7 +78,7 @@ def test_as_many_as_are_trimmed_cannot_carry_a_mean_away(fused: bool, data: Any,
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
 @given(data=st.data(), count=st.integers(2, 6))
-def test_the_order_of_the_models_moves_no_bit_and_both_kernels_agree(name: str, data: Any, count: int) -> None:
+def test_the_order_of_models_does_not_matter_and_both_kernels_agree(name: str, data: Any, count: int) -> None:
     base, *models = data.draw(family(count))
     first = merged(name, base, models, fused=True)
     turned = data.draw(st.permutations(models))
@@ -87,7 +87,7 @@ def test_the_order_of_the_models_moves_no_bit_and_both_kernels_agree(name: str, 
 
 
 @given(data=st.data(), count=st.integers(2, 6), threshold=st.floats(0, 1))
-def test_an_element_that_too_few_need_stays_as_the_base_has_it(data: Any, count: int, threshold: float) -> None:
+def test_an_element_that_too_few_models_need_keeps_the_base(data: Any, count: int, threshold: float) -> None:
     base, *models = data.draw(family(count))
     own = {"weight": 1.0, "threshold": threshold}
     nobody = merged("consensus_ta", base, models, fused=True, own=own, agreement=count + 1)
@@ -101,7 +101,9 @@ def test_an_element_that_too_few_need_stays_as_the_base_has_it(data: Any, count:
 
 
 @given(data=st.data(), count=st.integers(1, 5), density=st.floats(0.05, 1))
-def test_twins_stitched_give_the_twin_where_it_was_kept(data: Any, count: int, density: float) -> None:
+def test_stitching_two_equal_models_gives_that_model_where_elements_are_kept(
+    data: Any, count: int, density: float
+) -> None:
     base, model = data.draw(family(1))
     for fused in (False, True):
         own = {"weight": 0.7, "density": density}

@@ -148,7 +148,7 @@ def test_when_all_are_killed_the_next_one_resumes(parents: Path) -> None:
     assert merge_text(STEPS, parents, kernels="torch").files == alone.files
 
 
-def test_who_comes_when_all_is_done_is_told_so(parents: Path) -> None:
+def test_a_late_participant_learns_that_the_merge_is_complete(parents: Path) -> None:
     merge_text(STEPS, parents, kernels="torch")
     before = {path.name: path.stat().st_mtime_ns for path in (parents / "out").iterdir()}
     with pytest.raises(InvalidInput, match="not empty"):
@@ -157,7 +157,7 @@ def test_who_comes_when_all_is_done_is_told_so(parents: Path) -> None:
 
 
 @pytest.mark.parametrize("look", range(1, 5))
-def test_a_shard_is_found_while_another_participant_names_it(
+def test_a_shard_is_found_while_another_participant_renames_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
 ) -> None:
     """If it were missed, a complete shard would be written again while others already read it."""

@@ -69,7 +69,7 @@ def test_batched_pursuit_equals_the_textbook_algorithm() -> None:
         np.testing.assert_allclose(left[row], pursuit(wanted[row].numpy(), atoms.numpy(), 8), atol=1e-10)
 
 
-def test_rows_of_zeros_and_equal_atoms_do_no_harm() -> None:
+def test_zero_rows_and_equal_atoms_are_handled() -> None:
     atoms = torch.eye(4, 6).repeat(2, 1)
     atoms = torch.cat([atoms, torch.zeros(2, 6)])
     wanted = torch.cat([torch.zeros(1, 6), torch.tensor([[1.0, 2, 0, 0, 0, 0]]), torch.tensor([[0.0, 0, 0, 0, 5, 0]])])

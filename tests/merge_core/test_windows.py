@@ -23,7 +23,7 @@ def begun(requests: Sequence[SelectionRequest]) -> Fold:
     return next(guess_windows(scores, requests, NUMEL))
 
 
-def test_streams_are_guessed_at_one_after_the_other() -> None:
+def test_windows_are_guessed_one_stream_at_a_time() -> None:
     """The guess needs only the memory to sort a sample of one stream at a time."""
     requests = [SelectionRequest(stream, k) for stream in range(STREAMS) for k in (NUMEL // 4, NUMEL // 2)]
     fold, generator = begun(requests), np.random.default_rng(0)
@@ -41,7 +41,7 @@ def test_streams_are_guessed_at_one_after_the_other() -> None:
     assert [window.stream for window in windows] == [request.stream for request in requests]
 
 
-def test_each_request_gets_the_window_that_it_gets_alone() -> None:
+def test_the_window_of_a_request_does_not_depend_on_other_requests() -> None:
     requests = [SelectionRequest(stream, k) for k in (NUMEL // 4, NUMEL // 2) for stream in range(STREAMS)]
     fold, generator = begun(requests), np.random.default_rng(1)
     scales = np.array([[1.0], [2.0], [3.0]], np.float32)
@@ -54,7 +54,7 @@ def test_each_request_gets_the_window_that_it_gets_alone() -> None:
     assert len(set(windows)) == len(requests)
 
 
-def test_a_number_that_is_none_does_not_stop_the_guess() -> None:
+def test_nan_does_not_stop_the_guess() -> None:
     """NaN is found and refused later, when the full tensor is read."""
     fold = begun([SelectionRequest(0, 1)])
     parts: list[Any] = [np.full((1, GRAIN), 0x7FFFFFFF, np.int32) for _ in range(fold.sample_count)]

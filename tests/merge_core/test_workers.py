@@ -13,7 +13,7 @@ def ignore(failure: BaseException) -> None:
     raise AssertionError(failure)
 
 
-def test_the_oldest_tensor_is_worked_on_first_and_its_blocks_in_their_order() -> None:
+def test_the_oldest_tensor_is_processed_first_and_its_blocks_in_order() -> None:
     gate, done, seen = threading.Event(), threading.Event(), []
     workers = Workers(1, ignore)
     workers.submit(0, gate.wait)  # The following work is queued when the thread becomes free.
@@ -26,7 +26,7 @@ def test_the_oldest_tensor_is_worked_on_first_and_its_blocks_in_their_order() ->
     assert seen == [(0, "a"), (1, "a"), (1, "b"), (2, "a")]
 
 
-def test_nothing_is_begun_after_a_failure_and_the_failure_is_told() -> None:
+def test_no_work_starts_after_a_failure_and_the_failure_is_reported() -> None:
     gate, failed, told, seen = threading.Event(), threading.Event(), [], []
 
     def fail() -> None:
@@ -47,7 +47,7 @@ def test_nothing_is_begun_after_a_failure_and_the_failure_is_told() -> None:
     assert seen == []
 
 
-def test_stopping_waits_for_what_has_begun_and_drops_what_waits() -> None:
+def test_stopping_waits_for_running_work_and_drops_queued_work() -> None:
     began, gate, seen = threading.Event(), threading.Event(), []
 
     def work() -> None:

@@ -14,7 +14,7 @@ from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.stage import GateVerdict
-from mergegate.tasks.merge import Merged, Numerics
+from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
@@ -158,7 +158,7 @@ class Publishable:
     pinned: PinnedRecipe
     numerics: Numerics
     license: Artifact[LicenseVerdict]
-    merged: Artifact[Merged]
+    merged: Artifact[MergeSummary]
     report: Artifact[Report]
 
     def publish(self, target: PublishTarget, root: Path, expected_head: str | None = None) -> Release:
@@ -172,7 +172,7 @@ class Publishable:
 
 def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
     """Return a small unpublished release. Different weights give a different release."""
-    merge = Merged(
+    merge = MergeSummary(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )
     return Publishable(

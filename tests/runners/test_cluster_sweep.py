@@ -26,7 +26,7 @@ def here(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.long
-def test_killed_twice_a_sweep_has_the_same_trials_and_the_same_winner(
+def test_a_sweep_that_is_killed_twice_has_the_same_trials_and_winner(
     bench: ModuleType, here: Any, tmp_path: Path
 ) -> None:
     killed, kills = bench.disturbed(tmp_path / "killed", kills=2, seed=3, trials=TRIALS)
@@ -37,7 +37,7 @@ def test_killed_twice_a_sweep_has_the_same_trials_and_the_same_winner(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_two_workers_of_which_one_dies_in_a_trial_a_sweep_has_the_same_trials_and_the_same_winner(
+def test_a_sweep_with_a_dying_worker_has_the_same_trials_and_winner(
     kind: str, bench: ModuleType, here: Any, tmp_path: Path
 ) -> None:
     there = bench.undisturbed(tmp_path / kind, kind, TRIALS, deaths=1)

@@ -51,31 +51,31 @@ def opened(
         assert not list(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
 
 
-def test_the_results_are_those_of_this_process(opened: Opened) -> None:
+def test_results_equal_those_of_this_process(opened: Opened) -> None:
     assert dict(opened.each(worker_functions.square, range(7))) == {number: number * number for number in range(7)}
 
 
-def test_they_come_as_they_are_ready_and_two_work_at_a_time(opened: Opened, tmp_path: Path) -> None:
+def test_two_items_run_at_a_time_and_results_arrive_in_order_of_completion(opened: Opened, tmp_path: Path) -> None:
     items = [(tmp_path, number, 4) for number in range(4)]
     found = worker_functions.heard(opened.runner.each(worker_functions.last_first, items), tmp_path)
     assert dict(found) == {0: 0, 1: 1, 2: 4, 3: 9}
     assert found[0][0] == 1
 
 
-def test_what_fails_is_a_value(opened: Opened) -> None:
+def test_the_result_of_a_failed_item_is_its_exception(opened: Opened) -> None:
     found = dict(opened.each(worker_functions.refuse_odd, range(3)))
     assert (found[0], found[2]) == (0, 2)
     assert isinstance(found[1], Refused)
     assert found[1].where == "item 1"
 
 
-def test_an_exception_that_cannot_travel_comes_as_what_it_said(opened: Opened) -> None:
+def test_an_exception_that_cannot_be_pickled_keeps_its_message(opened: Opened) -> None:
     (_, error), *_ = opened.each(worker_functions.fail_oddly, [0])
     assert isinstance(error, RuntimeError)
     assert str(error) == "OddError: left and right"
 
 
-def test_a_killed_worker_costs_one_try_of_one_item(opened: Opened, tmp_path: Path) -> None:
+def test_a_killed_worker_costs_one_attempt_of_one_item(opened: Opened, tmp_path: Path) -> None:
     found = opened.each(worker_functions.killed_once, [(tmp_path, number, 2) for number in range(6)])
     assert dict(found) == {number: number for number in range(6)}
     tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
@@ -84,7 +84,7 @@ def test_a_killed_worker_costs_one_try_of_one_item(opened: Opened, tmp_path: Pat
     assert pids[0] != pids[1]
 
 
-def test_an_item_that_kills_every_worker_is_given_up(opened: Opened, tmp_path: Path) -> None:
+def test_an_item_that_kills_every_worker_fails(opened: Opened, tmp_path: Path) -> None:
     found = dict(opened.each(worker_functions.always_kills, [(tmp_path, number, 2) for number in range(6)]))
     assert isinstance(found[2], InvalidInput)
     assert "its worker died on every attempt" in found[2].found
@@ -93,7 +93,7 @@ def test_an_item_that_kills_every_worker_is_given_up(opened: Opened, tmp_path: P
     assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
 
 
-def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> None:
+def test_workers_use_the_home_and_the_api_of_the_run(opened: Opened) -> None:
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -112,13 +112,13 @@ def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> No
     assert [what for what in ours.values() if "uvicorn" in what or "prefect.server" in what] == []
 
 
-def test_each_worker_of_a_dask_of_ours_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
+def test_each_worker_of_an_own_dask_cluster_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
     """Ray itself distributes the GPUs that it finds."""
     found = opened.each(worker_functions.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
     assert {gpu for _, gpu in found} == ({"5", "6"} if opened.kind == "dask" else {"none of its own"})
 
 
-def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:
+def test_stages_that_run_on_a_worker_are_reported_to_the_run(opened: Opened) -> None:
     watcher = DeferredProgress()
     with progress_watcher(watcher):
         opened.each(worker_functions.run_a_stage, range(2))
@@ -128,7 +128,7 @@ def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:
     ]
 
 
-def test_whoever_stops_asking_can_ask_again(opened: Opened, tmp_path: Path) -> None:
+def test_a_runner_is_usable_after_an_iterator_was_closed(opened: Opened, tmp_path: Path) -> None:
     results = opened.runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)])
     next(results)
     results.close()  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_whoever_stops_asking_can_ask_again(opened: Opened, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("home", "prefect_api")
-def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
+def test_an_existing_cluster_keeps_running_and_must_share_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distributed import Client, LocalCluster
@@ -164,7 +164,7 @@ def test_a_cluster_that_was_there_is_left_as_it_is_and_must_share_our_state(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("home", "prefect_api")
-def test_an_address_where_nobody_is_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mergegate.tasks.runners import dask_cluster
 
     monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)

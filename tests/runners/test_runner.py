@@ -22,14 +22,14 @@ from mergegate.tasks.stage.progress import report_stage
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_each_item_is_done_once_however_many_do_it(workers: int, tmp_path: Path) -> None:
+def test_each_item_runs_once_for_any_number_of_workers(workers: int, tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
         found = dict(runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)]))
     assert found == {number: number * number for number in range(20)}
     assert all(len(file.read_text().split()) == 1 for file in tmp_path.iterdir())
 
 
-def test_one_worker_is_this_thread_and_keeps_the_order() -> None:
+def test_one_worker_uses_the_current_thread_and_keeps_the_order() -> None:
     threads = set()
 
     def seen(item: int) -> int:
@@ -41,7 +41,7 @@ def test_one_worker_is_this_thread_and_keeps_the_order() -> None:
     assert not local_runner().is_parallel
 
 
-def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
+def test_results_arrive_in_order_of_completion(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 4) for number in range(4)]
         came = worker_functions.heard(runner.each(worker_functions.last_first, items), tmp_path)
@@ -50,28 +50,28 @@ def test_results_come_as_they_are_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_fails_is_a_value_and_the_others_go_on(workers: int) -> None:
+def test_a_failed_item_does_not_stop_the_others(workers: int) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
         found = dict(runner.each(worker_functions.refuse_odd, range(4)))
     assert (found[0], found[2]) == (0, 2)
     assert [type(found[at]) for at in (1, 3)] == [Refused, Refused]
 
 
-def test_what_holds_where_it_is_called_holds_in_its_threads() -> None:
+def test_threads_inherit_the_context_of_the_caller() -> None:
     held: ContextVar[str] = ContextVar("held")
     held.set("here")
     with open_runner(RunnerSettings(workers=2)) as runner:
         assert {value for _, value in runner.each(lambda _: held.get("elsewhere"), range(4))} == {"here"}
 
 
-def test_at_each_place_one_item_at_a_time(tmp_path: Path) -> None:
+def test_each_slot_runs_one_item_at_a_time(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 2) for number in range(2)]
         assert {value for _, value in runner.each(worker_functions.slot_when_both_are_there, items)} == {0, 1}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_whoever_stops_asking_has_no_more_begun(workers: int) -> None:
+def test_closing_the_iterator_starts_no_more_items(workers: int) -> None:
     begun: list[int] = []
 
     def begin(item: int) -> None:
@@ -91,7 +91,7 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_ends_a_run_is_no_value(workers: int) -> None:
+def test_an_interrupt_is_raised_in_the_calling_thread(workers: int) -> None:
     def end(_: int) -> None:
         raise Interrupt
 
@@ -99,13 +99,13 @@ def test_what_ends_a_run_is_no_value(workers: int) -> None:
         list(runner.each(end, range(3)))
 
 
-def test_nothing_is_done_for_no_items() -> None:
+def test_no_items_give_no_results() -> None:
     with open_runner(RunnerSettings(workers=3)) as runner:
         assert list(runner.each(worker_functions.square, [])) == []
 
 
 @pytest.mark.parametrize("kind", ["dask", "ray"])
-def test_what_is_not_installed_is_said_before_anything_is_done(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_when_the_runner_is_opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match="is not installed") as caught, open_runner(_settings(kind)):
         pass
@@ -131,12 +131,12 @@ def _settings(kind: str) -> RunnerSettings:
         ({"wokers": 2}, "Extra inputs"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(said: dict[str, object], why: str) -> None:
+def test_meaningless_settings_are_refused(said: dict[str, object], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         RunnerSettings.model_validate(said)
 
 
-def test_a_profile_says_who_does_it() -> None:
+def test_a_profile_selects_the_runner() -> None:
     profile = parse_profile({"name": "x", "recipe": "r.yaml", "runner": {"kind": "dask", "workers": 4}}, "p")
     assert profile.runner == RunnerSettings(kind="dask", workers=4)
     assert parse_profile({"name": "x", "recipe": "r.yaml"}, "p").runner == RunnerSettings()
@@ -155,7 +155,7 @@ def test_a_profile_says_who_does_it() -> None:
         ("http://prefect.example:4200/api", "ray://head:10001", True),
     ],
 )
-def test_workers_elsewhere_must_reach_the_api(api: str, address: str, fine: bool) -> None:
+def test_workers_on_other_machines_must_reach_the_api(api: str, address: str, fine: bool) -> None:
     if fine:
         _require_reachable(api, address)
     else:
@@ -164,7 +164,7 @@ def test_workers_elsewhere_must_reach_the_api(api: str, address: str, fine: bool
         assert "PREFECT_API_URL" in caught.value.remedy
 
 
-def test_stages_that_ran_elsewhere_are_told_here() -> None:
+def test_relayed_stages_reach_the_watcher() -> None:
     there, watcher = DeferredProgress(), DeferredProgress()
     with progress_watcher(there), report_stage("evaluate", "merge") as report:
         report.status, report.summary = "made", "copy 100.0"
@@ -174,6 +174,6 @@ def test_stages_that_ran_elsewhere_are_told_here() -> None:
     assert told == there.stages[0] == StageEnd("evaluate", "merge", "made", told.seconds, "copy 100.0")
 
 
-def test_local_runners_are_runners() -> None:
+def test_a_local_runner_implements_the_protocol() -> None:
     runner: Runner = local_runner()
     assert dict(runner.each(worker_functions.square, [4])) == {0: 16}

@@ -27,7 +27,7 @@ from mergegate.tasks.runners.slots import (
 )
 
 
-def test_a_single_worker_is_where_everybody_is_and_changes_nothing() -> None:
+def test_a_single_worker_uses_the_default_slot() -> None:
     assert slots_for(1, 64, ("0", "1")) == (current_slot(),) == (WorkerSlot(),)
     assert current_slot().environment == ()
 
@@ -55,7 +55,7 @@ def test_each_worker_sees_one_gpu_and_more_workers_take_turns() -> None:
     assert all("CUDA_VISIBLE_DEVICES" not in dict(slot.environment) for slot in slots_for(2, 8, ()))
 
 
-def test_gpus_are_those_that_we_may_use(tmp_path: Path) -> None:
+def test_visible_gpus_follow_the_environment_and_then_the_devices(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia10", "nvidia9", "nvidiactl", "nvidia-uvm", "nvidia0x"):
         (tmp_path / name).touch()
     assert visible_gpus(tmp_path, {}) == ("0", "9", "10")
@@ -91,7 +91,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.usefixtures("children", "home")
-def test_every_place_has_a_process_of_its_own_with_its_share_and_keeps_it() -> None:
+def test_every_slot_keeps_its_own_process_and_share() -> None:
     slots = slots_for(2, 8, ("0", "1"))
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(asked_at, slots))
@@ -110,7 +110,7 @@ def test_every_place_has_a_process_of_its_own_with_its_share_and_keeps_it() -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
-def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
+def test_processes_of_several_slots_work_in_parallel(tmp_path: Path) -> None:
     """Each call waits for the other, so they would never end if they ran one after the other."""
     slots = slots_for(2, 2, ())
     with ThreadPoolExecutor(2) as threads:
@@ -120,7 +120,7 @@ def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
-def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp_path: Path) -> None:
     """The system kills a process if several together need too much memory."""
     slots = slots_for(2, 2, ())
     other = asked_at(slots[1])
@@ -135,7 +135,7 @@ def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
-def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None:
+def test_a_cancelled_slot_ends_its_process(tmp_path: Path) -> None:
     gone = threading.Event()
     slot = WorkerSlot(1, cancelled=gone)
     with ThreadPoolExecutor(1) as threads:

@@ -72,7 +72,7 @@ def open_files(pid: int) -> set[str]:
     return seen
 
 
-def test_gpus_are_counted_as_they_lie_on_the_bus(driver: Path) -> None:
+def test_gpus_are_listed_in_bus_order(driver: Path) -> None:
     assert list_host_gpus(driver) == (FIRST, SECOND)
     assert list_host_gpus(driver / "none") == ()
 
@@ -90,14 +90,14 @@ def test_gpus_are_counted_as_they_lie_on_the_bus(driver: Path) -> None:
         ("", []),
     ],
 )
-def test_what_a_process_may_see_is_what_it_holds(visible: str, held: list[str]) -> None:
+def test_a_process_locks_the_gpus_that_it_may_see(visible: str, held: list[str]) -> None:
     assert list(select_gpus((FIRST, SECOND), [name for name in visible.split(",") if name])) == held
 
 
 @given(
     st.lists(st.sampled_from(["0", "1", "2", "9", "GPU-a", "GPU-b", "MIG-1", "x"])), st.permutations(["a", "b", "c"])
 )
-def test_everybody_takes_them_in_one_order(visible: list[str], host: list[str]) -> None:
+def test_all_processes_lock_gpus_in_one_order(visible: list[str], host: list[str]) -> None:
     held = select_gpus([f"GPU-{name}" for name in host], visible)
     assert list(held) == sorted(set(held))
 
@@ -125,7 +125,7 @@ def test_a_second_job_waits_until_the_first_is_done(
     assert {path.name for path in tmp_path.glob("*.lock")} == {f"mergegate-{FIRST}.lock", f"mergegate-{SECOND}.lock"}
 
 
-def test_in_one_process_they_are_one_jobs(
+def test_leases_of_one_process_share_the_locks(
     tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
 ) -> None:
     locks = GpuLocks(driver)
@@ -136,13 +136,13 @@ def test_in_one_process_they_are_one_jobs(
     assert is_free(tmp_path, FIRST)
 
 
-def test_other_gpus_are_free_meanwhile(driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
+def test_other_gpus_stay_free(driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
     held = GpuLocks(driver).acquire(environment("0"))
     GpuLocks(driver).acquire(environment("1")).release()
     held.release()
 
 
-def test_a_job_that_is_killed_holds_nothing(
+def test_a_killed_job_releases_its_gpus(
     tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
 ) -> None:
     job = subprocess.Popen(
@@ -157,7 +157,7 @@ def test_a_job_that_is_killed_holds_nothing(
     assert is_free(tmp_path, FIRST)
 
 
-def test_what_a_job_started_holds_on_until_it_is_gone_itself(
+def test_a_child_process_holds_the_lock_until_it_ends(
     tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
 ) -> None:
     held = GpuLocks(driver).acquire(environment("0"))
@@ -175,7 +175,9 @@ def test_what_a_job_started_holds_on_until_it_is_gone_itself(
     assert is_free(tmp_path, FIRST)
 
 
-def test_a_link_is_no_lock(tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
+def test_a_link_in_place_of_a_lock_file_is_refused(
+    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
+) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / f"mergegate-{FIRST}.lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):

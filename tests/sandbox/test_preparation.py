@@ -44,7 +44,7 @@ def imported(libraries: Path) -> int:
     return len(place.read_text().splitlines()) if place.exists() else 0
 
 
-def test_all_is_compiled_and_only_once(libraries: Path) -> None:
+def test_all_imports_are_compiled_once(libraries: Path) -> None:
     compile_them(libraries)
     assert compiled(libraries) == {"early", "__init__", "last"}
     compile_them(libraries)
@@ -60,7 +60,7 @@ compile_imports(sys.executable, sys.argv[1], Path(sys.argv[2]), {"PYTHONPATH": s
 """
 
 
-def test_of_two_runs_that_begin_at_the_same_time_one_compiles(libraries: Path) -> None:
+def test_only_one_of_two_simultaneous_runs_compiles(libraries: Path) -> None:
     os.mkfifo(libraries / "gate")
     (libraries / "early.py").write_text(
         f"with open({str(libraries / 'imported')!r}, 'a') as said: said.write('once\\n'); first = said.tell() == 5\n"
@@ -81,14 +81,16 @@ def test_of_two_runs_that_begin_at_the_same_time_one_compiles(libraries: Path) -
     assert imported(libraries) == 1
 
 
-def test_where_nothing_is_to_be_compiled_nothing_is(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_if_python_does_not_write_bytecode(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     compile_them(libraries)
     assert compiled(libraries) == set()
     assert imported(libraries) == 0
 
 
-def test_what_is_not_there_is_not_imported(libraries: Path) -> None:
+def test_a_missing_library_is_not_imported(libraries: Path) -> None:
     (libraries / "package" / "last.py").unlink()
     compile_them(libraries)
     assert compiled(libraries) == set()
@@ -97,6 +99,6 @@ def test_what_is_not_there_is_not_imported(libraries: Path) -> None:
 @pytest.mark.parametrize(
     ("python", "imports"), [("no such interpreter", IMPORTS), (sys.executable, "raise SystemExit(3)")]
 )
-def test_that_it_cannot_be_is_for_others_to_say(libraries: Path, python: str, imports: str) -> None:
+def test_a_failed_import_is_ignored(libraries: Path, python: str, imports: str) -> None:
     compile_them(libraries, python, imports)
     assert compiled(libraries) == set()

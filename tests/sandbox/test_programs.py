@@ -44,11 +44,11 @@ def confined(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_program_passes_if_it_comes_to_its_end(program: str, end: str) -> None:
+def test_a_program_passes_if_it_reaches_its_end(program: str, end: str) -> None:
     assert run_program(program, QUICK) == end
 
 
-def test_what_only_waits_is_ended_too() -> None:
+def test_a_waiting_program_runs_out_of_time() -> None:
     waits = "import time\ntime.sleep(1000)"
     assert run_program(waits, QUICK.model_copy(update={"clock": 0.5})) is ProgramEnd.OUT_OF_TIME
 
@@ -87,7 +87,7 @@ else:
         "open('large', 'wb').write(bytes(1 << 26))",
     ],
 )
-def test_nothing_gets_out_of_it(attempt: str) -> None:
+def test_a_program_cannot_leave_its_confinement(attempt: str) -> None:
     outside = directory_of_nobody()
     with socket.create_server(("127.0.0.1", 0)) as server:
         try:
@@ -100,11 +100,11 @@ def test_nothing_gets_out_of_it(attempt: str) -> None:
             outside.rmdir()
 
 
-def test_an_attempt_that_nobody_denies_is_seen() -> None:
+def test_a_permitted_attempt_is_detected() -> None:
     assert run_program(DENIED.format(attempt="open('own', 'w')"), QUICK) is ProgramEnd.FAILED
 
 
-def test_where_a_system_cannot_hold_it_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_program_runs_if_a_restriction_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     silent = tmp_path / "child.py"
     silent.write_text("raise SystemExit('no such call')")
     monkeypatch.setattr(programs, "_CHILD", silent)
@@ -119,7 +119,7 @@ def test_where_a_system_cannot_hold_it_nothing_is_run(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_of_calls_answers_as_it_is_written(machine: str) -> None:
+def test_the_call_filter_blocks_exactly_the_listed_calls(machine: str) -> None:
     """The filter is interpreted as bpf(4) defines it, for every call number, on the right machine and another."""
     column, architecture = program_child._MACHINES[machine]
     steps = program_child.call_filter(machine)

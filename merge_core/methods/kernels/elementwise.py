@@ -1,7 +1,7 @@
 """Kernels that compute each element on its own, or with the divergence of its row.
 
-They are the counterparts of :mod:`merge_core.methods.adaptive`, :mod:`.agreement`, :mod:`.pairwise`, :mod:`.ram` and
-:mod:`.robust`. :func:`add_change` adds a change of any origin to stored numbers.
+They are the counterparts of :mod:`merge_core.methods.elementwise`, :mod:`.adaptive` and :mod:`.pairwise`.
+:func:`add_change` adds a change of any origin to stored numbers.
 """
 
 from __future__ import annotations

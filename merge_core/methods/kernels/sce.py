@@ -69,16 +69,7 @@ def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any
 
 @compiled
 def sce(
-    data: Any,
-    rows: Any,
-    length: int,
-    start: int,
-    grain: int,
-    cut: Any,
-    before: Any,
-    weights: Any,
-    least: Any,
-    out: Any,
+    data: Any, rows: Any, length: int, start: int, grain: int, cut: Any, before: Any, weights: Any, least: Any, out: Any
 ) -> None:
     """Write ``b + sum c_i D_i E_i / max(sum c_i E_i, least)`` for the selected task vectors."""
     count = len(rows) - 1

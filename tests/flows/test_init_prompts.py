@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from made_families import FAMILIES, write_family
+from model_families import FAMILIES, write_family
 from terminal import terminal
 from typer.testing import CliRunner
 

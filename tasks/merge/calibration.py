@@ -78,7 +78,7 @@ class ReadWindow(NamedTuple):
     own: list[bool]
 
     @property
-    def new(self) -> int:
+    def new_count(self) -> int:
         """Number of tokens that no earlier window contained."""
         return len(self.own)
 
@@ -184,8 +184,8 @@ def measure_in_runs(
         InvalidInput: The text reached no part.
     """
     with open_journal(job.journal, _is_finished_run) as journal:
-        finished = _find_finished_runs(journal.records, job.out, file_name)
-        owners = {name: owner for record in finished for name, owner in record["owner"].items()}
+        finished_runs = _find_finished_runs(journal.records, job.out, file_name)
+        owners = {name: owner for record in finished_runs for name, owner in record["owner"].items()}
         memory = system_memory()
         capacity = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
         runs: list[list[_Part]] = []
@@ -200,7 +200,7 @@ def measure_in_runs(
             used_bytes += part.sum_bytes
         total = windows * max(len(runs), 1)
         for number, run in enumerate(runs):
-            path, before = job.out / file_name(len(finished) + number), number * windows
+            path, before = job.out / file_name(len(finished_runs) + number), number * windows
             new_owners = measure(run, path, lambda count, before=before: on_progress(before + count, total))  # type: ignore[misc]
             journal.append({"file": path.name, "sha256": sha256_file(path), "owner": dict(new_owners)})
             owners |= new_owners
@@ -225,17 +225,17 @@ def _find_finished_runs(
     records: Iterable[Mapping[str, Any]], out: Path, file_name: Callable[[int], str]
 ) -> list[Mapping[str, Any]]:
     """Return all records before the first one whose file is missing or has changed, and delete other safetensors."""
-    finished: list[Mapping[str, Any]] = []
+    finished_runs: list[Mapping[str, Any]] = []
     for record in records:
-        path = out / file_name(len(finished))
+        path = out / file_name(len(finished_runs))
         if record["file"] != path.name or not path.is_file() or sha256_file(path) != record["sha256"]:
             break
-        finished.append(record)
-    expected = {record["file"] for record in finished}
+        finished_runs.append(record)
+    expected_files = {record["file"] for record in finished_runs}
     for path in out.glob("*.safetensors"):
-        if path.name not in expected:
+        if path.name not in expected_files:
             path.unlink()
-    return finished
+    return finished_runs
 
 
 def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:

@@ -137,7 +137,7 @@ def test_a_broken_checkpoint_is_not_worth_its_tasks(compared: Compared) -> None:
         ),
         ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "no such directory here"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "nowhere.yaml", "No such file"),
-        ([str(MODELS / "base"), str(MODELS / "reverser")], "bare.yaml", "no evidence to compare by"),
+        ([str(MODELS / "base"), str(MODELS / "reverser")], "bare.yaml", "no evidence to compare with"),
     ],
 )
 def test_what_cannot_be_compared_is_said(project: Project, checkpoints: list[str], profile: str, words: str) -> None:

@@ -1,0 +1,249 @@
+"""Combine task vectors element by element: RAM, Consensus Task Arithmetic, and robust averages.
+
+With ``d_i = x_i - b``:
+
+**RAM** averages the elements that several models changed, and keeps or amplifies an element that one changed. An
+element is changed if ``|d_i| > epsilon``. With the number ``c`` of models that changed it,
+``out = b + sum_i d_i [changed_i] (L_i if c == 1 else 1 / c)``. Plain RAM has ``L_i = 1``. RAM+ amplifies the changes
+that are unique to a model by the share of its changes that others made too:
+``L_i = 1 + r * clip(shared_i / unique_i, 0, alpha)``. Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
+
+**Consensus Task Arithmetic** adds up task vectors only in the elements that several models need. With
+``v_i = w_i d_i`` and ``T = sum v_i``, model i needs an element if ``|v_i| > threshold * |T - v_i|``. An element that
+fewer than ``agreement`` models need keeps the value of the base. If only one model needs it, that model often works
+without it, and if no model needs it, it is noise. Wang et al. 2024, https://arxiv.org/abs/2405.07813.
+
+**Robust averages** do not follow a single model as far as that model goes. They sort the task vectors by value in each
+element and average those in the middle: ``out = b + lambda * mean(d_(k), ..., d_(n - 1 - k))``. The trimmed mean leaves
+out ``k = floor(trim * n)`` on each side. The median leaves out as many as it takes to keep one or two. The sign, size
+and position of the trimmed values do not matter, so fewer than half of the models cannot take over the result. The
+price: if models differ for good reasons, because each has its own skill, the methods also drop what only a few models
+have. Yin et al. 2018, https://arxiv.org/abs/1803.01498.
+
+The geometric median works on whole models instead of elements. It is the point with the smallest sum of distances to
+all models, and therefore a mean. Its weights follow from the Gram matrix of all task vectors, which is measured before
+the merge (:func:`merge_core.analysis.geometric_median`). It keeps what only a few models have, in proportion to their
+share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mergegate.merge_core.methods.combination import check_mean, combine
+from mergegate.merge_core.methods.contract import (
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    Traits,
+    add_in_order,
+    fold_counts,
+    load_kernels,
+    map_only,
+)
+from mergegate.merge_core.methods.task_vectors import LAMBDA, WEIGHT
+
+if TYPE_CHECKING:
+    import torch
+
+_EPSILON = Parameter("epsilon", "float", "shared", 1e-5, "a smaller difference does not count as a change", minimum=0.0)
+
+
+def _amplified(task: TensorTask) -> Steps:
+    epsilon, r, alpha = (float(task.shared[name]) for name in ("epsilon", "r", "alpha"))
+
+    def reduce_block(block: Block) -> torch.Tensor:
+        import torch
+
+        changed = block.deltas().abs() > epsilon
+        several = changed.sum(0) > 1
+        return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
+
+    shared, unique = yield fold_counts(
+        reduce_block,
+        lambda block: load_kernels().count_changes(block.data, block.rows, block.length, np.float32(epsilon)),
+    )
+    factors = [
+        1 + r * min(max(shared_count / max(unique_count, epsilon), 0.0), alpha)
+        if max(unique_count, epsilon) > 0
+        else 1 + r * alpha
+        for shared_count, unique_count in zip(shared.tolist(), unique.tolist(), strict=True)
+    ]
+    return _average_changes(factors, epsilon)
+
+
+def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
+    """Return the map that adds the changes to the base, with one factor per model for those that it alone made."""
+
+    def map_block(block: Block) -> torch.Tensor:
+        import torch
+
+        deltas = block.deltas()
+        changed = deltas.abs() > epsilon
+        number = changed.sum(0)
+        total = torch.zeros_like(block.base)
+        for delta, is_changed, factor in zip(deltas, changed, factors, strict=True):
+            scale = torch.where(number == 1, factor, 1 / number.clamp(min=1).to(delta.dtype))
+            total = total + torch.where(is_changed, delta * scale, 0.0)
+        return block.base + total
+
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        scales = np.array(factors, np.float32)
+        load_kernels().ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
+
+    return Map(map_block, map_stored)
+
+
+_RAM = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"
+
+
+def _consensus(task: TensorTask) -> Map:
+    weights, thresholds = task.model_values("weight"), task.model_values("threshold")
+    agreement, scale = int(task.shared["agreement"]), float(task.shared["lambda"])
+
+    def map_block(block: Block) -> torch.Tensor:
+        import torch
+
+        weighted = [delta * weight for delta, weight in zip(block.deltas(), weights, strict=True)]
+        total = add_in_order(weighted)
+        needed = torch.zeros(total.shape, dtype=torch.int32, device=total.device)
+        for vector, threshold in zip(weighted, thresholds, strict=True):
+            needed += vector.abs() > (total - vector).abs() * threshold
+        return block.base + torch.where(needed >= agreement, total, 0.0) * scale
+
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        arguments = (np.asarray(weights, np.float32), np.asarray(thresholds, np.float32), agreement, np.float32(scale))
+        load_kernels().consensus(block.data, block.rows, block.length, *arguments, out)
+
+    return Map(map_block, map_stored)
+
+
+_ROBUST = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
+_TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models to leave out on each side", 0.0, 0.49)
+
+
+def _average_middle(skipped: int, scale: float) -> Map:
+    """Return the map that adds to the base the mean of the task vectors.
+
+    The mean leaves out the ``skipped`` lowest and highest values of each element.
+    """
+
+    def map_block(block: Block) -> torch.Tensor:
+        ordered = block.deltas().sort(0).values
+        middle = ordered[skipped : len(ordered) - skipped]
+        return block.base + add_in_order(list(middle)) / len(middle) * scale
+
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        load_kernels().trimmed_middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
+
+    return Map(map_block, map_stored)
+
+
+def _trimmed_mean(task: TensorTask) -> Map:
+    # The small addend corrects floating-point rounding: a share of 0.2 of five models is one model.
+    skipped = math.floor(float(task.shared["trim"]) * (len(task.per_input) - 1) + 1e-9)
+    return _average_middle(skipped, float(task.shared["lambda"]))
+
+
+def _weighted_mean(task: TensorTask) -> Map:
+    weights, scale = task.model_values("weight"), float(task.shared["lambda"])
+    return combine([weight / sum(weights) * scale for weight in weights], about_base=True)
+
+
+METHODS = (
+    Method(
+        name="consensus_ta",
+        summary="Add up task vectors where at least two models need the element, keep the base elsewhere",
+        paper="Consensus Task Arithmetic (TALL masks), Wang et al. 2024, https://arxiv.org/abs/2405.07813",
+        base="required",
+        models=(1, None),
+        parameters=(
+            WEIGHT,
+            Parameter(
+                "threshold",
+                "float",
+                "non_base",
+                0.4,
+                "minimum size of a needed element, relative to the sum of the other models",
+                0.0,
+            ),
+            Parameter("agreement", "int", "shared", 2, "minimum number of models that need an element", 1),
+            LAMBDA,
+        ),
+        steps=map_only(_consensus),
+        costs=Costs(map=1.4),
+        traits=Traits(adapters="products"),
+    ),
+    Method(
+        name="geometric_median",
+        summary="The base plus the point with the smallest sum of distances to the task vectors of whole models",
+        paper="Robust aggregation, Pillutla et al. 2022, https://arxiv.org/abs/1912.13445",
+        base="required",
+        models=(1, None),
+        parameters=(
+            Parameter(
+                "weight", "float", "non_base", 1.0, "weight of each model, for example its number of samples", 0.0
+            ),
+            LAMBDA,
+        ),
+        steps=map_only(_weighted_mean),
+        check=check_mean,
+        costs=Costs(map=1.5),
+        traits=Traits(weights_by_distance=True),
+    ),
+    Method(
+        name="median",
+        summary="The base plus the median of the task vectors, element by element",
+        paper=_ROBUST,
+        base="required",
+        models=(1, None),
+        parameters=(LAMBDA,),
+        steps=map_only(lambda task: _average_middle((len(task.per_input) - 2) // 2, float(task.shared["lambda"]))),
+        costs=Costs(map=0.9),
+        traits=Traits(adapters="products"),
+    ),
+    Method(
+        name="trimmed_mean",
+        summary="The base plus the mean of the task vectors without the extremes of each element",
+        paper=_ROBUST,
+        base="required",
+        models=(1, None),
+        parameters=(_TRIM, LAMBDA),
+        steps=map_only(_trimmed_mean),
+        costs=Costs(map=0.9),
+        traits=Traits(adapters="products"),
+    ),
+    Method(
+        name="ram",
+        summary="Average what several models changed, keep what only one changed",
+        paper=_RAM,
+        base="required",
+        models=(1, None),
+        parameters=(_EPSILON,),
+        steps=map_only(lambda task: _average_changes([1.0] * (len(task.per_input) - 1), float(task.shared["epsilon"]))),
+        costs=Costs(map=1.4),
+    ),
+    Method(
+        name="ramplus_tl",
+        summary="RAM that amplifies what only one model changed, per tensor",
+        paper=_RAM,
+        base="required",
+        models=(1, None),
+        parameters=(
+            Parameter("r", "float", "shared", 0.1, "strength of the amplification"),
+            Parameter("alpha", "float", "shared", 0.2, "largest ratio of shared to unique changes that counts"),
+            _EPSILON,
+        ),
+        steps=_amplified,
+        costs=Costs(map=1.2, fold=1.0, folds=lambda task: 1),
+    ),
+)
