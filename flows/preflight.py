@@ -273,14 +273,14 @@ def _with_data(evidence: Evidence, sources: Sequence[TokenizerSource], problems:
     for task in evidence.tasks:
         with problems.noted():  # Find data that cannot be loaded before hours of merging, not after.
             size = problems.ask(count_task, task, data_revisions(task, limit), limit).value
-            tasks.append(size.of(task))
+            tasks.append(size.pin(task))
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
             for source in sources:
                 with problems.noted():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
-                    prompt_settings = task.asked.described() if task.asked else ""
+                    prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
                     problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(

@@ -1,4 +1,4 @@
-"""Define what a project's server does by itself: notify operators, and end runs that are silent or not approved.
+"""Define the rules of a project's server: notify operators, and end silent runs and runs without approval.
 
 A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient of ``schedules.yaml`` has
 one rule per occasion. Three rules need no recipient. A run without a sign of life is marked as crashed, which frees its

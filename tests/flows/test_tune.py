@@ -118,7 +118,7 @@ def test_what_has_no_one_scale_is_refused(recipe: dict[str, Any], more: dict[str
         ("{", False),
     ],
 )
-def test_a_refusal_only_offers_it_where_it_would_be_taken(recipe: str, has: bool) -> None:
+def test_a_refusal_suggests_tune_only_if_it_applies(recipe: str, has: bool) -> None:
     assert has_searchable_scale(recipe) is has
 
 
@@ -188,7 +188,7 @@ def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_fou
 
 
 @pytest.mark.slow
-def test_a_refused_average_is_tuned_in_the_same_night(project: Project) -> None:
+def test_a_refused_average_is_tuned_in_the_same_run(project: Project) -> None:
     remedied = {
         **PLAIN,
         "name": "remedied",
