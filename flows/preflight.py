@@ -239,7 +239,7 @@ def preflight_profile(
             ]
         evidence = _with_data(evidence, sources, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
-        attempts, past = len(candidates) + profile.proposed, past_guards(profile.name)
+        attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
         # A release will soon find out, so only a check forecasts the power of its documents.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
@@ -273,14 +273,14 @@ def _with_data(evidence: Evidence, sources: Sequence[TokenizerSource], problems:
     for task in evidence.tasks:
         with problems.noted():  # Find data that cannot be loaded before hours of merging, not after.
             size = problems.ask(count_task, task, data_revisions(task, limit), limit).value
-            tasks.append(size.of(task))
+            tasks.append(size.pin(task))
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
             for source in sources:
                 with problems.noted():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
-                    prompt_settings = task.asked.described() if task.asked else ""
+                    prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
                     problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(
@@ -466,7 +466,7 @@ def pin_profile_evidence(
             declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]
             dtypes = {dtype.torch_name for dtype in declared if dtype}
         evidence = with_supported_dtype(evidence, {*stored_dtypes(parents), *dtypes}, without_units)
-    searching = profile if profile.sweep else profile.tuning
+    searching = profile if profile.sweep else profile.scale_search
     if searching is None:
         return evidence
     swept = pin_profile_sweep(searching, evidence, hashes)

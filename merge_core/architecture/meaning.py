@@ -103,18 +103,22 @@ def has_effect(key: str) -> bool:
 
 
 def differing_settings(
-    first: Mapping[str, Any], other: Mapping[str, Any]
+    first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> Iterator[tuple[ModelSetting, ModelSetting]]:
     """Yield the pairs of settings in which two configurations of one architecture differ in meaning."""
-    first_settings, other_settings = settings(first), settings(other)
-    for name in {**first_settings, **other_settings}:
-        present = first_settings.get(name) or other_settings[name]
+    first_settings, second_settings = settings(first), settings(second)
+    for name in {**first_settings, **second_settings}:
+        present = first_settings.get(name) or second_settings[name]
         missing = ModelSetting(present.key, None, "missing", present.is_read)
-        left, right = first_settings.get(name, missing), other_settings.get(name, missing)
-        stated = left if right is missing else right
-        is_unset = (left is missing or right is missing) and stated.value in (None, False)
-        if left.value != right.value and repr(left.value) != repr(right.value) and not is_unset:
-            yield left, right
+        first_setting, second_setting = first_settings.get(name, missing), second_settings.get(name, missing)
+        stated = first_setting if second_setting is missing else second_setting
+        is_unset = (first_setting is missing or second_setting is missing) and stated.value in (None, False)
+        if (
+            first_setting.value != second_setting.value
+            and repr(first_setting.value) != repr(second_setting.value)
+            and not is_unset
+        ):
+            yield first_setting, second_setting
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:

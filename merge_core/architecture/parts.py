@@ -72,8 +72,8 @@ def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     ends = {stack: _depth(checkpoint, stack, depth) for stack, depth in stacks(checkpoint.tensors).items()}
     tensors = set()
     for name in checkpoint.tensors:
-        place = parse_layer_place(name)
-        if roots.intersection(name.split(".")) or (place is not None and place.index >= ends[place.stack]):
+        position = parse_layer_place(name)
+        if roots.intersection(name.split(".")) or (position is not None and position.index >= ends[position.stack]):
             tensors.add(name)
     return frozenset(tensors)
 

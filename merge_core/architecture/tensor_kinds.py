@@ -69,9 +69,9 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
     """Return the number of layers of each stack in ``names``."""
     counts: dict[str, int] = {}
     for name in names:
-        place = parse_layer_place(name)
-        if place is not None and place.index >= counts.get(place.stack, 0):
-            counts[place.stack] = place.index + 1
+        position = parse_layer_place(name)
+        if position is not None and position.index >= counts.get(position.stack, 0):
+            counts[position.stack] = position.index + 1
     return counts
 
 

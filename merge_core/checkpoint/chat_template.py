@@ -166,10 +166,6 @@ def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companio
     The templates are written to every file in which a library may look for them. ``tokenizer_config.json`` is updated
     only if it exists. All other files with templates are removed.
 
-    Args:
-        files: Files that accompany the weights of a model.
-        templates: Chat templates by name.
-
     Raises:
         InvalidInput: ``tokenizer_config.json`` is not a JSON object.
     """

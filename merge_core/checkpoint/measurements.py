@@ -99,12 +99,7 @@ class StoredMoments:
 
 @dataclass(frozen=True)
 class ExpectedMoments:
-    """Placeholder in a plan for moments that have not been measured yet, see :class:`merge_core.methods.InputMoments`.
-
-    Args:
-        width: Width of the input, ``in``.
-        is_diagonal: Whether only the diagonal will be stored.
-    """
+    """Placeholder in a plan for moments that have not been measured yet. The fields are those of `StoredMoments`."""
 
     width: int
     is_diagonal: bool
@@ -132,13 +127,7 @@ def moments_file_name(number: int) -> str:
 
 
 def write_inputs(directory: Path, inputs: Mapping[str, str], positions: int) -> None:
-    """Write ``inputs.json``.
-
-    Args:
-        directory: Directory of the files.
-        inputs: Name of the stored tensor for each matrix of the network.
-        positions: Number of positions that the means cover.
-    """
+    """Write ``inputs.json``: the name of the stored tensor for each matrix, and the number of measured positions."""
     _write_owners(directory / INPUTS, "inputs", inputs, positions)
 
 
@@ -168,11 +157,7 @@ def _moments(tensor: StoredTensor | None, location: str) -> StoredMoments:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedImportance:
-    """Placeholder in a plan for the importance of a tensor that has not been measured yet.
-
-    Args:
-        shape: Shape of the tensor.
-    """
+    """Placeholder in a plan for the importance of a tensor of some shape that has not been measured yet."""
 
     shape: tuple[int, ...]
 
@@ -188,13 +173,7 @@ def importance_file_name(number: int) -> str:
 
 
 def write_importance(directory: Path, tensors: Mapping[str, str], positions: int) -> None:
-    """Write ``importance.json``.
-
-    Args:
-        directory: Directory of the files.
-        tensors: Name of the stored tensor for each tensor of the model.
-        positions: Number of positions that the means cover.
-    """
+    """Write ``importance.json``: the name of the stored tensor for each tensor, and the number of positions."""
     _write_owners(directory / IMPORTANCE, "tensors", tensors, positions)
 
 
@@ -220,16 +199,9 @@ def _write_owners(path: Path, key: str, owners: Mapping[str, str], positions: in
 
 
 def _read_owners(path: Path, key: str, pattern: str, expected: str) -> dict[str, StoredTensor | None]:
-    """Return the stored tensor for each name in a JSON file, or None if the tensor is missing.
+    """Return the stored tensor, or None if it is missing, for each name under ``key`` of a JSON file.
 
-    Args:
-        path: The JSON file.
-        key: Key of the mapping in the JSON file.
-        pattern: Glob pattern of the tensor files in the same directory.
-        expected: Description of the expected content for error messages.
-
-    Raises:
-        InvalidInput: A file is missing or damaged.
+    The tensors are in files of the same directory that match the glob ``pattern``.
     """
     content: Any = read_json(path)
     owners = content.get(key) if isinstance(content, Mapping) else None

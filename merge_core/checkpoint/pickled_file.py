@@ -111,11 +111,7 @@ def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTenso
 
 
 def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, ...]:
-    """Return the tensors of an open file of ``size`` bytes, like :func:`read_pickled`.
-
-    Raises:
-        InvalidInput: See :func:`read_pickled`.
-    """
+    """Return the tensors of an open file of ``size`` bytes, like :func:`read_pickled`."""
     remedy = f"if an older PyTorch wrote it, {_RESAVE}. Otherwise, {_DAMAGED}"
     with parsing_errors(
         str(path), "not a readable zip file", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy

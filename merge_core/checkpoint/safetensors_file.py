@@ -91,9 +91,6 @@ def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tu
         read: Function that returns ``count`` bytes from ``start``. It is called only for the header.
         size: Size of the file in bytes.
         path: Path of the file for messages and for the resulting tensors.
-
-    Raises:
-        InvalidInput: See :func:`read_header`.
     """
     if size < 8:
         raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)

@@ -119,67 +119,67 @@ def plan_with_findings(
 
 
 def _compare_configs(
-    donor: str, first: Checkpoint, name: str, other: Checkpoint, *, aligned: bool
+    donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint, *, aligned: bool
 ) -> Iterator[Finding]:
-    if class_difference(first, other) == "network":
+    if class_difference(donor, parent) == "network":
         yield Finding(
             "block",
             f"{name}: config.json: architectures",
-            found=other.architecture or "no value",
-            expected=f"{first.architecture or 'no value'}, as in {donor}",
+            found=parent.architecture or "no value",
+            expected=f"{donor.architecture or 'no value'}, as in {donor_name}",
             remedy="merge models of one architecture",
             cause=different_size(name),
         )
         return
-    yield from _compare_settings(donor, first, name, other)
-    first_end, other_end = (config_value(checkpoint, _END) for checkpoint in (first, other))
-    if not aligned and first_end != other_end and first_end is not None and other_end is not None:
+    yield from _compare_settings(donor_name, donor, name, parent)
+    donor_end, parent_end = (config_value(checkpoint, _END) for checkpoint in (donor, parent))
+    if not aligned and donor_end != parent_end and donor_end is not None and parent_end is not None:
         yield Finding(
             "warn",
             f"{name}: config.json: {_END}",
-            found=f"{other_end}",
-            expected=f"{first_end}, as in {donor}, whose config the result gets",
+            found=f"{parent_end}",
+            expected=f"{donor_end}, as in {donor_name}, whose config the result gets",
             remedy="set eos_token_id to the token that ends a text in every model and in the result",
         )
-    first_size, other_size = vocabulary_size(first.config), vocabulary_size(other.config)
-    if first_size != other_size and not aligned:
+    donor_size, parent_size = vocabulary_size(donor.config), vocabulary_size(parent.config)
+    if donor_size != parent_size and not aligned:
         yield Finding(
             "block",
             f"{name}: config.json: vocab_size",
-            found=f"{other_size}",
-            expected=f"{first_size}, as in {donor}",
+            found=f"{parent_size}",
+            expected=f"{donor_size}, as in {donor_name}",
             remedy="set tokenizer_source, or resize one model's embeddings",
             cause=different_vocabulary(name),
         )
-    if has_own_head(first) != has_own_head(other):
-        tied_model = donor if has_own_head(other) else name
+    if has_own_head(donor) != has_own_head(parent):
+        tied_model = donor_name if has_own_head(parent) else name
         yield Finding(
             "warn",
             f"{name}: config.json: tie_word_embeddings",
-            found=_HEADS[has_own_head(other)],
-            expected=f"{_HEADS[has_own_head(first)]}, as in {donor}",
+            found=_HEADS[has_own_head(parent)],
+            expected=f"{_HEADS[has_own_head(donor)]}, as in {donor_name}",
             remedy=f"nothing to do: the result gets its own head, merged with the embedding of {tied_model}",
         )
 
 
-def _compare_settings(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
     """Yield the settings that make the two models compute different functions of the same weights."""
     ignored_keys: list[str] = []
-    for first_setting, other_setting in differing_settings(first.config, other.config):
-        if not first_setting.is_read or "derived" in (first_setting.source, other_setting.source):
-            ignored_keys.append(other_setting.key)
+    for donor_setting, parent_setting in differing_settings(donor.config, parent.config):
+        if not donor_setting.is_read or "derived" in (donor_setting.source, parent_setting.source):
+            ignored_keys.append(parent_setting.key)
             continue
-        key = other_setting.key.rpartition(".")[2]
+        key = parent_setting.key.rpartition(".")[2]
         spelling = (
-            f" ({first_setting.key})"
-            if first_setting.key != other_setting.key and first_setting.source == "stated"
+            f" ({donor_setting.key})"
+            if donor_setting.key != parent_setting.key and donor_setting.source == "stated"
             else ""
         )
         yield Finding(
             "warn",
-            f"{name}: config.json: {other_setting.key}",
-            found=f"{other_setting}",
-            expected=f"{first_setting}{spelling}, as in {donor}, whose config the result gets",
+            f"{name}: config.json: {parent_setting.key}",
+            found=f"{parent_setting}",
+            expected=f"{donor_setting}{spelling}, as in {donor_name}, whose config the result gets",
             remedy="make sure that the models compute the same function of their weights",
             cause=different_size(name) if key in SIZES else "",
         )
@@ -187,7 +187,7 @@ def _compare_settings(donor: str, first: Checkpoint, name: str, other: Checkpoin
         yield Finding(
             "info",
             f"{name}: config.json: {', '.join(ignored_keys)}",
-            found=f"the values differ from {donor}",
+            found=f"the values differ from {donor_name}",
             expected="no effect: transformers ignores or derives these keys for this model_type",
             remedy="nothing to do, unless you run the result with other software that reads them",
         )
@@ -202,26 +202,25 @@ def _format(checkpoint: Checkpoint) -> str:
     return bytes_by_dtype.most_common(1)[0][0] if bytes_by_dtype else ""
 
 
-def _compare_forms(document: Recipe, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+def _compare_forms(document: Recipe, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
     """Yield findings if two models store weights in different formats, or split text by classes with own rules."""
-    donor = document.donor
-    first_format, other_format = _format(first), _format(other)
+    donor_format, parent_format = _format(donor), _format(parent)
     has_no_dtype = document.dtype is None and document.out_dtype is None
-    if has_no_dtype and first_format and other_format and first_format != other_format:
+    if has_no_dtype and donor_format and parent_format and donor_format != parent_format:
         yield Finding(
             "warn",
             f"{name}: dtype",
-            found=f"{other_format} weights",
-            expected=f"{first_format}, as in {donor}",
+            found=f"{parent_format} weights",
+            expected=f"{donor_format}, as in {document.donor}",
             remedy="set dtype in the recipe; without it, each tensor of the result gets the wider format",
         )
-    first_class, other_class = _tokenizer_class(first.companions), _tokenizer_class(other.companions)
-    if document.tokenizer is None and first_class and other_class and first_class != other_class:
+    donor_class, parent_class = _tokenizer_class(donor.companions), _tokenizer_class(parent.companions)
+    if document.tokenizer is None and donor_class and parent_class and donor_class != parent_class:
         yield Finding(
             "warn",
             f"{name}: tokenizer_config.json: tokenizer_class",
-            found=other_class,
-            expected=f"{first_class}, as in {donor}, whose tokenizer the result gets",
+            found=parent_class,
+            expected=f"{donor_class}, as in {document.donor}, whose tokenizer the result gets",
             remedy="make sure that both split text in the same way; equal token ids do not show that",
         )
 

@@ -45,28 +45,28 @@ def different_vocabulary(model: str) -> str:
     return f"{model}: vocabulary"
 
 
-def compare_sizes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
-    """Yield one finding that lists all sizes in which ``other`` differs from ``first``.
+def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
+    """Yield one finding that lists all sizes in which ``parent`` differs from ``donor``.
 
     Yield none if the configurations agree or belong to different architectures.
     """
-    if class_difference(first, other) == "network":
+    if class_difference(donor, parent) == "network":
         return
-    pairs = [("layers", layer_count(other.config), layer_count(first.config))]
-    pairs += [(label, config_value(other, key), config_value(first, key)) for key, label in SIZES.items()]
+    pairs = [("layers", layer_count(parent.config), layer_count(donor.config))]
+    pairs += [(label, config_value(parent, key), config_value(donor, key)) for key, label in SIZES.items()]
     differing = [
-        f"{other_value} {label} instead of {first_value}"
+        f"{parent_value} {label} instead of {donor_value}"
         if label in _COUNTED
-        else f"{label} {other_value} instead of {first_value}"
-        for label, other_value, first_value in pairs
-        if other_value != first_value and other_value is not None and first_value is not None
+        else f"{label} {parent_value} instead of {donor_value}"
+        for label, parent_value, donor_value in pairs
+        if parent_value != donor_value and parent_value is not None and donor_value is not None
     ]
     if differing:
         yield Finding(
             "block",
             f"{name}: config.json",
             found=", ".join(differing),
-            expected=f"the size of {donor}",
+            expected=f"the size of {donor_name}",
             remedy="merge models of one architecture and size",
             cause=different_size(name),
         )

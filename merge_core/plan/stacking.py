@@ -61,26 +61,26 @@ def config_of_slices(
     return config, warnings
 
 
-def differing_kinds(donor: str, first: Checkpoint, model: str, other: Checkpoint) -> Iterator[Finding]:
+def differing_kinds(donor_name: str, donor: Checkpoint, model: str, parent: Checkpoint) -> Iterator[Finding]:
     """Yield a finding if layers of two whole models with the same number compute different things."""
-    first_part, other_part = text_part(first.config), text_part(other.config)
-    if first_part.family is None or first_part.family != other_part.family or first_part.family.refused is not None:
+    donor_part, parent_part = text_part(donor.config), text_part(parent.config)
+    if donor_part.family is None or donor_part.family != parent_part.family or donor_part.family.refused is not None:
         return
     try:
-        stack = main_stack(first, donor)
-        depth = main_depth(first, stack)
-        if main_depth(other, stack) != depth:
+        stack = main_stack(donor, donor_name)
+        depth = main_depth(donor, stack)
+        if main_depth(parent, stack) != depth:
             return
         for index in range(depth):
-            first_kinds = layer_kinds(first_part, index, depth, f"{donor}: config.json")
-            for name, value in layer_kinds(other_part, index, depth, f"{model}: config.json").items():
-                if first_kinds[name] != value:
-                    keys = next(kind.keys for kind in first_part.family.kinds if kind.name == name)
+            donor_kinds = layer_kinds(donor_part, index, depth, f"{donor_name}: config.json")
+            for name, value in layer_kinds(parent_part, index, depth, f"{model}: config.json").items():
+                if donor_kinds[name] != value:
+                    keys = next(kind.keys for kind in donor_part.family.kinds if kind.name == name)
                     yield Finding(
                         "warn",
                         f"{model}: config.json: {', '.join(keys)}",
                         found=f"{name} of layer {index} is {value}",
-                        expected=f"{first_kinds[name]}, as in {donor}, whose config the result gets",
+                        expected=f"{donor_kinds[name]}, as in {donor_name}, whose config the result gets",
                         remedy="make sure that the models compute the same function of their weights",
                     )
                     return

@@ -100,8 +100,8 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
         if name == donor:
             continue
         model_findings = list(_vocabulary_findings(donor, reference, name, vocabulary, accepted))
-        other = definitions[name]
-        if first is None or other is None:
+        definition = definitions[name]
+        if first is None or definition is None:
             if vocabulary is not None:
                 settings = [read_settings(checkpoints[key].companions) for key in (donor, name)]
                 model_findings += [
@@ -110,8 +110,8 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
                 ]
             findings += model_findings
             continue
-        model_findings += _misnumbered_findings(name, other)
-        for difference in compare_tokenizers(first, other):
+        model_findings += _misnumbered_findings(name, definition)
+        for difference in compare_tokenizers(first, definition):
             model_findings.append(_difference_finding(difference, donor, name, accepted, decided=False))
         findings += model_findings
         relevant = [
@@ -119,8 +119,9 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
             for finding in model_findings
             if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted)
         ]
-        if relevant and first.has_pipeline and other.has_pipeline:  # Without pipelines, the library cannot tell more.
-            pairs.append(TokenizerPair(relevant[0], other.content, first.content, name))
+        # Without pipelines, the library cannot tell more.
+        if relevant and first.has_pipeline and definition.has_pipeline:
+            pairs.append(TokenizerPair(relevant[0], definition.content, first.content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
 
@@ -139,32 +140,29 @@ def _compare_aligned(
     for name in checkpoints:
         if name not in alignment.vocabularies:
             continue
-        other = alignment.vocabularies[name]
-        findings += _misnumbered_findings(name, other)
+        definition = alignment.vocabularies[name]
+        findings += _misnumbered_findings(name, definition)
         if name != alignment.tokenizer_name:
-            model_findings = [
-                _difference_finding(difference, alignment.tokenizer_name, name, accepted, decided=True)
-                for difference in compare_tokenizers(target, other)
-            ]
-            relevant = [
-                finding
-                for finding, difference in zip(model_findings, compare_tokenizers(target, other), strict=True)
-                if difference.changes_ids
-            ]
-            findings += model_findings
-            if relevant and target.has_pipeline and other.has_pipeline:
-                pairs.append(TokenizerPair(relevant[0], other.content, content, name))
+            relevant = []
+            for difference in compare_tokenizers(target, definition):
+                finding = _difference_finding(difference, alignment.tokenizer_name, name, accepted, decided=True)
+                findings.append(finding)
+                if difference.changes_ids:
+                    relevant.append(finding)
+            if relevant and target.has_pipeline and definition.has_pipeline:
+                pairs.append(TokenizerPair(relevant[0], definition.content, content, name))
         elif alignment.model_changed:
             change = Finding(
                 "warn",
                 f"{name}: tokenizer.json",
-                found=f"{len(alignment.ids) - len(other.ids)} more tokens in the result ({alignment.choice.strangers})",
+                found=f"{len(alignment.ids) - len(definition.ids)} more tokens in the result "
+                f"({alignment.choice.strangers})",
                 expected="the tokenizer that the model was trained with",
                 remedy="check how many texts are split differently; strangers: specials changes no text",
             )
             findings.append(change)
-            if other.has_pipeline:
-                pairs.append(TokenizerPair(change, other.content, content, name))
+            if definition.has_pipeline:
+                pairs.append(TokenizerPair(change, definition.content, content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
 
@@ -201,9 +199,9 @@ def _misnumbered_findings(name: str, definition: TokenizerDefinition) -> Iterato
 
 
 def _vocabulary_findings(
-    donor: str, reference: Vocabulary, name: str, other: Vocabulary | None, accepted: frozenset[str]
+    donor: str, reference: Vocabulary, name: str, vocabulary: Vocabulary | None, accepted: frozenset[str]
 ) -> Iterator[Finding]:
-    if other is None:
+    if vocabulary is None:
         yield Finding(
             "warn",
             name,
@@ -212,9 +210,9 @@ def _vocabulary_findings(
             remedy="make sure that the model was trained with that tokenizer",
         )
         return
-    shared = sorted(reference.digests.keys() & other.digests.keys())
-    differing = [file for file in shared if reference.digests[file] != other.digests[file]]
-    if reference.is_complete and other.is_complete:
+    shared = sorted(reference.digests.keys() & vocabulary.digests.keys())
+    differing = [file for file in shared if reference.digests[file] != vocabulary.digests[file]]
+    if reference.is_complete and vocabulary.is_complete:
         if differing:
             yield Finding(
                 "warn",
@@ -236,8 +234,7 @@ def _vocabulary_findings(
             return
         if not shared:
             files, first_files = (
-                ", ".join(sorted(vocabulary.digests)) or "tokenizer.json or vocab.json"
-                for vocabulary in (other, reference)
+                ", ".join(sorted(item.digests)) or "tokenizer.json or vocab.json" for item in (vocabulary, reference)
             )
             yield Finding(
                 "warn",
@@ -247,8 +244,8 @@ def _vocabulary_findings(
                 remedy="save both tokenizers as tokenizer.json (a fast tokenizer)",
             )
             return
-    moved, missing, extra = vocabulary_differences(reference, other)
-    file = "tokenizer" if not other.is_complete else "tokenizer.json"
+    moved, missing, extra = vocabulary_differences(reference, vocabulary)
+    file = "tokenizer" if not vocabulary.is_complete else "tokenizer.json"
     if moved:
         yield Finding(
             "block",
@@ -271,5 +268,5 @@ def _vocabulary_findings(
 
 
 def _examples(tokens: list[str]) -> str:
-    shown = ", ".join(repr(token) for token in tokens[:3])
-    return shown + (", ..." if len(tokens) > 3 else "")
+    examples = ", ".join(repr(token) for token in tokens[:3])
+    return examples + (", ..." if len(tokens) > 3 else "")

@@ -16,57 +16,93 @@ from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS
 from mergegate.merge_core.recipe.recipe import CLIENT_KEYS
 
 _TYPES: dict[str, dict[str, Any]] = {
-    "merge_method": {"enum": None, "description": "What is computed: 'mergegate methods' explains each."},
-    "base_model": {"$ref": "#/$defs/model", "description": "What the models were fine-tuned from."},
-    "models": {"type": "array", "items": {"$ref": "#/$defs/source"}, "description": "What is merged, layer by layer."},
-    "slices": {"type": "array", "items": {"$ref": "#/$defs/slice"}, "description": "Runs of layers, put together."},
-    "modules": {"type": "object", "description": "Parts of a network with layers of their own, by name."},
+    "merge_method": {"enum": None, "description": "Merge method. 'mergegate methods' explains all methods."},
+    "base_model": {"$ref": "#/$defs/model", "description": "Model that the others were fine-tuned from."},
+    "models": {"type": "array", "items": {"$ref": "#/$defs/source"}, "description": "Models to merge layer by layer."},
+    "slices": {"type": "array", "items": {"$ref": "#/$defs/slice"}, "description": "Layer ranges to stack."},
+    "modules": {"type": "object", "description": "Parts of the network with their own layers, by name."},
     "parameters": {"$ref": "#/$defs/parameters"},
-    "tokenizer_source": {"description": "Whose vocabulary the result has: base, union, or a model."},
-    "tokenizer": {"type": "object", "description": "The same with rows of single tokens: {source: union}."},
-    "chat_template": {"type": "string", "description": "auto, or the template itself."},
-    "name": {"type": "string", "description": "By which other documents of this recipe refer to this one."},
-    "align_experts": {"type": "boolean", "description": "Renumber experts of mixtures so that they correspond."},
-    "statistics": {"type": "object", "description": "How the texts of models are read, for methods that read some."},
+    "tokenizer_source": {"description": "Vocabulary of the result: base, union, or a model."},
+    "tokenizer": {
+        "type": "object",
+        "description": "Vocabulary of the result with settings for single tokens, for example {source: union}.",
+    },
+    "chat_template": {
+        "type": "string",
+        "description": "Chat template of the result: auto, a known name, or the template.",
+    },
+    "name": {"type": "string", "description": "Name by which other documents of this recipe refer to this one."},
+    "align_experts": {
+        "type": "boolean",
+        "description": "Whether to reorder the experts of mixtures so that they correspond. Default: false.",
+    },
+    "statistics": {
+        "type": "object",
+        "description": "Settings for reading calibration texts, for methods that use them.",
+    },
     "clients": {
         "type": "array",
-        "description": "In a profile: directories of models that train from the last release.",
+        "description": "In a profile: directories of models that were trained from the last release.",
     },
-    "samples": {"type": "object", "description": "How much each client has seen."},
+    "samples": {"type": "object", "description": "Number of training samples of each client."},
     "momentum": {
         "type": "number",
         "minimum": 0,
         "exclusiveMaximum": 1,
-        "description": "How much of the last round's step is taken again.",
+        "description": "Share of the previous round's step that is added to this round's step.",
     },
     "adam": {
         "type": "object",
         "additionalProperties": False,
         "required": ["rate"],
-        "description": "The server's step by Adam, in place of momentum: {rate: 0.01}; what it keeps is in the store.",
+        "description": "Use Adam instead of momentum for the server's step: {rate: 0.01}. The store holds its state.",
         "properties": {
-            "rate": {"type": "number", "exclusiveMinimum": 0, "description": "About how far a weight goes in a round."},
-            "beta1": {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "description": "Of the mean (0.9)."},
-            "beta2": {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "description": "Of squares (0.99)."},
-            "tau": {"type": "number", "exclusiveMinimum": 0, "description": "Added to their root (0.001)."},
+            "rate": {
+                "type": "number",
+                "exclusiveMinimum": 0,
+                "description": "Approximate change of a weight per round.",
+            },
+            "beta1": {
+                "type": "number",
+                "minimum": 0,
+                "exclusiveMaximum": 1,
+                "description": "Decay of the mean. Default: 0.9.",
+            },
+            "beta2": {
+                "type": "number",
+                "minimum": 0,
+                "exclusiveMaximum": 1,
+                "description": "Decay of the squares. Default: 0.99.",
+            },
+            "tau": {
+                "type": "number",
+                "exclusiveMinimum": 0,
+                "description": "Constant added to the root of the squares. Default: 0.001.",
+            },
         },
     },
-    "at_least": {"type": "integer", "description": "Clients with something new, for a round to take place."},
+    "at_least": {"type": "integer", "description": "Smallest number of updated clients for a round."},
     "leave_out_beyond": {
         "type": "number",
-        "description": "Times the median length: models that changed more stay out.",
+        "description": "Largest length of a task vector, as a factor of the median. Longer ones are left out.",
     },
     "experts": {"type": "array", "description": "Dense models that become the experts of a mixture."},
 }
-_TEXT = {"type": "string", "description": "A text of the model's own, for methods that read some: jsonl or plain text."}
+_TEXT = {
+    "type": "string",
+    "description": "Calibration text of the model (JSON Lines or plain text), for methods that use one.",
+}
 
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of one recipe document, as plain data."""
     properties = {key: dict(_TYPES.get(key, {})) for key in dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS, *CLIENT_KEYS))}
     properties["merge_method"]["enum"] = sorted(merge_methods())
-    formats = sorted({name for known in RECIPE_NAMES for name in (known, f"torch.{known}")})
-    for key, description in (("dtype", "Number format of the result."), ("out_dtype", "Wins over dtype.")):
+    formats = sorted({name for dtype in RECIPE_NAMES for name in (dtype, f"torch.{dtype}")})
+    for key, description in (
+        ("dtype", "Number format of the result."),
+        ("out_dtype", "Number format of the result, instead of dtype."),
+    ):
         properties[key] = {"enum": formats, "description": description}
     parameters = {"$ref": "#/$defs/parameters"}
     model = {"$ref": "#/$defs/model"}
@@ -80,7 +116,7 @@ def recipe_schema() -> dict[str, Any]:
         "anyOf": [{"required": ["merge_method"]}, {"required": ["experts"]}],
         "$defs": {
             "model": {
-                "description": "A directory, or org/name@revision; +adapter applies a LoRA adapter.",
+                "description": "Directory or org/name@revision. Append +adapter to apply a LoRA adapter.",
                 "type": ["string", "object"],
             },
             "parameters": {

@@ -61,15 +61,29 @@ def deciding_files(directory: Path) -> tuple[str, ...]:
     Raises:
         InvalidInput: An index is not JSON, an entry is not a regular file, or a link leads out of the directory.
     """
-    names = files_in(directory)
-    return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
+    entries = {path.name for path in directory.iterdir()}
+    entries |= set(nested_names(directory))
+    # Check every file that will be hashed, read or passed to a library before any of them is opened.
+    read_names = (
+        name
+        for name in entries
+        if _determines_behavior(PurePosixPath(name))
+        or PurePosixPath(name).suffix in (".safetensors", ".bin")
+        or _ABOUT.fullmatch(PurePosixPath(name).name)
+    )
+    check_entries(directory, sorted(read_names))
+    files = {name for name in entries if (directory / name).is_file()}
+    for index in {INDEX_NAME, PICKLED_INDEX_NAME} & files:  # The shards of an index may be in subdirectories.
+        names = map(PurePosixPath, _indexed_files(directory / index))
+        inside = [name for name in names if not name.is_absolute() and ".." not in name.parts]
+        shards = {name.as_posix() for name in inside if "\0" not in str(name)}
+        check_entries(directory, sorted(shards))
+        files |= {name for name in shards if (directory / name).is_file()}
+    return tuple(sorted({*weight_files(files, directory), *files_beside(files)}))
 
 
 def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
-    """Return the identities of the files that determine the behavior of each model, for ``require_same_files``.
-
-    Args:
-        directories: Directories of the models.
+    """Return the identities of the files that determine the behavior of the models in ``directories``.
 
     Raises:
         InvalidInput: An index is not JSON.
@@ -82,13 +96,7 @@ def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
 
 
 def require_same_files(identities: Mapping[Path, FileIdentity]) -> None:
-    """Raise ``ChangedInput`` if a file has changed since ``identify_files``.
-
-    Commands that do not pin their models use this check.
-
-    Raises:
-        ChangedInput: A file was modified or replaced.
-    """
+    """Raise ``ChangedInput`` if a file has changed since ``identify_files``, for commands that do not pin models."""
     for path, identity in identities.items():
         require_unchanged(path, identity)
 
@@ -132,33 +140,6 @@ def files_beside(names: Collection[str]) -> tuple[str, ...]:
 def files_about(names: Collection[str]) -> tuple[str, ...]:
     """Return the card, licenses and notices among ``names``. They determine the permitted uses of the model."""
     return tuple(sorted(name for name in names if _ABOUT.fullmatch(name)))
-
-
-def files_in(directory: Path) -> tuple[str, ...]:
-    """Return the names of the files in ``directory`` that may belong to a checkpoint.
-
-    Raises:
-        InvalidInput: An index is not JSON, an entry is not a regular file, or a link leads out of the directory.
-    """
-    entries = {path.name for path in directory.iterdir()}
-    entries |= set(nested_names(directory))
-    # Check every file that will be hashed, read or passed to a library before any of them is opened.
-    read_names = (
-        name
-        for name in entries
-        if _determines_behavior(PurePosixPath(name))
-        or name.endswith((".safetensors", ".bin"))
-        or _ABOUT.fullmatch(PurePosixPath(name).name)
-    )
-    check_entries(directory, sorted(read_names))
-    files = {name for name in entries if (directory / name).is_file()}
-    for index in {INDEX_NAME, PICKLED_INDEX_NAME} & files:  # The shards of an index may be in subdirectories.
-        names = map(PurePosixPath, _indexed_files(directory / index))
-        inside = [name for name in names if not name.is_absolute() and ".." not in name.parts]
-        shards = {name.as_posix() for name in inside if "\0" not in str(name)}
-        check_entries(directory, sorted(shards))
-        files |= {name for name in shards if (directory / name).is_file()}
-    return tuple(sorted(files))
 
 
 def _indexed_files(index: Path) -> set[str]:

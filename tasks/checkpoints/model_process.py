@@ -342,6 +342,16 @@ class _ModelProcess:
         compile_libraries()
         variables = {name: os.environ[name] for name in kind.variables if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
+        root = state_directory(store().root, private=True)
+        # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
+        memory = None if has_cuda_driver() else system_memory()
+        confinement = Confinement(
+            # Only existing directories can be allowed, so state_directory creates them.
+            write=tuple(str(state_directory(root / stage)) for stage in _JOURNALLED),
+            hide=(str(home() / "prefect"),),
+            network=kind.network,
+            memory=memory_of_child(_MAPPED_TOO * memory.total if memory else None),
+        )
         self._gpus = acquire_gpus()
         try:
             self.child = SupervisedProcess(
@@ -352,7 +362,7 @@ class _ModelProcess:
                 ProcessOptions(
                     "evaluation",
                     pass_fds=(child_connection.fileno(),),
-                    confinement=_confinement(kind),
+                    confinement=confinement,
                     inherited=self._gpus.descriptors,
                 ),
             )
@@ -393,20 +403,6 @@ def compile_libraries() -> None:
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     return {**_PATIENT, **environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
-
-
-def _confinement(kind: _Kind) -> Confinement:
-    root = state_directory(store().root, private=True)
-    # Only existing directories can be allowed, so create them first.
-    journal_directories = [state_directory(root / stage) for stage in _JOURNALLED]
-    # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
-    memory = None if has_cuda_driver() else system_memory()
-    return Confinement(
-        write=tuple(map(str, journal_directories)),
-        hide=(str(home() / "prefect"),),
-        network=kind.network,
-        memory=memory_of_child(_MAPPED_TOO * memory.total if memory else None),
-    )
 
 
 def _death_error(location: str, code: int | None, last_line: str) -> InvalidInput:

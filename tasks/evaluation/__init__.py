@@ -6,7 +6,7 @@ table with one row per document and metric. The package also reads results that 
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
-from mergegate.tasks.evaluation.code_permission import allow_code, require_evaluated
+from mergegate.tasks.evaluation.code_permission import require_evaluated
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
     ContaminatedDocuments,
@@ -19,7 +19,6 @@ from mergegate.tasks.evaluation.document_scores import (
     PairedScores,
     pair_documents,
     read_document_scores,
-    score_of_sample,
     write_document_scores,
 )
 from mergegate.tasks.evaluation.download import FetchedDataset, fetch_datasets
@@ -32,22 +31,18 @@ from mergegate.tasks.evaluation.lm_eval_results import (
     require_same_conditions,
 )
 from mergegate.tasks.evaluation.metrics import (
-    JudgedMetrics,
-    MetricSetting,
     choose_known_metrics,
     choose_metrics,
-    default_metric,
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import clusters_in_child
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
-    ResolvedPromptSettings,
     Scoring,
     resolve_prompt_settings,
 )
-from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
+from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
     Scores,
@@ -57,7 +52,6 @@ from mergegate.tasks.evaluation.stage import (
     count_missing_documents,
     count_task,
     data_revisions,
-    document_count,
     evaluate_documents,
     find_pinned_data,
     join_parts,
@@ -73,12 +67,11 @@ from mergegate.tasks.evaluation.support import (
     require_examples,
     require_supported,
 )
-from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.evaluation.task_data import TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_loading import document_texts
 from mergegate.tasks.evaluation.throughput import (
-    DocumentCost,
     document_seconds,
     estimate_document_cost,
     measured_seconds,
@@ -92,20 +85,15 @@ __all__ = [
     "CalibrationTexts",
     "ContaminatedDocuments",
     "CountLimit",
-    "DataSource",
-    "DocumentCost",
     "DocumentScore",
     "DocumentSet",
     "DocumentSplits",
     "EvalTask",
     "EvaluationSettings",
     "FetchedDataset",
-    "JudgedMetrics",
     "MeanOver",
-    "MetricSetting",
     "PairedScores",
     "PromptSettings",
-    "ResolvedPromptSettings",
     "ResultsFile",
     "Scores",
     "Scoring",
@@ -119,7 +107,6 @@ __all__ = [
     "TokenizedDocument",
     "TokenizedTask",
     "TokenizerSource",
-    "allow_code",
     "by_task",
     "choose_known_metrics",
     "choose_metrics",
@@ -127,8 +114,6 @@ __all__ = [
     "count_missing_documents",
     "count_task",
     "data_revisions",
-    "default_metric",
-    "document_count",
     "document_seconds",
     "document_texts",
     "estimate_document_cost",
@@ -160,9 +145,7 @@ __all__ = [
     "require_same_conditions",
     "require_supported",
     "resolve_prompt_settings",
-    "score_of_sample",
     "score_table",
-    "split_documents",
     "tokenize_task",
     "write_document_scores",
 ]

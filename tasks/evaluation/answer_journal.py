@@ -6,7 +6,7 @@ requests would be divided into different batches, and the batch affects the last
 stores a batch once all of it is answered, and counts equal requests separately. The remaining requests form the same
 batches as before, and the numbers equal those of an uninterrupted run::
 
-    with journalled(lm, journal, backend.computes_in) as lm:
+    with attach_journal(lm, journal, backend.computes_in) as lm:
         evaluate(lm, ...)
 
 A sampled answer depends on the preceding ones through the state of torch's generator. The journal stores this state
@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import base64
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from mergegate.merge_core.files import RecordJournal
@@ -55,22 +57,32 @@ class JournalledModel:
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return, as lm-eval does, the log-probability of each continuation in nats and whether it is the argmax."""
-        return self._answers("loglikelihood", requests)
+        return self._answer_requests("loglikelihood", requests)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return, as lm-eval does, the generated answer to each prompt."""
-        return self._answers("generate_until", requests)
+        return self._answer_requests("generate_until", requests)
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
         """Record one answer, possibly from the batch that began last. lm-eval calls this hook."""
         ends = getattr(self._lm, "answer_ends", None) if kind == "generate_until" else None
         end = ends.popleft() if ends else AnswerEnd()
         answer = _typed(kind, answer)
-        if kind == self._kind and (name := self._find_request(kind, request)):
-            self._ends[name].append(end)
-            self._answered.append((name, answer if kind == "loglikelihood" else [answer, *end]))
-            if not self._batched:
-                self.finish_batch()
+        if kind != self._kind:
+            return
+        name = _name(kind, request)
+        if not self._waiting.get(name):
+            # vLLM reports the settings it derived from a prompt's settings, so only the prompt can be compared.
+            prompts = {name: waiting[0][0] for name, waiting in self._waiting.items() if waiting}
+            matches = [name for name, prompt in prompts.items() if prompt == request[0]]
+            if kind != "generate_until" or len(matches) != 1:
+                return
+            name = matches[0]
+        self._waiting[name].popleft()
+        self._ends[name].append(end)
+        self._answered.append((name, answer if kind == "loglikelihood" else [answer, *end]))
+        if not self._batched:
+            self.finish_batch()
 
     def finish_batch(self) -> None:
         """Append the answers of the preceding batch, which is now complete, to the journal."""
@@ -78,11 +90,14 @@ class JournalledModel:
             return
         record: dict[str, Any] = {"kind": self._kind, "answers": self._answered}
         if self._sampled:
-            record["generator"] = _generator_state()
+            import torch
+
+            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+            record["generator"] = [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
         self._journal.append(record)
         self._answered = []
 
-    def _answers(self, kind: str, requests: Sequence[Any]) -> list[Any]:
+    def _answer_requests(self, kind: str, requests: Sequence[Any]) -> list[Any]:
         names = [_name(kind, request.args) for request in requests]
         recorded = [queue.popleft() if (queue := self._recorded.get(name)) else None for name in names]
         ends = [AnswerEnd()] * len(requests)
@@ -90,73 +105,61 @@ class JournalledModel:
             ends = [AnswerEnd() if entry is None else AnswerEnd(*entry[1:]) for entry in recorded]
             recorded = [None if entry is None else entry[0] for entry in recorded]
         answers = [None if entry is None else _typed(kind, entry) for entry in recorded]
-        left = [index for index in _in_order_of_batches(kind, requests) if answers[index] is None]
-        self.restored = len(requests) - len(left)
+        order: Iterable[int] = range(len(requests))
+        self._sampled = False
+        if kind == "generate_until":
+            # lm-eval batches requests with equal settings together, in the order in which the settings first occur.
+            # This order must not change when some requests are already answered.
+            by_settings: dict[str, list[int]] = {}
+            for index, request in enumerate(requests):
+                settings = request.args[1]
+                by_settings.setdefault(repr(sorted(settings.items())), []).append(index)
+                self._sampled |= bool(settings.get("do_sample") or settings.get("temperature"))
+            order = chain.from_iterable(by_settings.values())
+        unanswered = [index for index in order if answers[index] is None]
+        self.restored = len(requests) - len(unanswered)
         self._kind, self._answered = kind, []
-        self._sampled = kind == "generate_until" and any(map(_is_sampled, requests))
         self._waiting, self._ends = defaultdict(deque), defaultdict(deque)
-        for index in left:
+        for index in unanswered:
             self._waiting[names[index]].append(requests[index].args)
-        if self._sampled and (state := self._generator.get(kind)):
-            _set_generator(state)
-        if left:
-            results = getattr(self._lm, kind)([requests[index] for index in left])
+        if self._sampled and (encoded := self._generator.get(kind)):
+            import torch
+
+            states = [torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.uint8) for part in encoded]
+            torch.set_rng_state(states[0])
+            if states[1:]:
+                torch.cuda.set_rng_state_all(states[1:])
+        if unanswered:
+            results = getattr(self._lm, kind)([requests[index] for index in unanswered])
             self.finish_batch()  # the last batch is complete
-            for index, answer in zip(left, results, strict=True):
+            for index, answer in zip(unanswered, results, strict=True):
                 answers[index] = answer
-                if ended := self._ends.get(names[index]):
-                    ends[index] = ended.popleft()
+                if request_ends := self._ends.get(names[index]):
+                    ends[index] = request_ends.popleft()
         if kind == "generate_until":
             self.ended_answers += zip(requests, ends, strict=True)
         self._kind = ""
         return answers
 
-    def _find_request(self, kind: str, request: Sequence[Any]) -> str:
-        """Return the name of the request that was answered, or an empty text if it is ambiguous."""
-        name = _name(kind, request)
-        if not self._waiting.get(name):
-            if kind != "generate_until":
-                return ""
-            # vLLM reports the settings it derived from a prompt's settings, so only the prompt can be compared.
-            matches = [
-                candidate for candidate, waiting in self._waiting.items() if waiting and waiting[0][0] == request[0]
-            ]
-            if len(matches) != 1:
-                return ""
-            name = matches[0]
-        self._waiting[name].popleft()
-        return name
-
 
 def is_answer_record(record: object) -> bool:
     """Return whether ``record`` has the form that ``JournalledModel`` writes: kind, answers by name, torch state."""
-    if not isinstance(record, dict):
-        return False
     match record:
-        case {"kind": "loglikelihood", "answers": list(answers)}:
-            is_valid = all(_is_pair(answer) and _is_pair(answer[1]) for answer in answers)
-        case {"kind": "generate_until", "answers": list(answers)}:
-            is_valid = all(_is_pair(answer) and _is_generated(answer[1]) for answer in answers)
-        case _:
-            return False
-    state = record.get("generator", [])
-    return is_valid and isinstance(state, list) and all(isinstance(part, str) for part in state)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
-def _is_generated(value: object) -> bool:
-    """Return whether ``value`` is a text followed by the fields of its ``AnswerEnd``."""
-    if not (isinstance(value, list) and len(value) == 1 + len(AnswerEnd._fields)):
-        return False
-    text, reason, tokens = value
-    return isinstance(text, str) and isinstance(reason, str) and (tokens is None or type(tokens) is int)
+        case {"kind": ("loglikelihood" | "generate_until") as kind, "answers": list(answers)}:
+            for answer in answers:
+                match answer:
+                    case [_, [_, _]] if kind == "loglikelihood":
+                        continue
+                    case [_, [str(), str(), tokens]] if kind == "generate_until" and type(tokens) in (int, type(None)):
+                        continue
+                return False
+            state = record.get("generator", []) if isinstance(record, dict) else None
+            return isinstance(state, list) and all(isinstance(part, str) for part in state)
+    return False
 
 
 @contextmanager
-def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
+def attach_journal(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
     """Yield ``lm`` with a journal that is attached until the context closes.
 
     Args:
@@ -166,16 +169,13 @@ def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> I
 
     model = JournalledModel(lm, journal, batched=bool(computes_in))
 
-    def with_journal(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_batch(*args: Any, **kwargs: Any) -> Any:
-            model.finish_batch()
-            return compute(*args, **kwargs)
-
-        return compute_batch
+    def compute_batch(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model.finish_batch()
+        return compute(*args, **kwargs)
 
     lm.set_cache_hook(model)
     for name in computes_in:
-        setattr(lm, name, with_journal(getattr(lm, name)))
+        setattr(lm, name, partial(compute_batch, getattr(lm, name)))
     try:
         yield model
     finally:
@@ -196,41 +196,3 @@ def _name(kind: str, request: Sequence[Any]) -> str:
 def _typed(kind: str, answer: Any) -> Any:
     """Convert an answer to the types in the journal: JSON supports neither tuples nor NumPy numbers."""
     return (float(answer[0]), bool(answer[1])) if kind == "loglikelihood" else str(answer)
-
-
-def _is_sampled(request: Any) -> bool:
-    settings = request.args[1]
-    return bool(settings.get("do_sample") or settings.get("temperature"))
-
-
-def _in_order_of_batches(kind: str, requests: Sequence[Any]) -> list[int]:
-    """Return the positions of requests in the order in which lm-eval batches them.
-
-    Requests that generate under equal settings are batched together, in the order in which the settings first occur.
-    This order must not change when some requests are already answered.
-    """
-    if kind != "generate_until":
-        return list(range(len(requests)))
-    by_settings: dict[str, list[int]] = {}
-    for index, request in enumerate(requests):
-        by_settings.setdefault(repr(sorted(request.args[1].items())), []).append(index)
-    return [index for group in by_settings.values() for index in group]
-
-
-def _generator_state() -> list[str]:
-    """Return the states of torch's generators, the CPU's first."""
-    import torch
-
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
-    return [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
-
-
-def _set_generator(states: Sequence[str]) -> None:
-    import torch
-
-    cpu_state, *device_states = (
-        torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8) for state in states
-    )
-    torch.set_rng_state(cpu_state)
-    if device_states:
-        torch.cuda.set_rng_state_all(device_states)

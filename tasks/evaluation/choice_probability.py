@@ -35,23 +35,21 @@ class AnsweredChoice(NamedTuple):
     @property
     def probability(self) -> float | None:
         """Probability of the right answer, in [0, 1]; None if a likelihood is NaN, or the largest is infinite."""
-        if (shares := self._shares()) is None:
-            return None
-        return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares)
+        shares = self._shares()
+        return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares) if shares else None
 
     @property
     def entropy(self) -> float | None:
         """Entropy of the distribution over the choices, in nats; None in the same cases as ``probability``."""
-        if (shares := self._shares()) is None:
-            return None
+        shares = self._shares()
         total = math.fsum(shares)
-        return -math.fsum(share / total * math.log(share / total) for share in shares if share)
+        return -math.fsum(share / total * math.log(share / total) for share in shares if share) if shares else None
 
-    def _shares(self) -> list[float] | None:
-        """Return numbers proportional to the probability of each choice."""
+    def _shares(self) -> list[float]:
+        """Return numbers proportional to the probability of each choice; empty if a likelihood is NaN."""
         largest = max(self.likelihoods)
         if not math.isfinite(largest) or any(map(math.isnan, self.likelihoods)):
-            return None
+            return []
         return [math.exp(likelihood - largest) for likelihood in self.likelihoods]
 
     @property
@@ -70,11 +68,11 @@ def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice
         accuracies: lm-eval's ``acc`` of each document; None where it is missing.
         answers: Likelihoods and right choices of the same documents.
     """
-    understood = [answer for answer in answers if answer is not None]
-    if len(understood) < len(answers) or not answers:
+    choices = [answer for answer in answers if answer is not None]
+    if len(choices) < len(answers) or not answers:
         return None
-    values = [answer.probability for answer in understood]
-    for accuracy, answer, probability in zip(accuracies, understood, values, strict=True):
+    values = [answer.probability for answer in choices]
+    for accuracy, answer, probability in zip(accuracies, choices, values, strict=True):
         if probability is not None and accuracy in (0, 1) and bool(accuracy) != answer.is_right:
             return None
     return values
@@ -147,12 +145,12 @@ def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Ans
     if len({context for context, _ in requests}) > 1:  # choices are part of the prompts; the right one is unknown
         return None
     choices = [continuation.strip() for _, continuation in requests]
-    right = _right_as_written(config, sample, choices)
+    right = _right_in_log(config, sample, choices)
     likelihoods = _likelihoods(sample, len(choices))
     return AnsweredChoice(likelihoods, right) if likelihoods and right is not None else None
 
 
-def _right_as_written(
+def _right_in_log(
     config: Mapping[str, Any], sample: Mapping[str, Any], choices: Sequence[str]
 ) -> frozenset[int] | None:
     """Return the positions of the right choices, or None if the target is ambiguous.

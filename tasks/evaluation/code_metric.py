@@ -22,18 +22,18 @@ _CHECK = "check_correctness"  # function that lm-eval tasks without code_eval us
 _on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run already", default=lambda count: None)
 
 
-def pass_at(k: int, answers: int, passed: int) -> float:
+def pass_at(k: int, answers: int, passing: int) -> float:
     """Return the unbiased estimate of pass@k.
 
     Args:
         k: Number of answers drawn, from 1 to ``answers``.
         answers: Number of answers to the document.
-        passed: Number of answers that pass.
+        passing: Number of answers that pass.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 1)
     (0.25, 0.5)
     """
-    return 1 - comb(answers - passed, k) / comb(answers, k)
+    return 1 - comb(answers - passing, k) / comb(answers, k)
 
 
 class CodeEval:
@@ -139,13 +139,11 @@ def code_labels(leaf: Any) -> dict[str, tuple[str, ...]]:
 
     For example, ``pass_at_k`` with ``k: [1, 8]`` yields ``pass@1`` and ``pass@8``.
     """
-    if not getattr(leaf, "UNSAFE_CODE", False):
-        return {}
-    kwargs: Mapping[str, Mapping[str, Any]] = getattr(leaf, "_metric_fn_kwargs", {})
+    kwargs: Mapping[str, Any] = getattr(leaf, "_metric_fn_kwargs", {}) if getattr(leaf, "UNSAFE_CODE", False) else {}
     k_by_metric = {metric: arguments["k"] for metric, arguments in kwargs.items() if "k" in arguments}
     return {
-        metric: tuple(f"pass@{each}" for each in (drawn if isinstance(drawn, list) else [drawn]))
-        for metric, drawn in k_by_metric.items()
+        metric: tuple(f"pass@{k}" for k in (values if isinstance(values, list) else [values]))
+        for metric, values in k_by_metric.items()
     }
 
 

@@ -57,7 +57,7 @@ def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetr
         metric, aggregation = entry["metric"], entry.get("aggregation")
         # A metric of the library `evaluate`, or a function, is never lm-eval's own, even if the names are equal.
         is_foreign = entry.get("hf_evaluate") is True or isinstance(metric, Function) or "/" in str(metric)
-        own_mean, own_direction = (None, False) if is_foreign else _registered(str(metric))
+        own_mean, own_direction = (None, False) if is_foreign else registered_metric(str(metric))
         # A function is judged by its name, as lm-eval does when it loads the task; numpy's mean counts.
         mean = bool(own_mean) if aggregation is None else str(aggregation).rpartition(".")[2] == "mean"
         has_direction = own_direction or entry.get("higher_is_better") is not None
@@ -82,13 +82,8 @@ def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetr
     return tuple(metrics)
 
 
-def is_registered_mean(metric: str) -> bool | None:
-    """Return whether lm-eval averages ``metric`` over documents by default; None if it has no such metric."""
-    return _registered(metric)[0]
-
-
 @lru_cache(maxsize=256)
-def _registered(metric: str) -> tuple[bool | None, bool]:
+def registered_metric(metric: str) -> tuple[bool | None, bool]:
     """Return whether lm-eval averages its metric over documents (None: unknown), and whether it has a direction."""
     from lm_eval.api.registry import get_metric_aggregation, is_higher_better
 

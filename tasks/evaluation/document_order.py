@@ -28,9 +28,9 @@ class DocumentRange(BaseModel):
     last: int = Field(ge=1)
 
     @model_validator(mode="after")
-    def _is_not_empty(self) -> Self:
+    def _check_not_empty(self) -> Self:
         if self.last <= self.first:
-            raise ValueError(f"documents {self.first} to {self.last} are none")
+            raise ValueError(f"an empty range of documents: {self.first} to {self.last}")
         return self
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
     (500, 1000, 1319)
     """
     if total < 1 or (first is not None and first < 1):
-        raise ValueError(f"looks at {total} documents, the first at {first}: both must be at least 1")
+        raise ValueError(f"{total} documents, {first} in the first look: both must be at least 1")
     ends = []
     end = total if first is None else first
     while end < total:
@@ -85,7 +85,7 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
 
 
 def cover_documents(
-    documents: int, parts: Sequence[DocumentRange], scored: Sequence[DocumentRange]
+    documents: int, parts: Sequence[DocumentRange], scored_ranges: Sequence[DocumentRange]
 ) -> tuple[Piece, ...]:
     """Cover the first ``documents`` documents with pieces that overlap nowhere.
 
@@ -95,7 +95,7 @@ def cover_documents(
     Args:
         documents: Number of documents, from 1 to the number in ``parts``.
         parts: Ranges from ``document_ranges``.
-        scored: Ranges that were scored before; they may overlap.
+        scored_ranges: Ranges that were scored before; they may overlap.
 
     >>> parts, scored = document_ranges(1319, 500), [DocumentRange(first=0, last=200)]
     >>> [str(piece.counted) for piece in cover_documents(500, parts, scored)]
@@ -104,7 +104,7 @@ def cover_documents(
     pieces: list[Piece] = []
     missing = [(0, documents)]
     # A range that is still to be scored is cut to the missing documents, so all of it counts.
-    for part in sorted(scored, key=lambda each: (-len(each), each.first)):
+    for part in sorted(scored_ranges, key=lambda each: (-len(each), each.first)):
         missing = _add_pieces(part, missing, pieces, is_scored=True)
     for part in parts:
         missing = _add_pieces(part, missing, pieces, is_scored=False)
@@ -118,16 +118,16 @@ def _add_pieces(
 
     ``is_scored`` tells whether the part has been scored as a unit.
     """
-    left = []
+    gaps = []
     for begin, end in missing:
         first, last = max(begin, part.first), min(end, part.last)
         if first >= last:
-            left.append((begin, end))
+            gaps.append((begin, end))
             continue
         counted = DocumentRange(first=first, last=last)
         pieces.append(Piece(part if is_scored else counted, counted))
-        left += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
-    return left
+        gaps += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
+    return gaps
 
 
 def order_documents(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 from mergegate.merge_core.errors import InvalidInput
 
 SCORES_FILE = "outcomes.parquet"
-
-
-_ANSWER = 2000  # characters of an answer that are stored
+_MAX_ANSWER = 2000  # characters of an answer that are stored
 
 
 class DocumentScore(NamedTuple):
@@ -36,26 +34,8 @@ class DocumentScore(NamedTuple):
     answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
 
 
-def score_of_sample(
-    task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str, higher_is_better: bool = True
-) -> DocumentScore:
-    """Return the score of a sample that lm-eval returned, or wrote with ``--log_samples``."""
-    return DocumentScore(
-        task=task,
-        metric=metric,
-        doc_id=int(sample["doc_id"]),
-        doc_hash=str(sample["doc_hash"]),
-        prompt_hash=str(sample["prompt_hash"]),
-        target_hash=str(sample["target_hash"]),
-        outcome=outcome,
-        cluster=cluster,
-        higher_is_better=higher_is_better,
-        answer=answer_of(sample),
-    )
-
-
 def answer_of(sample: Mapping[str, Any]) -> str:
-    """Return the generated answer to a document, or its likeliest choice; empty if that is not text."""
+    """Return the generated answer in a sample of lm-eval, or its likeliest choice; empty if that is not text."""
     answers: Any = sample.get("filtered_resps") or ()
     arguments: Any = sample.get("arguments") or ()
     if not isinstance(answers, (list, tuple)) or not answers:
@@ -63,14 +43,14 @@ def answer_of(sample: Mapping[str, Any]) -> str:
     # For code that is run, the first of the programs that the answers were converted to.
     first = answers[0][0] if isinstance(answers[0], list) and answers[0] else answers[0]
     if isinstance(first, str):
-        return first.strip()[:_ANSWER]
+        return first.strip()[:_MAX_ANSWER]
     try:
         # Some tasks score each choice a second time without the question; those requests have another context.
         with_question = [at for at in range(len(answers)) if arguments[at][0] == arguments[0][0]]
         if len(with_question) < 2:
             return ""
         best = max(with_question, key=lambda at: float(answers[at][0]))
-        return str(arguments[best][1]).strip()[:_ANSWER]
+        return str(arguments[best][1]).strip()[:_MAX_ANSWER]
     except (TypeError, ValueError, IndexError, KeyError):
         return ""
 
@@ -107,9 +87,8 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
         columns = file.read().to_pydict()
     for name in ("ended", "answer_tokens"):  # absent from older tables
         columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
-    columns.setdefault("answer", [""] * len(columns["task"]))  # absent from older tables
-    columns.setdefault("cluster", [""] * len(columns["task"]))  # absent from older tables
-    columns.setdefault("higher_is_better", [True] * len(columns["task"]))
+    for name, default in (("answer", ""), ("cluster", ""), ("higher_is_better", True)):
+        columns.setdefault(name, [default] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))
 
 
@@ -129,24 +108,23 @@ def pair_documents(
     """
     left, right = ({(row.task, row.doc_id): row for row in side if row.metric == metric} for side in (reference, merge))
     if not left:
-        raise InvalidInput(location, found=f"no document scored by {metric!r}")
+        raise InvalidInput(location, found=f"no document with a score under {metric!r}")
     if left.keys() != right.keys():
         task, doc_id = min(left.keys() ^ right.keys())
         raise InvalidInput(
             location,
-            found=f"document {doc_id} of {task} scored on one side only",
+            found=f"a score of document {doc_id} of {task} on one side only",
             expected="the same documents on both sides",
             remedy="evaluate both with the same settings",
         )
-    for (task, doc_id), ours in sorted(left.items()):
-        theirs = right[task, doc_id]
+    for (task, doc_id), reference_row in sorted(left.items()):
         for name in ("doc_hash", "prompt_hash", "target_hash"):
-            if getattr(ours, name) != getattr(theirs, name):
+            if getattr(reference_row, name) != getattr(right[task, doc_id], name):
                 raise InvalidInput(
                     location,
-                    found=f"another {name.removesuffix('_hash')} on each side, first for document {doc_id} of {task}",
-                    expected="both models asked the same question in the same words",
-                    remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
+                    found=f"a different {name[:-5]} on each side, first for document {doc_id} of {task}",
+                    expected="the same document, prompt and target for both models",
+                    remedy="compare chat templates and few-shot settings, or set chat_template: false",
                 )
     documents = tuple(right)
     return PairedScores(

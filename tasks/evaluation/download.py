@@ -77,23 +77,25 @@ def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Call
     find_datasets(root, [*(dataset for requests in by_name.values() for dataset in requests), *at_addresses])
 
 
-def _fetch(name: str, requested: str, root: Path, pinned: dict[str, str]) -> FetchedDataset:
+def _fetch(name: str, requested_revision: str, root: Path, revisions: dict[str, str]) -> FetchedDataset:
     """Download one dataset. A pinned dataset that is present is checked again, which is cheap if it is complete."""
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 
     directory, access = root / name, hub_access(writing=False)
     api: Any = access.api()
     try:
-        revision = pinned.get(name) or str(api.dataset_info(name, revision=requested or None, timeout=20).sha)
-        if len(requested) == _COMMIT_LENGTH and requested != revision:
+        revision = revisions.get(name) or str(
+            api.dataset_info(name, revision=requested_revision or None, timeout=20).sha
+        )
+        if len(requested_revision) == _COMMIT_LENGTH and requested_revision != revision:
             raise InvalidInput(
                 f"{root / REVISIONS}: {name}",
                 found=revision,
-                expected=f"{requested}, the revision of a task",
+                expected=f"{requested_revision}, the revision of a task",
                 remedy="remove that line and the directory of the dataset, and run the command again",
             )
         is_new = not directory.is_dir() or not any(directory.iterdir())
-        if not is_new and name not in pinned:
+        if not is_new and name not in revisions:
             raise InvalidInput(
                 str(directory),
                 found="a directory without the data that its tasks need",
@@ -114,8 +116,8 @@ def _fetch(name: str, requested: str, root: Path, pinned: dict[str, str]) -> Fet
             expected="a dataset on the Hub that this account may read",
             remedy="set HF_TOKEN of an account with access; or remove its task",
         ) from error
-    pinned[name] = revision
-    write_state(root / REVISIONS, (json.dumps(pinned, indent=1, sort_keys=True) + "\n").encode())
+    revisions[name] = revision
+    write_state(root / REVISIONS, (json.dumps(revisions, indent=1, sort_keys=True) + "\n").encode())
     if is_new:
         directory.parent.mkdir(parents=True, exist_ok=True)
         download_path.rename(directory)

@@ -22,12 +22,12 @@ from typing import Any
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model, TellProgress
-from mergegate.tasks.evaluation.answer_journal import is_answer_record, journalled
+from mergegate.tasks.evaluation.answer_journal import attach_journal, is_answer_record
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choice_from_task, probabilities
 from mergegate.tasks.evaluation.code_metric import report_programs
 from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range
-from mergegate.tasks.evaluation.document_scores import DocumentScore, score_of_sample
+from mergegate.tasks.evaluation.document_scores import DocumentScore, answer_of
 from mergegate.tasks.evaluation.lm_eval_tasks import judging_metrics, quiet, user_errors
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
@@ -73,7 +73,7 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
         quiet(),
         backend.opened(job.model, scoring, job.device) as opened,
         open_journal(job.journal, is_answer_record) as records,
-        journalled(opened, records, backend.computes_in) as lm,
+        attach_journal(opened, records, backend.computes_in) as lm,
         progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
         report_programs(lambda count: on_progress(count, count)),
     ):
@@ -90,7 +90,7 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
 
 
 def score_loaded_documents(
-    loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
+    loaded_task: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> tuple[DocumentScore, ...]:
     """Score selected documents of a loaded task with lm-eval's ``LM`` object. See ``score_documents``.
 
@@ -100,8 +100,8 @@ def score_loaded_documents(
     """
     from lm_eval.evaluator import evaluate
 
-    settings = resolve_prompt_settings(task.asked, scoring)
-    leaves = set_up_tasks(loaded, documents, lm, settings, scoring.seed)
+    settings = resolve_prompt_settings(task.prompt_settings, scoring)
+    leaves = set_up_tasks(loaded_task, documents, lm, settings, scoring.seed)
     with user_errors(task):
         results = evaluate(
             lm=lm,
@@ -132,13 +132,21 @@ def score_loaded_documents(
             for metric, value in values.items():
                 label = f"{metric},{sample['filter']}"
                 score = _score_of_value(f"{model}: task {name}", label, sample["doc_id"], value)
-                row = score_of_sample(name, label, sample, score, cluster, directions.get(metric, True))
-                scores.append(
-                    row._replace(
-                        ended=tuple(end.reason for end in answer_ends),
-                        answer_tokens=tuple(end.tokens for end in answer_ends),
-                    )
+                row = DocumentScore(
+                    task=name,
+                    metric=label,
+                    doc_id=int(sample["doc_id"]),
+                    doc_hash=str(sample["doc_hash"]),
+                    prompt_hash=str(sample["prompt_hash"]),
+                    target_hash=str(sample["target_hash"]),
+                    outcome=score,
+                    cluster=cluster,
+                    higher_is_better=directions.get(metric, True),
+                    answer=answer_of(sample),
+                    ended=tuple(end.reason for end in answer_ends),
+                    answer_tokens=tuple(end.tokens for end in answer_ends),
                 )
+                scores.append(row)
     expected = [(name, document) for name, positions in documents.items() for document in positions]
     check_all_scored(f"task {task.name}", expected, scores)
     return tuple(scores)

@@ -110,9 +110,7 @@ def read_results_file(path: Path) -> WrittenResults:
         InvalidInput: If the file cannot be read, is not JSON, or has a value of the wrong type; the message names the
             key.
     """
-    content = parse_json(
-        read_plain(path, _BOUNDS.size), str(path), bounds=_BOUNDS, expected="a file that is not cut off"
-    )
+    content = parse_json(read_plain(path, _BOUNDS.size), str(path), bounds=_BOUNDS, expected="a complete file")
     return _checked(WrittenResults, content, str(path), "not a results file of lm-eval")
 
 
@@ -126,7 +124,7 @@ def parse_sample(line: bytes, path: Path, number: int) -> tuple[WrittenSample, M
         InvalidInput: If the line is not JSON or has a value of the wrong type; the message names the line and key.
     """
     location = line_location(path, number)
-    content = parse_json(line, location, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
+    content = parse_json(line, location, bounds=_LINE_BOUNDS, expected="one sample per line; the file may be cut off")
     return _checked(WrittenSample, content, location, "not a sample of lm-eval"), content
 
 

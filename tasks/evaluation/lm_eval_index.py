@@ -30,7 +30,7 @@ class LeafConfig:
     name: str
     config: Mapping[str, Any]
     path: Path  # YAML file
-    laid_over: Mapping[str, Any] = field(default_factory=dict)  # settings that groups override
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # settings that groups override
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def shipped_group(name: str) -> Mapping[str, Any]:
     return dict(load_yaml(names.groups[name], resolve_func=False))
 
 
-def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
+def _leaves(name: str, leaf_overrides: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     names = _names()
@@ -76,30 +76,30 @@ def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[Lea
         return
     if name in names.tasks:
         path = names.tasks[name]
-        yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **laid_over}, path, laid_over)
+        yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **leaf_overrides}, path, leaf_overrides)
     elif name in names.groups:
         path = names.groups[name]
-        yield from _members(name, load_yaml(path, resolve_func=False), path, laid_over, depth)
+        yield from _members(name, load_yaml(path, resolve_func=False), path, leaf_overrides, depth)
     else:
         for task in names.tags.get(name, ()):
-            yield from _leaves(task, laid_over, depth + 1)
+            yield from _leaves(task, leaf_overrides, depth + 1)
 
 
 def _members(
     group: str, config: Mapping[str, Any], path: Path, overrides: Mapping[str, Any], depth: int
 ) -> Iterator[LeafConfig]:
     """Yield the tasks below a group, as lm-eval builds it; ``overrides`` from enclosing groups take precedence."""
-    laid_over = task_overrides(config, overrides)
+    leaf_overrides = task_overrides(config, overrides)
     members = config.get("task") or []
     for member in [members] if isinstance(members, str) else members:
         own = dict(member) if isinstance(member, Mapping) else {"task": member}
         kind = "group" if "group" in own else "task"
         name = str(own.pop(kind, ""))
-        settings = {**laid_over, **own}
+        settings = {**leaf_overrides, **own}
         if name in _names():
             yield from _leaves(name, settings, depth + 1)
         elif kind == "group":
-            yield from _members(f"{group}::{name}", own, path, laid_over, depth + 1)
+            yield from _members(f"{group}::{name}", own, path, leaf_overrides, depth + 1)
         elif own:  # a complete task, defined inline
             yield LeafConfig(f"{group}::{name}", settings, path, settings)
 

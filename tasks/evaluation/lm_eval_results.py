@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import format_value, line_location, read_lines
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, choice_from_log, probabilities
-from mergegate.tasks.evaluation.declared_metrics import is_registered_mean
+from mergegate.tasks.evaluation.declared_metrics import registered_metric
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.lm_eval_files import (
     MAX_SAMPLE_BYTES,
@@ -56,13 +56,13 @@ class ResultsFile:
     def leaves(self, task: str) -> tuple[str, ...]:
         """Return the tasks below a group, or the task itself; empty if the file contains neither."""
         leaves: dict[str, None] = {}
-        seen: set[str] = set()
+        visited: set[str] = set()
         queue = [task]
         while queue:  # visit each name once, because groups in a file from elsewhere may be circular
             name = queue.pop()
-            if name in seen:
+            if name in visited:
                 continue
-            seen.add(name)
+            visited.add(name)
             if children := self.content.group_subtasks.get(name):
                 queue += reversed(children)
             elif name in self.content.configs:
@@ -128,8 +128,8 @@ def find_results(output_path: Path) -> tuple[ResultsFile, ...]:
         raise InvalidInput(
             str(output_path),
             found=f"results of {len(models)} models: {', '.join(several)}",
-            expected="those of one",
-            remedy="name the directory of one model, or one results file",
+            expected="results of one model",
+            remedy="use the directory of one model, or one results file",
         )
     return tuple(sorted(files, key=lambda file: file.date, reverse=True))
 
@@ -151,7 +151,7 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
     if file is None:
         names = {name for file in files for name in (*file.content.configs, *file.content.group_subtasks)}
         raise InvalidInput(
-            f"{files[0].path.parent}: task {task}", found="no results of it", remedy=suggest(task, names)
+            f"{files[0].path.parent}: task {task}", found="no results for this task", remedy=suggest(task, names)
         )
     leaves = file.leaves(task)
     outcomes: list[DocumentScore] = []
@@ -174,14 +174,37 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
                 f"{file.path}: task {leaf}",
                 found="no metric that is a mean over documents with a direction, only "
                 + (", ".join(metric_names) or "none at all"),
-                expected="a score of each document, of which the task's is the mean",
+                expected="a score per document whose mean is the score of the task",
                 remedy="guard the other tasks of the group one by one" if leaf != task else "",
             )
         check_all_scored(f"{file.path}: task {task}", ((leaf, sample.doc_id) for sample in samples), leaf_scores)
         outcomes += leaf_scores
         if PROBABILITY not in directions:
-            outcomes += _probabilities(leaf, samples)
-    return TaskResults(task, tuple(outcomes), _conditions(file, leaves), _precision(file), file.path)
+            values = probabilities([each.score("acc") for each in samples], [each.choice for each in samples])
+            outcomes += [
+                _outcome(leaf, f"{PROBABILITY},{sample.filter}", True, sample, probability)
+                for sample, probability in zip(samples, values or [None] * len(samples), strict=True)
+                if probability is not None
+            ]
+    content = file.content
+    conditions = Conditions(
+        lm_eval_version=content.lm_eval_version,
+        task_versions=tuple((leaf, str(content.versions.get(leaf))) for leaf in leaves),
+        model_source=str(content.model_source),
+        chat_template_sha=str(content.chat_template_sha),
+        # Matters only with a chat template; without one, lm-eval's library and command line record different values.
+        fewshot_as_multiturn=str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
+        system_instruction_sha=str(content.system_instruction_sha),
+        gen_kwargs=json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
+        higher_is_better=json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
+    )
+    precision = Precision(
+        model_dtype=str(content.config.model_dtype),
+        batch_size=str(content.config.batch_size),
+        max_length=str(content.max_length),
+        transformers_version=str(content.transformers_version),
+    )
+    return TaskResults(task, tuple(outcomes), conditions, precision, file.path)
 
 
 def require_same_conditions(reference: TaskResults, merge: TaskResults, location: str) -> None:
@@ -190,13 +213,13 @@ def require_same_conditions(reference: TaskResults, merge: TaskResults, location
     Raises:
         InvalidInput: Naming the first condition that differs.
     """
-    for name, ours, theirs in zip(Conditions._fields, reference.conditions, merge.conditions, strict=True):
-        if ours != theirs:
+    for name, *values in zip(Conditions._fields, reference.conditions, merge.conditions, strict=True):
+        if values[0] != values[1]:
+            texts = [text if len(text := str(value)) <= 40 else f"{text[:12]}…" for value in values]
             raise InvalidInput(
                 location,
-                found=f"another {name} on each side: {_short(ours)} in {reference.file}, {_short(theirs)} in "
-                f"{merge.file}",
-                expected="both models asked alike",
+                found=f"different {name}: {texts[0]} in {reference.file}, {texts[1]} in {merge.file}",
+                expected="the same conditions for both models",
                 remedy="run lm-eval on both with the same version and settings",
             )
 
@@ -204,9 +227,9 @@ def require_same_conditions(reference: TaskResults, merge: TaskResults, location
 def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[str, ...]:
     """Describe, one phrase each, the differences that move scores by tenths of a point but allow a comparison."""
     return tuple(
-        f"{name} {ours} and {theirs}"
-        for name, ours, theirs in zip(Precision._fields, reference.precision, merge.precision, strict=True)
-        if ours != theirs
+        f"{name} {first} and {second}"
+        for name, first, second in zip(Precision._fields, reference.precision, merge.precision, strict=True)
+        if first != second
     )
 
 
@@ -219,7 +242,7 @@ class _Sample(NamedTuple):
     metrics: tuple[str, ...]
     scores: tuple[float | None, ...]  # None: not a number
     cluster: str
-    answered: AnsweredChoice | None  # None: not a choice task
+    choice: AnsweredChoice | None  # None: not a choice task
 
     def score(self, metric: str) -> float | None:
         """Return the score under ``metric``, or None if there is none or it is not a number."""
@@ -231,25 +254,47 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
     stated, totals = file.content.task_hashes.get(task), file.content.n_samples.get(task)
     if totals is None:
         raise InvalidInput(
-            f"{file.path}: n-samples", found=f"no {task}", expected="the number of its documents", remedy=_ALTERED
+            f"{file.path}: n-samples", found=f"no key {task}", expected="its number of documents", remedy=_ALTERED
         )
     path = file.path.with_name(f"samples_{task}_{file.date}.jsonl" if not {"/", "\0"} & set(task) else "samples_…")
     if stated is None or not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for a name that is too long
         raise InvalidInput(
             str(path),
-            found="not there",
-            expected=f"the samples that {file.path.name} speaks of",
+            found="no such file",
+            expected=f"the samples of {file.path.name}",
             remedy=_LOGGED,
         )
     config = file.content.configs[task].model_dump()
-    hasher, samples, names = hashlib.sha256(), [], _Names()
+    hasher, samples = hashlib.sha256(), []
+    interned: dict[Any, Any] = {}  # texts that are equal in every line, to store each only once
     lines: dict[tuple[int, str], int] = {}
     for number, line in read_lines(path, longest=MAX_SAMPLE_BYTES, most=most):
-        sample = _sample(line, path, number, cluster_field, config, names)
+        written, content = parse_sample(line, path, number)
+        cluster, document = "", content.get("doc")
+        if cluster_field is not None:
+            if not isinstance(document, dict) or cluster_field not in document:
+                raise InvalidInput(
+                    f"{line_location(path, number)}: document {written.doc_id}",
+                    found=f"no field {cluster_field!r}",
+                    expected="the field of cluster_by in every document",
+                    remedy=suggest(cluster_field, document) if isinstance(document, dict) and document else "",
+                )
+            cluster = str(document[cluster_field])
+        scores = [content.get(metric) for metric in written.metrics]
+        metrics = tuple(written.metrics)
+        sample = _Sample(
+            written.doc_id,
+            interned.setdefault(written.filter, written.filter),
+            (written.doc_hash, written.prompt_hash, written.target_hash),
+            interned.setdefault(metrics, metrics),
+            tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
+            interned.setdefault(cluster, cluster),
+            choice_from_log(config, content),
+        )
         if first := lines.get((sample.doc_id, sample.filter)):
             raise InvalidInput(
                 line_location(path, number),
-                found=f"document {sample.doc_id} twice under the filter {sample.filter}, first in line {first}",
+                found=f"document {sample.doc_id} again under the filter {sample.filter}, first in line {first}",
                 expected="each document once",
                 remedy=_ALTERED,
             )
@@ -257,7 +302,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             raise InvalidInput(
                 f"{line_location(path, number)}: doc_id",
                 found=str(sample.doc_id),
-                expected=f"less than the {totals.original} documents that {file.path.name} speaks of",
+                expected=f"less than the {totals.original} documents in {file.path.name}",
                 remedy=_ALTERED,
             )
         lines[sample.doc_id, sample.filter] = number
@@ -268,58 +313,18 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             str(path),
             found=f"other samples than those of {file.path.name}: {len({sample.doc_id for sample in samples})} "
             f"documents, {totals.effective} were scored",
-            expected="the file as lm-eval wrote it",
-            remedy="it is cut off, altered or of another run: copy it again, or run lm-eval again",
+            expected="the unchanged file of lm-eval",
+            remedy="the file is truncated, altered or from another run: copy it again, or run lm-eval again",
         )
     for name, documents in Counter(sample.filter for sample in samples).items():
         if documents != totals.effective:
             raise InvalidInput(
                 str(path),
-                found=f"{documents} documents under {name}",
-                expected=f"the {totals.effective} of {totals.original} documents that {file.path.name} speaks of",
+                found=f"{documents} documents under the filter {name}",
+                expected=f"the {totals.effective} of {totals.original} documents in {file.path.name}",
                 remedy=_ALTERED,
             )
     return tuple(samples)
-
-
-class _Names:
-    """Interned texts that are equal in every line, to store each only once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
-
-    def __call__(self, value: Any) -> Any:
-        return self._known.setdefault(value, value)
-
-
-def _sample(
-    line: bytes, path: Path, number: int, cluster_field: str | None, config: Mapping[str, Any], names: _Names
-) -> _Sample:
-    sample, content = parse_sample(line, path, number)
-    scores = [content.get(metric) for metric in sample.metrics]
-    return _Sample(
-        sample.doc_id,
-        names(sample.filter),
-        (sample.doc_hash, sample.prompt_hash, sample.target_hash),
-        names(tuple(sample.metrics)),
-        tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
-        names(_cluster(content, cluster_field, line_location(path, number))),
-        choice_from_log(config, content),
-    )
-
-
-def _cluster(sample: Mapping[str, Any], field: str | None, location: str) -> str:
-    if field is None:
-        return ""
-    document = sample.get("doc")
-    if not isinstance(document, dict) or field not in document:
-        raise InvalidInput(
-            f"{location}: document {sample['doc_id']}",
-            found=f"no field {field!r}",
-            expected="the field that cluster_by names, in every document",
-            remedy=suggest(field, document) if isinstance(document, dict) and document else "",
-        )
-    return str(document[field])
 
 
 def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator[tuple[str, str]]:
@@ -340,7 +345,7 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
             values.setdefault((metric, f"{metric},{sample.filter}"), []).append((sample.doc_id, score))
     for (metric, key), scores in values.items():
         aggregation = declared.get(metric)
-        if aggregation is None and key in reported and (averaged := is_registered_mean(metric)) is not None:
+        if aggregation is None and key in reported and (averaged := registered_metric(metric)[0]) is not None:
             aggregation = "mean" if averaged else "not a mean"
         if aggregation not in (None, "mean"):
             continue
@@ -352,7 +357,7 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
                 raise InvalidInput(
                     location,
                     found=f"{metric} of document {document} is not a number",
-                    expected="a score of each document, of which the task's is the mean",
+                    expected="a score per document whose mean is the score of the task",
                     remedy=_ALTERED,
                 )
             numbers.append(checked_score(location, key, document, score))
@@ -360,8 +365,8 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
                 raise InvalidInput(
                     location,
                     found=f"{metric} of document {document} is {score:g}",
-                    expected="a share, from 0 to 1",
-                    remedy="the results were altered, or are of another metric under this name: run lm-eval again",
+                    expected="a fraction from 0 to 1",
+                    remedy="the results were altered, or belong to another metric with this name: run lm-eval again",
                 )
         total = reported.get(key)
         stated = float(total) if isinstance(total, (int, float)) and not isinstance(total, bool) else None
@@ -379,7 +384,7 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
             raise InvalidInput(
                 location,
                 found=f"{key} is {total!r:.40}, which is not the mean of its samples",
-                expected="samples as lm-eval wrote them",
+                expected="the unchanged samples of lm-eval",
                 remedy=_ALTERED,
             )
 
@@ -389,43 +394,3 @@ def _outcome(task: str, key: str, higher_is_better: bool, sample: _Sample, score
     return DocumentScore(
         task, key, sample.doc_id, *sample.hashes, math.nan if score is None else score, sample.cluster, higher_is_better
     )
-
-
-def _probabilities(task: str, samples: Sequence[_Sample]) -> list[DocumentScore]:
-    """Return the probability of the right answer in each document, or nothing if the samples do not reveal it."""
-    values = probabilities([sample.score("acc") for sample in samples], [sample.answered for sample in samples])
-    return [
-        _outcome(task, f"{PROBABILITY},{sample.filter}", True, sample, probability)
-        for sample, probability in zip(samples, values or [None] * len(samples), strict=True)
-        if probability is not None
-    ]
-
-
-def _conditions(file: ResultsFile, leaves: Sequence[str]) -> Conditions:
-    content = file.content
-    return Conditions(
-        lm_eval_version=content.lm_eval_version,
-        task_versions=tuple((leaf, str(content.versions.get(leaf))) for leaf in leaves),
-        model_source=str(content.model_source),
-        chat_template_sha=str(content.chat_template_sha),
-        # Matters only with a chat template; without one, lm-eval's library and command line record different values.
-        fewshot_as_multiturn=str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
-        system_instruction_sha=str(content.system_instruction_sha),
-        gen_kwargs=json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
-        higher_is_better=json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
-    )
-
-
-def _precision(file: ResultsFile) -> Precision:
-    content = file.content
-    return Precision(
-        model_dtype=str(content.config.model_dtype),
-        batch_size=str(content.config.batch_size),
-        max_length=str(content.max_length),
-        transformers_version=str(content.transformers_version),
-    )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}…"

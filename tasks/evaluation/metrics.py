@@ -6,7 +6,7 @@ document counts, under the metric of its leaf::
 
     metrics = choose_metrics(rows, guard.metric, "leaderboard")
     metrics.label                                # 'acc_norm,none + exact_match,none'
-    metrics.judged(rows, "leaderboard")          # one score per document, or an error that names the leaf
+    metrics.judge(rows, "leaderboard")          # one score per document, or an error that names the leaf
 
 A metric can judge if lm-eval averages it over documents and the task declares a direction. If leaves disagree on the
 direction, scores for which lower is better are replaced by 1 - score. Higher is then better in the whole group, and
@@ -42,7 +42,7 @@ class JudgedMetrics:
         return " + ".join(dict.fromkeys(self.by_leaf[leaf][0] for leaf in sorted(self.by_leaf)))
 
     @property
-    def differing(self) -> dict[str, str]:
+    def by_leaf_if_different(self) -> dict[str, str]:
         """The metric by leaf if leaves differ; empty if they all share one."""
         names = {leaf: name for leaf, (name, _) in self.by_leaf.items()}
         return names if len(set(names.values())) > 1 else {}
@@ -52,7 +52,7 @@ class JudgedMetrics:
         """Direction of the scores that ``judged`` returns."""
         return any(higher for _, higher in self.by_leaf.values())
 
-    def chosen(self, rows: Iterable[DocumentScore]) -> tuple[DocumentScore, ...]:
+    def select(self, rows: Iterable[DocumentScore]) -> tuple[DocumentScore, ...]:
         """Return the rows under the metrics of their leaves, in one direction, with ``label`` as their metric."""
         label, higher_is_better = self.label, self.higher_is_better
         selected = []
@@ -63,13 +63,13 @@ class JudgedMetrics:
                 selected.append(row._replace(metric=label, outcome=score, higher_is_better=higher_is_better))
         return tuple(selected)
 
-    def judged(self, rows: Sequence[DocumentScore], location: str) -> tuple[DocumentScore, ...]:
+    def judge(self, rows: Sequence[DocumentScore], location: str) -> tuple[DocumentScore, ...]:
         """Return one score for each document in ``rows``.
 
         Raises:
             InvalidInput: If a document has no score under the metric of its leaf; the message names both.
         """
-        selected = self.chosen(rows)
+        selected = self.select(rows)
         check_all_scored(
             location, documents_of(rows), selected, {leaf: name for leaf, (name, _) in self.by_leaf.items()}
         )
@@ -171,7 +171,7 @@ def documents_of(rows: Iterable[DocumentScore]) -> dict[tuple[str, int], None]:
 def check_all_scored(
     location: str,
     documents: Iterable[tuple[str, int]],
-    scored: Iterable[DocumentScore],
+    rows: Iterable[DocumentScore],
     metrics: Mapping[str, str] | None = None,
 ) -> None:
     """Check that every evaluated document has a score, so that none is dropped silently.
@@ -179,13 +179,13 @@ def check_all_scored(
     Args:
         location: Location for messages.
         documents: Documents that were evaluated.
-        scored: Their scores.
+        rows: Their scores.
         metrics: Required metric by leaf. None: any metric.
 
     Raises:
         InvalidInput: Naming the first leaf with missing documents, their number, and the first of them.
     """
-    available = {(row.task, row.doc_id) for row in scored}
+    available = {(row.task, row.doc_id) for row in rows}
     expected = tuple(dict.fromkeys(documents))
     missing = [document for document in expected if document not in available]
     if not missing:

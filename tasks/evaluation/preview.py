@@ -88,7 +88,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
         context = _context_length(tokenizer, loaded_tokenizer, scoring)
         # The same attributes as the ``LM`` of the backend.
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
-        prompting = resolve_prompt_settings(task.asked, scoring)
+        prompting = resolve_prompt_settings(task.prompt_settings, scoring)
         require_known_generation(prompting, scoring.backend, task.name, loaded.generation)
         room = {
             leaf_name: room_for_prompt(loaded, leaf_name, prompting, context)

@@ -43,30 +43,40 @@ class Scoring(BaseModel):
 
     backend: str = Field(
         default="hf",
-        description="hf: transformers here; vllm: vLLM here; served: a server that is running already; or one that an "
-        "installed package adds.",
+        description="Backend that runs models: hf (transformers), vllm (vLLM in this environment), served (a running "
+        "server), or one of an installed package. Default: hf.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
-        description="auto: as the checkpoint is stored, which is how it will be used; float32 on a processor without "
-        "units for that format.",
+        description="Data type of the weights. auto: that of the checkpoint, or float32 on a processor that does not "
+        "support it. Default: auto.",
     )
     batch_size: int = Field(default=16, ge=1)
-    max_length: int | None = Field(default=None, ge=1, description="Tokens; absent: what the model was made for.")
-    num_fewshot: int | None = Field(default=None, ge=0, description="Absent: as the task says.")
+    max_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest number of tokens in a request. Default: the context length of the model.",
+    )
+    num_fewshot: int | None = Field(
+        default=None, ge=0, description="Number of few-shot examples. Default: the number in the task."
+    )
     chat_template: bool = False
     documents: Annotated[Annotated[int, Field(ge=1)] | Literal["all"] | None, NotInKey] = Field(  # the part is in keys
         default=None,
-        description="A fixed random sample of so many per task or group is looked at first, then more where it does "
-        "not decide; absent: 500. all: every document at once.",
+        description="Size of the first random sample per task or group. If it does not decide, mergegate evaluates "
+        "more. all: evaluate every document at once. Default: 500.",
     )
     # lm-eval draws with NumPy, whose seeds have 32 bits.
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sample and the few-shot examples.")
-    time_limit: Annotated[float | None, NotInKey] = Field(
-        default=None, gt=0, description="Seconds for one part (500 documents at most), loading included; absent: none."
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Seed of the sample and the few-shot examples. Default: 0."
     )
-    vllm: VllmSettings | None = Field(default=None, description="Only for backend: vllm.")
-    server: Annotated[ServerSettings | None, NotInKey] = Field(default=None, description="Only for backend: served.")
+    time_limit: Annotated[float | None, NotInKey] = Field(
+        default=None,
+        gt=0,
+        description="Time limit in seconds for one part (at most 500 documents), including loading. Default: none.",
+    )
+    vllm: VllmSettings | None = Field(default=None, description="Settings of backend vllm.")
+    server: Annotated[ServerSettings | None, NotInKey] = Field(default=None, description="Settings of backend served.")
 
     @property
     def first_look(self) -> int | None:
@@ -82,18 +92,18 @@ class Scoring(BaseModel):
 
     @field_validator("backend")
     @classmethod
-    def _is_known(cls, backend: str) -> str:
+    def _check_backend(cls, backend: str) -> str:
         try:
             return find_backend(backend).name
         except InvalidInput as error:
             raise ValueError(f"{error.found}; expected: {error.expected}") from None
 
     @model_validator(mode="after")
-    def _settings_belong_to_the_backend(self) -> Self:
+    def _check_backend_settings(self) -> Self:
         backend = find_backend(self.backend)
         for name in _BACKEND_SETTINGS:
             if getattr(self, name) is not None and backend.settings != name:
-                raise ValueError(f"{name!r} is not for backend: {self.backend}")
+                raise ValueError(f"{name!r} is not a setting of backend: {self.backend}")
         if backend.needs_settings and self.own_settings is None:
             raise ValueError(f"backend: {self.backend} needs {backend.settings!r}")
         return self
@@ -104,14 +114,14 @@ class EvaluationSettings(Scoring):
 
     data: LocalPath | None = Field(
         default=None,
-        description="Directory with the datasets of all tasks (by name, YAML files, those of a sweep) whose data "
-        "do not lie beside them, relative to the profile: as the Hub lays them out, or files by task or dataset. Then "
-        "nothing is asked of a network. Absent: the Hub, or its cache.",
+        description="Directory with the datasets of all tasks whose data is not next to them, relative to the profile. "
+        "Datasets have the layout of the Hub, or are files named after a task or dataset. No network is needed then. "
+        "Default: the Hub, or its cache.",
     )
     allow_code: tuple[str, ...] = Field(
         default=(),
-        description="Tasks, as named under 'tasks', whose generated code is run to score it (humaneval, mbpp), each "
-        "program in a process of its own with nothing in reach. Absent: no code of a model is run.",
+        description="Tasks, as named under 'tasks', whose generated code may be run to score it (such as humaneval or "
+        "mbpp). Each program runs in its own sandboxed process. Default: none.",
     )
 
     @property
@@ -126,33 +136,38 @@ class PromptSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_fewshot: StrictInt | None = Field(
-        default=None, ge=0, description="Of this task, in place of evaluate.num_fewshot."
+        default=None, ge=0, description="Number of few-shot examples of this task. Default: evaluate.num_fewshot."
     )
     gen_kwargs: dict[str, GenerationValue] | None = Field(
-        default=None, min_length=1, description="Settings of generation, laid over the task's own: {max_gen_toks: 512}."
+        default=None,
+        min_length=1,
+        description="Generation settings that override the task's own, such as {max_gen_toks: 512}.",
     )
     system_instruction: StrictStr | None = Field(
-        default=None, min_length=1, description="What stands before everything else; with a chat template, its system."
+        default=None,
+        min_length=1,
+        description="Text before everything else. With a chat template, it is the system message.",
     )
     apply_chat_template: StrictBool | None = Field(
-        default=None, description="Of this task, in place of evaluate.chat_template."
+        default=None, description="Whether to apply the chat template for this task. Default: evaluate.chat_template."
     )
     fewshot_as_multiturn: StrictBool | None = Field(
         default=None,
-        description="With a chat template: each example a turn of its own (as where it is absent), or all in one.",
+        description="With a chat template: whether each few-shot example is its own turn; false: all are in one "
+        "turn. Default: true.",
     )
 
     @field_validator("gen_kwargs")
     @classmethod
-    def _asks_for_one_answer(cls, settings: dict[str, GenerationValue] | None) -> dict[str, GenerationValue] | None:
+    def _check_one_answer(cls, settings: dict[str, GenerationValue] | None) -> dict[str, GenerationValue] | None:
         if settings and settings.get("num_return_sequences", 1) != 1:
-            raise ValueError("one answer to a question: num_return_sequences is not for this")
+            raise ValueError("num_return_sequences must be 1: mergegate scores one answer per document")
         return settings
 
     @model_validator(mode="after")
-    def _turns_are_of_a_chat(self) -> Self:
+    def _check_multiturn(self) -> Self:
         if self.fewshot_as_multiturn is not None and self.apply_chat_template is False:
-            raise ValueError("fewshot_as_multiturn is for a chat template, and apply_chat_template is false")
+            raise ValueError("fewshot_as_multiturn needs a chat template, but apply_chat_template is false")
         return self
 
     def content_key(self) -> object:
@@ -160,12 +175,12 @@ class PromptSettings(BaseModel):
         return {name: value for name in PromptSettings.model_fields if (value := getattr(self, name)) is not None}
 
     @property
-    def own(self) -> PromptSettings | None:
+    def own_prompt_settings(self) -> PromptSettings | None:
         """The prompt settings without those of a subclass; None if none is set."""
         values = {name: getattr(self, name) for name in PromptSettings.model_fields}
         return PromptSettings(**values) if any(value is not None for value in values.values()) else None
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return a summary on one line: ``num_fewshot 5, chat template, gen_kwargs max_gen_toks=64``."""
         parts = []
         if self.num_fewshot is not None:
@@ -193,9 +208,9 @@ class ResolvedPromptSettings:
     gen_kwargs: Mapping[str, GenerationValue]
 
 
-def resolve_prompt_settings(own: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
-    """Combine ``scoring`` with the settings of a guard, if any (``own``), which take precedence."""
-    settings = own or PromptSettings()
+def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
+    """Combine ``scoring`` with the settings of a guard, if any (``task_settings``), which take precedence."""
+    settings = task_settings or PromptSettings()
     is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
     return ResolvedPromptSettings(
         num_fewshot=scoring.num_fewshot if settings.num_fewshot is None else settings.num_fewshot,

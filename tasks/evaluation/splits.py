@@ -79,7 +79,8 @@ def split_documents(
     for document, cluster in documents:
         clusters.setdefault(cluster, []).append(document)
     sets: dict[SetName, list[D]] = {"search": [], "confirmation": [], "gate": []}
-    for cluster in sorted(clusters, key=lambda name: _sort_key(name, division.seed)):
+    names = {name: f"division {division.seed}/{name}".encode(errors="surrogatepass") for name in clusters}
+    for cluster in sorted(clusters, key=lambda name: hashlib.sha256(names[name]).digest()):
         if len(sets["search"]) < division.search:
             sets["search"] += clusters[cluster]
         elif len(sets["confirmation"]) < division.confirmation:
@@ -90,13 +91,9 @@ def split_documents(
         total = sum(map(len, clusters.values()))
         raise InvalidInput(
             f"{task}: sweep.documents",
-            found=f"{total:,} documents in {len(clusters):,} clusters: none is left for the gate",
+            found=f"{total:,} documents in {len(clusters):,} clusters, which leaves no document for the gate",
             expected=f"more than the {division.search:,} of the search and the {division.confirmation:,} of the "
             "confirmation",
-            remedy="smaller sweep.documents.search and confirmation, or a task with more documents",
+            remedy="reduce sweep.documents.search and confirmation, or use a task with more documents",
         )
     return {name: frozenset(members) for name, members in sets.items()}
-
-
-def _sort_key(cluster: str, seed: int) -> bytes:
-    return hashlib.sha256(f"division {seed}/{cluster}".encode(errors="surrogatepass")).digest()

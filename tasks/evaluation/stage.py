@@ -89,7 +89,7 @@ class AnswerEnds(BaseModel):
         """Number of answers that were cut off by a token limit or by the end of the context."""
         return sum(self.counts.get(reason, 0) for reason in CUT_OFF)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return ``58 of 60 answers reached max_gen_toks (24)``, or an empty text if no answer was cut off."""
         if not self.cut_off:
             return ""
@@ -121,7 +121,7 @@ class Scores(StageValue):
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
         scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
-        return " · ".join([*scores, *(text for ends in self.ends.values() if (text := ends.described()))])
+        return " · ".join([*scores, *(text for ends in self.ends.values() if (text := ends.describe()))])
 
 
 class TaskSize(StageValue):
@@ -134,9 +134,9 @@ class TaskSize(StageValue):
     def summary(self) -> str:
         return f"{self.documents:,}"
 
-    def of(self, task: EvalTask) -> EvalTask:
+    def pin(self, task: EvalTask) -> EvalTask:
         """Return ``task`` with its data pinned."""
-        return task.loaded(LoadedData(self.documents, self.data))
+        return task.with_data(LoadedData(self.documents, self.data))
 
 
 class TaskSources(StageValue):
@@ -344,7 +344,7 @@ def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
     if task.data is not None:
         return task
     limit = CountLimit(seconds=time_limit)
-    return count_task.build(task, data_revisions(task, limit), limit).value.of(task)
+    return count_task.build(task, data_revisions(task, limit), limit).value.pin(task)
 
 
 def find_pinned_data(task: EvalTask) -> EvalTask | None:
@@ -355,16 +355,7 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
     if not task.is_local and find_sources.find(task, limit) is None:
         return None
     size = count_task.find(task, data_revisions(task, limit), limit)
-    return size.value.of(task) if size else None
-
-
-def document_count(task: EvalTask, time_limit: float | None = None) -> int:
-    """Return the number of documents of ``task``, which is counted once and cached in the store.
-
-    Raises:
-        InvalidInput, Refused: See ``count_task``.
-    """
-    return pin_data(task, time_limit).documents or 0
+    return size.value.pin(task) if size else None
 
 
 @dataclass(frozen=True)
@@ -436,7 +427,7 @@ class TaskScores:
         """Return the metric that judges each leaf under the ``metric`` setting of a guard. See ``choose_metrics``."""
         return choose_metrics(self.rows, setting, self.task)
 
-    def judged(self, metrics: JudgedMetrics) -> tuple[DocumentScore, ...]:
+    def judge(self, metrics: JudgedMetrics) -> tuple[DocumentScore, ...]:
         """Return one score per evaluated document, under the metric of its leaf.
 
         Raises:
@@ -449,7 +440,7 @@ class TaskScores:
                 expected=f"{self.requested_documents:,}, the number of evaluated documents",
                 remedy="delete 'evaluate' from the store and run again",
             )
-        return metrics.judged(self.rows, self.location)
+        return metrics.judge(self.rows, self.location)
 
 
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
@@ -518,14 +509,14 @@ def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ..
     """
     table = []
     judging = choose_metrics(rows, None, task)
-    if judging.differing and len(judged_rows := judging.chosen(rows)) == len(documents_of(rows)):
+    if judging.by_leaf_if_different and len(judged_rows := judging.select(rows)) == len(documents_of(rows)):
         table.append(_task_score(task, judging.label, [row.outcome for row in judged_rows], judging.higher_is_better))
     labels = metrics_by_leaf(rows)
     for metric in dict.fromkeys(name for metrics in labels.values() for name in metrics):
         leaf_metrics = JudgedMetrics(
             {leaf: (metric, leaf_labels[metric]) for leaf, leaf_labels in labels.items() if metric in leaf_labels}
         )
-        scores = [row.outcome for row in leaf_metrics.chosen(rows)]
+        scores = [row.outcome for row in leaf_metrics.select(rows)]
         table.append(_task_score(task, metric, scores, leaf_metrics.higher_is_better))
     return tuple(table)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, unconfined_code_of_shipped
+from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_group, shipped_leaves
 from mergegate.tasks.evaluation.mirror import find_dataset, require_example_split
@@ -80,7 +80,8 @@ def refusal_of(
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         return Refusal(UnsupportedReason.MEDIA, "documents with pictures or sound", "name a task with text only")
     if config.get("unsafe_code"):
-        if way := unconfined_code_of_shipped(config):
+        functions = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
+        if way := find_unconfined_code((Path(f"{file}.py"), function) for file, _, function in functions):
             return Refusal(
                 UnsupportedReason.UNCONFINED_CODE, f"a task that runs code outside the sandbox ({way})", _LEAVE
             )

@@ -164,9 +164,9 @@ def revision_now(source: DataSource) -> str | None:
     return f"cache {digest([list(entry) for entry in entries])}" if entries else None
 
 
-def _commit_of(loaded: Any) -> str:
+def _commit_of(dataset: Any) -> str:
     """Return the commit that a dataset was loaded from; empty if its metadata does not contain it."""
-    splits = loaded.values() if isinstance(loaded, Mapping) else [loaded]
+    splits = dataset.values() if isinstance(dataset, Mapping) else [dataset]
     for split in splits:
         checksums = getattr(getattr(split, "info", None), "download_checksums", None) or {}
         cached = [str(file.get("filename", "")) for file in getattr(split, "cache_files", None) or ()]

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, sha256_file
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.local_groups import group_members
 from mergegate.tasks.evaluation.mirror import find_datasets
@@ -48,27 +48,27 @@ class EvalTask(BaseModel):
     mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, whose content is in ``digest``
     only: DocumentSet | None = None  # document set to use; None: all documents
     code: ProgramLimits | None = None  # limits for code that the model wrote; None: no code is run
-    asked: PromptSettings | None = None  # prompt settings of this task alone; None: those of the profile
-    known_as: Annotated[str | None, NotInKey] = None  # lm-eval's name, if ``name`` is the profile's
+    prompt_settings: PromptSettings | None = None  # prompt settings of this task alone; None: those of the profile
+    original_name: Annotated[str | None, NotInKey] = None  # lm-eval's name, if ``name`` is the profile's
 
     def content_key(self) -> object:
         # Optional fields enter the key only if set, so that scores measured before they existed keep their keys.
         fields = {"name", "digest", "cluster_field", "data_digest"}
         fields |= ({"only"} if self.only else set()) | ({"code"} if self.code else set())
         content = self.model_dump(mode="json", include=fields)
-        return {**content, "asked": self.asked} if self.asked else content
+        return {**content, "asked": self.prompt_settings} if self.prompt_settings else content
 
     @property
     def in_lm_eval(self) -> str:
         """Name of the task in lm-eval."""
-        return self.known_as or self.name
+        return self.original_name or self.name
 
     @property
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
 
-    def loaded(self, loaded_data: LoadedData) -> EvalTask:
+    def with_data(self, loaded_data: LoadedData) -> EvalTask:
         """Return the same task with the result of loading it."""
         data = loaded_data.data
         return self.model_copy(
@@ -103,7 +103,7 @@ def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None
         own_mirror = mirror if _named_in(definition) else None
         return EvalTask(
             name=definition.name,
-            digest=_digest(definition, hashes.sha256, own_mirror),
+            digest=digest_definition(definition, hashes.sha256, own_mirror),
             definition=path,
             mirror=own_mirror,
         )
@@ -128,11 +128,6 @@ def _require_shipped(task: str) -> None:
 def is_file_name(task: str) -> bool:
     """Return whether a profile's task is a YAML file rather than the name of a task that lm-eval ships."""
     return task.endswith((".yaml", ".yml"))
-
-
-def matches_digest(task: EvalTask, definition: Definition) -> bool:
-    """Return whether the files of a local task still match its digest; reads every byte."""
-    return _digest(definition, sha256_file, task.mirror) == task.digest
 
 
 def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
@@ -175,7 +170,8 @@ def read_definition(path: Path) -> Definition:
     return Definition(path, str(config.get("group") or path.stem), config, tuple(all_files), "", None, members)
 
 
-def _digest(definition: Definition, sha256: Callable[[Path], str], mirror: Path | None) -> str:
+def digest_definition(definition: Definition, sha256: Callable[[Path], str], mirror: Path | None) -> str:
+    """Return a digest over the files and the local data of a task."""
     # Hash only contents, so that a task that is moved or renamed together with its data stays the same task.
     contents = [sha256(file) for file in definition.files]
     pinned: dict[str, object] = {"task": definition.name, "files": contents, "lm_eval": version("lm_eval")}

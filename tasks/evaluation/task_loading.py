@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.checkpoints import TellProgress
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choices_of
 from mergegate.tasks.evaluation.code_metric import code_labels, confine_checks, confine_code_eval
@@ -40,7 +41,7 @@ from mergegate.tasks.evaluation.task_data import (
     record_sources,
     revision_now,
 )
-from mergegate.tasks.evaluation.task_definition import EvalTask, matches_digest, named_data, read_definition
+from mergegate.tasks.evaluation.task_definition import EvalTask, digest_definition, named_data, read_definition
 from mergegate.tasks.evaluation.task_file import function_dumper
 from mergegate.tasks.sandbox import ProgramLimits
 
@@ -133,14 +134,14 @@ def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
             requests = named_data(task.in_lm_eval, task.definition)
             datasets = {each.request.task: each for each in find_datasets(task.mirror, requests)}
         shipped = () if task.definition else shipped_leaves(task.in_lm_eval)
-        if any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in shipped):
+        if any("/" in str(leaf.overrides) or "::" in leaf.name for leaf in shipped):
             # A group that overrides functions of its tasks, or defines tasks inline: only lm-eval's index can load it.
             with mirror(datasets.values()):
                 return dict(_lm_eval_index().load([task.in_lm_eval])["tasks"])
         definitions: dict[str, Path] = {}
         for number, leaf in enumerate(shipped):
             definitions[leaf.name] = path = scratch / f"shipped{number}.yaml"
-            path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.laid_over, "task": leaf.name}))
+            path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.overrides, "task": leaf.name}))
         if task.definition:
             definitions = _write_local_definitions(task, task.definition, scratch)
         manager = TaskManager(include_defaults=False)
@@ -175,7 +176,7 @@ def _write_local_definitions(task: EvalTask, path: Path, scratch: Path) -> dict[
     same mtime would yield stale data. Reading a few megabytes of jsonl again is fast.
     """
     definition = read_definition(path)
-    if not matches_digest(task, definition):
+    if digest_definition(definition, sha256_file, task.mirror) != task.digest:  # reads every byte
         raise InvalidInput(str(path), found="a file that changed during the run", remedy="run again")
     paths = {}
     for number, leaf in enumerate(definition.leaves):
@@ -262,25 +263,25 @@ def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> Loa
         return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
 
 
-def documents_in_set(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
+def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
     """Return the documents in the task's document set as (leaf, position), None if the task uses all documents."""
     if task.only is None:
         return None
-    if task.only not in loaded.sets:
+    if task.only not in loaded_task.sets:
         cluster_field = task.only.division.together
         documents = (
             ((name, position), _cluster_name(leaf, name, document, cluster_field))
-            for name, leaf in loaded.leaves.items()
+            for name, leaf in loaded_task.leaves.items()
             for position, document in enumerate(leaf.eval_docs)
         )
-        loaded.sets[task.only] = task.only.among(documents, f"task {task.name}")
-    return loaded.sets[task.only]
+        loaded_task.sets[task.only] = task.only.among(documents, f"task {task.name}")
+    return loaded_task.sets[task.only]
 
 
-def evaluated_documents(loaded: LoadedTask, task: EvalTask, seed: int) -> Iterator[tuple[str, int]]:
+def evaluated_documents(loaded_task: LoadedTask, task: EvalTask, seed: int) -> Iterator[tuple[str, int]]:
     """Yield the documents in the task's document set as (leaf, position), in the scoring order of ``seed``."""
-    members = documents_in_set(loaded, task)
-    return (key for key in order_documents(loaded.sizes, seed) if members is None or key in members)
+    members = documents_in_set(loaded_task, task)
+    return (key for key in order_documents(loaded_task.sizes, seed) if members is None or key in members)
 
 
 def clusters_in_order(

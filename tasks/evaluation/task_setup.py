@@ -26,18 +26,18 @@ FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are t
 
 
 def set_up_tasks(
-    loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, how: ResolvedPromptSettings, seed: int
+    loaded_task: LoadedTask, documents: Mapping[str, list[int]], lm: Any, prompting: ResolvedPromptSettings, seed: int
 ) -> dict[str, Any]:
     """Prepare the task objects of lm-eval for the evaluation of selected documents.
 
     This sets the few-shot examples, the generation settings and the state of the random generators.
 
     Args:
-        loaded: Loaded task. Its objects are changed in place.
+        loaded_task: Loaded task. Its objects are changed in place.
         documents: Ascending positions of the documents, by name of the lm-eval task. lm-eval must then evaluate each
             document once, in this order.
         lm: ``LM`` object of lm-eval. Only its tokenizer and its context length are read.
-        how: Resolved prompt settings.
+        prompting: Resolved prompt settings.
         seed: Seed of all random draws.
 
     Returns:
@@ -50,37 +50,44 @@ def set_up_tasks(
     import numpy as np
     import torch
 
-    if how.is_chat and not lm.tokenizer.chat_template:
+    if prompting.is_chat and not lm.tokenizer.chat_template:
         raise InvalidInput(
             "evaluate.chat_template",
-            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
+            found=f"the tokenizer {lm.tokenizer.name_or_path} has no chat template",
             remedy="chat_template: false",
         )
-    leaves = {name: loaded.leaves[name] for name in documents}
+    leaves = {name: loaded_task.leaves[name] for name in documents}
     random.seed(seed)
     np.random.seed(seed)  # lm-eval's tasks draw from the global state
     torch.manual_seed(seed)
     for name, leaf in leaves.items():
         # As on lm-eval's command line, a task with num_fewshot: 0 never gets examples.
-        own = loaded.fewshot[name]
-        count = how.num_fewshot if how.num_fewshot is not None and own != 0 else own
+        own = loaded_task.fewshot[name]
+        count = prompting.num_fewshot if prompting.num_fewshot is not None and own != 0 else own
         leaf.set_config(key="num_fewshot", value=count or 0)
-        if loaded.generation[name] is not None:
-            room_for_prompt(loaded, name, how, getattr(lm, "max_length", None))
-            leaf.set_config(key="generation_kwargs", value=_generation_settings(loaded, name, how))
-        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + seed)
+        if loaded_task.generation[name] is not None:
+            room_for_prompt(loaded_task, name, prompting, getattr(lm, "max_length", None))
+            leaf.set_config(key="generation_kwargs", value=_generation_settings(loaded_task, name, prompting))
+        _fix_examples(loaded_task, name, documents[name], FEWSHOT_SEED + seed)
     return leaves
 
 
-def _generation_settings(loaded: LoadedTask, name: str, how: ResolvedPromptSettings) -> dict[str, Any]:
+def _generation_settings(loaded_task: LoadedTask, name: str, prompting: ResolvedPromptSettings) -> dict[str, Any]:
     """Return the generation settings of a leaf task. Settings of the profile take precedence."""
-    own = deepcopy(loaded.generation[name] or {})
-    if any(key in how.gen_kwargs for key in BUDGET_NAMES):  # replace the task's own budget, under any of its names
+    own = deepcopy(loaded_task.generation[name] or {})
+    if any(
+        key in prompting.gen_kwargs for key in BUDGET_NAMES
+    ):  # replace the task's own budget, under any of its names
         own = {key: value for key, value in own.items() if key not in BUDGET_NAMES}
-    return {**own, **{key: list(value) if isinstance(value, tuple) else value for key, value in how.gen_kwargs.items()}}
+    return {
+        **own,
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in prompting.gen_kwargs.items()},
+    }
 
 
-def room_for_prompt(loaded: LoadedTask, name: str, how: ResolvedPromptSettings, context: int | None) -> int | None:
+def room_for_prompt(
+    loaded_task: LoadedTask, name: str, prompting: ResolvedPromptSettings, context: int | None
+) -> int | None:
     """Return how many tokens of a prompt fit into a model's context together with the longest answer.
 
     Args:
@@ -93,7 +100,7 @@ def room_for_prompt(loaded: LoadedTask, name: str, how: ResolvedPromptSettings, 
     Raises:
         InvalidInput: If a budget is not a number of tokens, or leaves no token for the prompt.
     """
-    settings = _generation_settings(loaded, name, how)
+    settings = _generation_settings(loaded_task, name, prompting)
     key = next((key for key in BUDGET_NAMES if settings.get(key) is not None), "max_gen_toks")
     tokens = {key: settings.get(key, _DEFAULT_BUDGET)}
     if settings.get("max_length") is not None:  # transformers' limit on prompt and answer together
@@ -103,7 +110,7 @@ def room_for_prompt(loaded: LoadedTask, name: str, how: ResolvedPromptSettings, 
             count = None if isinstance(value, bool) else int(value)
         except (TypeError, ValueError, OverflowError):
             count = None
-        if each in how.gen_kwargs:
+        if each in prompting.gen_kwargs:
             location = f"evaluate.tasks: {name}: gen_kwargs.{each}"
         else:
             location = f"task {name}: generation_kwargs.{each}"
@@ -114,20 +121,20 @@ def room_for_prompt(loaded: LoadedTask, name: str, how: ResolvedPromptSettings, 
             default = "" if each in settings else ", lm-eval's default"
             raise InvalidInput(
                 location,
-                found=f"{count:,} tokens{default}; the model takes {context:,} of prompt and answer together",
-                expected=f"at most {limit:,}, less what the prompt takes",
+                found=f"{count:,} tokens{default}; prompt and answer together may have {context:,}",
+                expected=f"at most {limit:,} minus the length of the prompt",
                 remedy=f"set gen_kwargs: {{{each}: …}} of this task in the profile; or evaluate.max_length, if the "
-                "model can take more",
+                "model supports more",
             )
         tokens[each] = count
     return None if context is None else context - tokens[key]
 
 
 def require_known_generation(
-    how: ResolvedPromptSettings,
+    prompting: ResolvedPromptSettings,
     backend: str,
     task: str,
-    own: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
+    task_settings: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({}),
 ) -> None:
     """Check the generation settings of a profile and a task.
 
@@ -135,7 +142,7 @@ def require_known_generation(
     nor the task may contain arguments of lm-eval's model classes.
 
     Args:
-        own: Generation settings of each leaf; None for a leaf that generates nothing.
+        task_settings: Generation settings of each leaf; None for a leaf that generates nothing.
 
     Raises:
         InvalidInput: Naming the first setting that is not accepted.
@@ -145,31 +152,33 @@ def require_known_generation(
     settings_of_backend = find_backend(backend).generation_settings
     accepted = settings_of_backend() if settings_of_backend else frozenset()
     model_arguments = signature(HFLM.__init__).parameters.keys() - accepted
-    keys_by_location = {f"evaluate.tasks: {task}: gen_kwargs.{key}": key for key in how.gen_kwargs}
+    keys_by_location = {f"evaluate.tasks: {task}: gen_kwargs.{key}": key for key in prompting.gen_kwargs}
     keys_by_location |= {
-        f"task {leaf}: generation_kwargs.{key}": key for leaf, settings in own.items() for key in settings or ()
+        f"task {leaf}: generation_kwargs.{key}": key
+        for leaf, settings in task_settings.items()
+        for key in settings or ()
     }
     if location := next((location for location, key in keys_by_location.items() if key in model_arguments), None):
         key = keys_by_location[location]
         is_ours = key in Scoring.model_fields
         raise InvalidInput(
             location,
-            found="an argument of lm-eval's models, which is not a setting of generation",
-            expected="until, max_gen_toks, do_sample, temperature, top_p, or another that the backend takes",
+            found="an argument of lm-eval's models, which is not a generation setting",
+            expected="until, max_gen_toks, do_sample, temperature, top_p, or another setting of the backend",
             remedy=f"set evaluate.{key} instead"
             if is_ours
             else f"delete the key: mergegate does not support {key} yet",
         )
-    if settings_of_backend and (rejected := next((key for key in how.gen_kwargs if key not in accepted), None)):
+    if settings_of_backend and (rejected := next((key for key in prompting.gen_kwargs if key not in accepted), None)):
         raise InvalidInput(
             f"evaluate.tasks: {task}: gen_kwargs",
             found=f"{rejected!r}, which is not a generation setting of backend {backend}",
-            expected="until, max_gen_toks, do_sample, temperature, top_p, or another that it takes",
+            expected="until, max_gen_toks, do_sample, temperature, top_p, or another setting of the backend",
             remedy=suggest(rejected, accepted) if get_close_matches(rejected, accepted) else "delete the key",
         )
 
 
-def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
+def _fix_examples(loaded_task: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
     """Give every document the few-shot examples that it has in a full evaluation, independent of its part.
 
     lm-eval's sampler draws the examples of all documents from one random stream, so the prompt of a document would
@@ -177,13 +186,13 @@ def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed:
     """
     from lm_eval.api.samplers import ContextSampler
 
-    leaf = loaded.leaves[name]
+    leaf = loaded_task.leaves[name]
     leaf.set_fewshot_seed(seed=seed)
     sampler: Any = getattr(leaf, "sampler", None)
     n = leaf.get_config("num_fewshot")
     if not n or type(sampler) is not ContextSampler:  # other kinds do not draw, or are the task's own
         return
-    if (name, n, seed) not in loaded.examples:
+    if (name, n, seed) not in loaded_task.examples:
         vars(sampler).pop("sample", None)  # the override below, from other settings
         own = leaf.fewshot_cfg.split == leaf.config.test_split  # a document must not be its own example
         try:
@@ -191,10 +200,10 @@ def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed:
         except ValueError as error:
             raise InvalidInput(
                 f"task {name}: num_fewshot",
-                found=f"{n} examples, more than there are to draw from",
-                remedy="a smaller evaluate.num_fewshot",
+                found=f"{n} examples, but the task has fewer",
+                remedy="reduce evaluate.num_fewshot",
             ) from error
-        loaded.examples[name, n, seed] = drawn
-    drawn = loaded.examples[name, n, seed]
+        loaded_task.examples[name, n, seed] = drawn
+    drawn = loaded_task.examples[name, n, seed]
     queue = iter([drawn[position] for position in documents])
     sampler.sample = lambda *_, **__: next(queue)  # lm-eval calls it once per document, in ascending order

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.stage import Scores
@@ -17,7 +17,7 @@ from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
 from mergegate.tasks.store import Artifact
 
 _CHOICES = 4.0  # default number of choices of a document
-_MOST_WRITTEN = 256  # lm-eval's default limit on generated tokens
+_MAX_ANSWER_TOKENS = 256  # lm-eval's default limit on generated tokens
 GENERATED = 30.0  # cost of a generated answer relative to a choice, from GSM8K and MMLU on one CPU
 
 
@@ -39,13 +39,21 @@ def estimate_document_cost(task: EvalTask) -> DocumentCost:
     The definition of a shipped task is in lm-eval. Defaults replace the number of choices or the length of an answer if
     the definition does not state it.
     """
-    configs: Sequence[Mapping[str, Any]]
-    if task.definition is None:
-        configs = [leaf.config for leaf in shipped_leaves(task.name)]
-    else:
-        configs = [leaf.config for leaf in read_definition(task.definition).leaves]
-    each = [_config_cost(config) for config in configs] or [DocumentCost(_CHOICES, 0)]
-    return DocumentCost(*(sum(part) / len(each) for part in zip(*each, strict=True)))
+    leaves = read_definition(task.definition).leaves if task.definition else shipped_leaves(task.name)
+    costs = []
+    for config in (leaf.config for leaf in leaves):
+        kind = config.get("output_type", "generate_until")
+        choices, settings = config.get("doc_to_choice"), config.get("generation_kwargs")
+        if kind == "multiple_choice":
+            costs.append(DocumentCost(len(choices) if isinstance(choices, list) else _CHOICES, 0))
+        elif kind == "generate_until":
+            limit = settings.get("max_gen_toks") if isinstance(settings, Mapping) else None
+            limit = limit if isinstance(limit, int) else _MAX_ANSWER_TOKENS
+            costs.append(DocumentCost(1, limit / 2))  # most answers are shorter
+        else:
+            costs.append(DocumentCost(1, 0))
+    costs = costs or [DocumentCost(_CHOICES, 0)]
+    return DocumentCost(*(sum(part) / len(costs) for part in zip(*costs, strict=True)))
 
 
 def document_seconds(
@@ -55,7 +63,8 @@ def document_seconds(
 
     The unit is seconds if all tasks were measured, else documents of a choice task. Measurements and guesses are never
     mixed, so that a run that is killed before everything is measured resumes in the same order. The smallest of several
-    measurements counts, because the first one includes the time to load a model.
+    measurements counts, because the first one includes the time to load a model. A guess is the kind of the task: a
+    choice or a generated answer. A shipped task counts as a choice task, as most of them are.
 
     Args:
         tasks: Tasks to estimate.
@@ -64,42 +73,15 @@ def document_seconds(
     measured = {task.name: measured_seconds(scores_by_task.get(task.name, ())) for task in tasks}
     if all(measured.values()):
         return {name: 2.0 ** round(math.log2(seconds)) for name, seconds in measured.items() if seconds}
-    return {task.name: _guessed(task) for task in tasks}
+    costs = {}
+    for task in tasks:
+        leaves = read_definition(task.definition).leaves if task.definition else ()
+        generates = [str(leaf.config.get("output_type", "generate_until")) == "generate_until" for leaf in leaves]
+        costs[task.name] = sum(GENERATED if flag else 1.0 for flag in generates) / len(generates) if generates else 1.0
+    return costs
 
 
 def measured_seconds(measurements: Sequence[Artifact[Scores]]) -> float | None:
     """Return the seconds per document, the smallest of several measurements; None if there are none."""
-    seconds = [
-        scores.value.seconds / len(scores.value.part)
-        for scores in measurements
-        if scores.value.seconds and scores.value.part
-    ]
-    return min(seconds, default=None)
-
-
-def _config_cost(config: Mapping[str, Any]) -> DocumentCost:
-    kind = config.get("output_type", "generate_until")
-    if kind == "multiple_choice":
-        choices = config.get("doc_to_choice")
-        return DocumentCost(len(choices) if isinstance(choices, list) else _CHOICES, 0)
-    if kind == "generate_until":
-        generation_kwargs = config.get("generation_kwargs")
-        limit = (
-            generation_kwargs.get("max_gen_toks", _MOST_WRITTEN)
-            if isinstance(generation_kwargs, Mapping)
-            else _MOST_WRITTEN
-        )
-        return DocumentCost(1, (limit if isinstance(limit, int) else _MOST_WRITTEN) / 2)  # most answers are shorter
-    return DocumentCost(1, 0)
-
-
-def _guessed(task: EvalTask) -> float:
-    """Guess the relative cost of a document from its kind: a choice or a generated answer.
-
-    A shipped task counts as a choice task, as most of them are.
-    """
-    if task.definition is None:
-        return 1.0
-    leaves = read_definition(task.definition).leaves
-    generates = [str(leaf.config.get("output_type", "generate_until")) == "generate_until" for leaf in leaves]
-    return sum(GENERATED if flag else 1.0 for flag in generates) / len(generates)
+    values = [scores.value for scores in measurements]
+    return min((value.seconds / len(value.part) for value in values if value.seconds and value.part), default=None)

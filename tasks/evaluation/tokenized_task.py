@@ -11,7 +11,7 @@ evaluation to the last digit. This module runs only in the process that holds mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -74,12 +74,12 @@ class TokenizedTask:
     _loaded: LoadedTask
 
     def outcomes(
-        self, loaded: LoadedModel, metric: str, part: range, alive: Callable[[], None] = lambda: None
+        self, loaded_model: LoadedModel, metric: str, part: range, alive: Callable[[], None] = lambda: None
     ) -> list[float]:
         """Return lm-eval's scores of some documents under ``metric``, negated if lower is better.
 
         Args:
-            loaded: Model that lm-eval generates the answers with.
+            loaded_model: Model that lm-eval generates the answers with.
             metric: lm-eval's label. Empty: the task's default metric.
             part: Positions in ``order``.
             alive: Called whenever answers arrive.
@@ -91,22 +91,22 @@ class TokenizedTask:
         for leaf, document in sorted(self.order[index] for index in part):
             positions.setdefault(leaf, []).append(document)
         with quiet(), _no_bars(alive):
-            lm = wrap_model(loaded, self.scoring)
+            lm = wrap_model(loaded_model, self.scoring)
             scores = score_loaded_documents(self._loaded, positions, lm, "trial", self.task, self.scoring)
         location = f"task {self.task.name}"
         metrics = choose_metrics(scores, metric or None, location)
         sign = 1.0 if metrics.higher_is_better else -1.0
-        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judged(scores, location)}
+        judged = {(row.task, row.doc_id): sign * row.outcome for row in metrics.judge(scores, location)}
         return [judged[self.order[index]] for index in part]
 
 
-def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
+def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
     """Load a task and convert it to the tokens of a model.
 
     Args:
         task: Task, or a document set of it.
         scoring: Few-shot examples, chat template and longest request.
-        loaded: Model whose tokenizer and context length apply.
+        loaded_model: Model whose tokenizer and context length apply.
         tokens: Whether to convert the documents to tokens.
 
     Raises:
@@ -118,15 +118,15 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, toke
         order = list(evaluated_documents(loaded_task, task, scoring.seed))
         documents: dict[tuple[str, int], TokenizedDocument] = {}
         if tokens:
-            lm = wrap_model(loaded, scoring)
+            lm = wrap_model(loaded_model, scoring)
             by_leaf: dict[str, list[int]] = {}
             for leaf, document in sorted(order):
                 by_leaf.setdefault(leaf, []).append(document)
-            how = resolve_prompt_settings(task.asked, scoring)
-            leaves = set_up_tasks(loaded_task, by_leaf, lm, how, scoring.seed)
+            prompting = resolve_prompt_settings(task.prompt_settings, scoring)
+            leaves = set_up_tasks(loaded_task, by_leaf, lm, prompting, scoring.seed)
             with user_errors(task):
                 for name, leaf in leaves.items():
-                    documents |= _tokenized(name, leaf, by_leaf[name], lm, how)
+                    documents |= _tokenize_leaf(name, leaf, by_leaf[name], lm, prompting)
     return TokenizedTask(task, scoring, tuple(order), tuple(documents[key] for key in order if tokens), loaded_task)
 
 
@@ -135,17 +135,17 @@ def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
-def _tokenized(
-    name: str, leaf: Any, positions: Sequence[int], lm: Any, how: ResolvedPromptSettings
+def _tokenize_leaf(
+    name: str, leaf: Any, positions: Sequence[int], lm: Any, prompting: ResolvedPromptSettings
 ) -> dict[tuple[str, int], TokenizedDocument]:
     """Return the documents at ``positions``, ascending, by (leaf, position)."""
     leaf.build_all_requests(
         samples=list(positions),
-        system_instruction=how.system_instruction,
-        apply_chat_template=how.is_chat,
-        fewshot_as_multiturn=how.is_multiturn,
-        chat_template=lm.apply_chat_template if how.is_chat else None,
-        tokenizer_name=lm.tokenizer_name if how.is_chat else "",
+        system_instruction=prompting.system_instruction,
+        apply_chat_template=prompting.is_chat,
+        fewshot_as_multiturn=prompting.is_multiturn,
+        chat_template=lm.apply_chat_template if prompting.is_chat else None,
+        tokenizer_name=lm.tokenizer_name if prompting.is_chat else "",
     )
     requests: dict[int, list[Any]] = {}
     for instance in leaf.instances:  # lm-eval numbers only the selected documents
@@ -153,10 +153,28 @@ def _tokenized(
     texts: list[tuple[str, str]] = []
     entries: list[tuple[int, int, frozenset[int], bool]] = []  # document, number of pairs, right pairs, is_choice
     for document, instances in requests.items():
-        pairs, right, is_choice = _pairs(name, leaf, instances, how.is_chat)
+        pairs, right, is_choice = _pairs(name, leaf, instances, prompting.is_chat)
         texts += pairs
         entries.append((document, len(pairs), right, is_choice))
-    encoded = iter(_encoded(lm, texts, name))
+    # lm-eval tokenizes and scores in one method, which passes the tokens to another. Replace that one to get them.
+    lm._loglikelihood_tokens = lambda tokenized, disable_tqdm: tokenized
+    try:
+        tokenized = lm.loglikelihood([SimpleNamespace(args=pair) for pair in texts], disable_tqdm=True)
+    finally:
+        del lm._loglikelihood_tokens
+    longest = int(lm.max_length)
+    tokens = []
+    for (_, text), context, continuation in tokenized:
+        if not 0 < len(continuation) <= longest:
+            raise InvalidInput(
+                f"task {name}: {text[:60]!r}",
+                found=f"an answer of {len(continuation)} tokens",
+                expected=f"1 to {longest}, the context length of the model",
+                remedy="" if continuation else "an answer that is not empty after its question",
+            )
+        room = longest + 1 - len(continuation)
+        tokens.append(PromptTokens(tuple(context)[-room:], tuple(continuation)))
+    encoded = iter(tokens)
     return {
         (name, document): TokenizedDocument(
             name, document, tuple(next(encoded) for _ in range(count)), right, is_choice
@@ -169,68 +187,28 @@ def _pairs(
     name: str, leaf: Any, instances: Sequence[Any], is_chat: bool
 ) -> tuple[list[tuple[str, str]], frozenset[int], bool]:
     """Return (context, answer) of each choice or right answer, the right positions, and whether they are choices."""
-    document = instances[0].doc
-    choices = choices_of(leaf, document)
-    if choices is not None:
+    document, prompt = instances[0].doc, instances[0].args[0]
+    if (choices := choices_of(leaf, document)) is not None:
         count, right = choices
         by_position = sorted(instances, key=lambda instance: int(instance.idx))
-        return [_texts(instance) for instance in by_position[:count]], right, True
+        return [(str(each.args[0]), str(each.args[1])) for each in by_position[:count]], right, True
     if leaf.OUTPUT_TYPE == "loglikelihood" and len(instances) == 1:
-        return [_texts(instances[0])], frozenset([0]), False
-    if leaf.OUTPUT_TYPE == "generate_until" and isinstance(instances[0].args[0], str):
-        answers = _answers(leaf, document)
+        return [(str(prompt), str(instances[0].args[1]))], frozenset([0]), False
+    if leaf.OUTPUT_TYPE == "generate_until" and isinstance(prompt, str):
+        target = leaf.doc_to_target(document)
+        if leaf.get_config("doc_to_choice") is not None and isinstance(target, int):
+            target = leaf.doc_to_choice(document)[target]
+        targets = target if isinstance(target, (list, tuple)) else [target]
+        answers = [text for text in map(str, targets) if text.strip()]
+        # Between a prompt and a generated answer is what lm-eval puts before a choice.
+        prefix = leaf.get_config("gen_prefix")
+        is_attached = is_chat and (not prefix or str(prefix)[-1].isspace())
+        delimiter = "" if is_attached else str(leaf.get_config("target_delimiter") or "")
         if answers:
-            context, delimiter = instances[0].args[0], _delimiter(leaf, is_chat)
-            return [(context, f"{delimiter}{answer}") for answer in answers], frozenset(range(len(answers))), False
+            return [(prompt, f"{delimiter}{answer}") for answer in answers], frozenset(range(len(answers))), False
     raise InvalidInput(
         f"task {name}",
-        found="questions that it judges in a way of its own",
-        expected="an answer of which the likelihood can be asked",
-        remedy="measure: metric, the task's own",
+        found="documents that the task scores with its own function",
+        expected="documents with a right answer, whose likelihood can be computed",
+        remedy="measure: metric, which uses the task's own score",
     )
-
-
-def _texts(instance: Any) -> tuple[str, str]:
-    context, continuation = instance.args[:2]
-    return str(context), str(continuation)
-
-
-def _delimiter(leaf: Any, is_chat: bool) -> str:
-    """Return the text between a prompt and a generated answer, which is what lm-eval puts before a choice."""
-    prefix = leaf.get_config("gen_prefix")
-    if is_chat and (not prefix or str(prefix)[-1].isspace()):
-        return ""
-    return str(leaf.get_config("target_delimiter") or "")
-
-
-def _answers(leaf: Any, document: Mapping[str, Any]) -> list[str]:
-    """Return the right answers of a task with generated answers, without blank ones."""
-    target = leaf.doc_to_target(document)
-    if leaf.get_config("doc_to_choice") is not None and isinstance(target, int):
-        target = leaf.doc_to_choice(document)[target]
-    targets = target if isinstance(target, (list, tuple)) else [target]
-    return [text for text in map(str, targets) if text.strip()]
-
-
-def _encoded(lm: Any, texts: Sequence[tuple[str, str]], name: str) -> list[PromptTokens]:
-    """Return the tokens of each pair, divided as lm-eval does for a log-likelihood."""
-    requests = [SimpleNamespace(args=pair) for pair in texts]
-    # lm-eval tokenizes and scores in one method, which passes the tokens to another. Replace that one to get them.
-    lm._loglikelihood_tokens = lambda tokenized, disable_tqdm: tokenized
-    try:
-        tokenized = lm.loglikelihood(requests, disable_tqdm=True)
-    finally:
-        del lm._loglikelihood_tokens
-    longest = int(lm.max_length)
-    pairs = []
-    for (_, text), context, continuation in tokenized:
-        if not 0 < len(continuation) <= longest:
-            raise InvalidInput(
-                f"task {name}: {text[:60]!r}",
-                found=f"an answer of {len(continuation)} tokens",
-                expected=f"1 to {longest}, as many as the model reads",
-                remedy="" if continuation else "an answer that is not empty after its question",
-            )
-        room = longest + 1 - len(continuation)
-        pairs.append(PromptTokens(tuple(context)[-room:], tuple(continuation)))
-    return pairs

@@ -237,7 +237,7 @@ def _reduce_movement_for_perplexity(diagnosis: Diagnosis) -> Iterator[Remedy]:
 def drop_tried_remedies(
     remedies: Iterable[Remedy],
     recipe: Mapping[str, Any],
-    tried: Iterable[Mapping[str, Any]],
+    earlier_recipes: Iterable[Mapping[str, Any]],
     contents: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Remedy, ...]:
     """Return the remedies whose merge of ``recipe`` differs from every recipe that was tried.
@@ -245,10 +245,11 @@ def drop_tried_remedies(
     If a method normalizes weights, recipes with proportional weights are the same merge: .9 and .9 equal .5 and .5.
 
     Args:
-        tried: Recipes as plain data, including the failed one. With ``contents``, in the form of ``normalize_recipe``.
+        earlier_recipes: Recipes as plain data, including the failed one. With ``contents``, in the form of
+            ``normalize_recipe``.
         contents: Content digests of the models of ``recipe``, by their name in the recipe.
     """
-    tried_recipes = [_canonical_recipe(recipe_tried) for recipe_tried in tried]
+    tried_recipes = [_canonical_recipe(earlier) for earlier in earlier_recipes]
     return tuple(
         remedy
         for remedy in remedies

@@ -160,7 +160,7 @@ def flips(
         for side, parts in (("the reference", reference), ("the merge", merge))
     ]
     metrics = sides[0].metrics(metric)
-    reference_rows, merge_rows = ({(row.task, row.doc_id): row for row in side.judged(metrics)} for side in sides)
+    reference_rows, merge_rows = ({(row.task, row.doc_id): row for row in side.judge(metrics)} for side in sides)
     sign = 1.0 if metrics.higher_is_better else -1.0
     drops = {
         document: sign * (reference_rows[document].outcome - merge_rows[document].outcome)
@@ -211,8 +211,8 @@ def flips(
 
 
 def explain_merge(
-    pinned: PinnedRecipe,
-    merged: Model,
+    pinned_recipe: PinnedRecipe,
+    merge: Model,
     recipe: Mapping[str, Any] | None,
     verdict: GateVerdict,
     scores: Mapping[str, Sequence[Artifact[Scores]]],
@@ -221,22 +221,22 @@ def explain_merge(
     """Return everything that explains a verdict. This never stops a run; missing parts are left out and logged.
 
     Args:
-        merged: The merge as a model.
+        merge: The merge as a model.
         recipe: The same recipe as plain data, for remedies. None if it has several documents.
         scores: Scores by model, with the merge under its own name; any number of parts per task.
         tasks: Tasks that were scored.
     """
-    origin, parents = origin_of(pinned.parents)
+    origin, parents = origin_of(pinned_recipe.parents)
     interference: Interference | None = None
     try:
-        interference = explain(origin, parents, merged).value.interference if parents else None
+        interference = explain(origin, parents, merge).value.interference if parents else None
     except ChangedInput:
         raise
     except MergegateError as error:
         log.warning("cannot explain the weights: %s", error)
     remedies: tuple[Remedy, ...] = ()
     if interference is not None and recipe is not None:
-        directory = None if origin.is_base else pinned.recipe.directory
+        directory = None if origin.is_base else pinned_recipe.recipe.directory
         remedies = suggest_remedies(
             Diagnosis(
                 recipe=recipe,
@@ -246,7 +246,7 @@ def explain_merge(
                 has_base=origin.is_base,
                 tally=interference.network_tally,
                 verdict=verdict,
-                named_base=named_base((parent.directory for parent in pinned.parents), directory)
+                named_base=named_base((parent.directory for parent in pinned_recipe.parents), directory)
                 if directory
                 else None,
             )
@@ -256,7 +256,7 @@ def explain_merge(
         origin_is_base=origin.is_base,
         vectors=tuple(parent.name for parent in parents),
         interference=interference,
-        lost=_lost_documents(verdict.guards, merged.name, scores, tasks),
+        lost=_lost_documents(verdict.guards, merge.name, scores, tasks),
         remedies=remedies,
     )
 
@@ -296,7 +296,7 @@ def named_base(models: Iterable[Path], directory: Path) -> str | None:
 
 def _lost_documents(
     guards: Sequence[GuardVerdict],
-    merged: str,
+    merge: str,
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     tasks: Sequence[EvalTask],
 ) -> tuple[LostDocuments, ...]:
@@ -307,7 +307,7 @@ def _lost_documents(
             continue
         try:
             parts = []
-            for model in (guard.reference, merged):
+            for model in (guard.reference, merge):
                 task_scores = by_task(model, scores.get(model, ())).get(guard.task)
                 if task_scores is None:
                     raise InvalidInput(f"task {guard.task}", found=f"no scores of {model}")

@@ -8,7 +8,7 @@ from mergegate.tasks.gate.alpha_spending import (
     record_refusal,
 )
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
-from mergegate.tasks.gate.discordance import Discordance, PastGuardOutcome, estimate_discordance, find_past_discordance
+from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import GatePower, PlannedTask, gate_power, order_by_information, power_finding
@@ -35,7 +35,6 @@ from mergegate.tasks.gate.stage import (
     GatePlan,
     GateVerdict,
     OnInconclusive,
-    SkippedGuard,
     cannot_pass,
     gate,
     perplexity_drift,
@@ -51,7 +50,6 @@ __all__ = [
     "POWER",
     "RELEASES",
     "Difference",
-    "Discordance",
     "DriftVerdict",
     "EvaluateSettings",
     "GatePlan",
@@ -63,7 +61,6 @@ __all__ = [
     "OnInconclusive",
     "PastGuardOutcome",
     "PlannedTask",
-    "SkippedGuard",
     "SuiteVerdict",
     "anchor_confidence",
     "binary_difference",

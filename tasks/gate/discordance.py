@@ -147,7 +147,7 @@ def _read_scores(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[
         return {}
     low, high = guard.score_range
     try:
-        rows_of_metric = choose_metrics(rows.values(), guard.metric, guard.task).chosen(rows.values())
+        rows_of_metric = choose_metrics(rows.values(), guard.metric, guard.task).select(rows.values())
     except InvalidInput:  # The gate reports this error; the estimate only goes without these scores.
         return {}
     return {

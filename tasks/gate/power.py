@@ -10,7 +10,8 @@ of a normal mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from mergegate.tasks.gate.regression import is_within
 from mergegate.tasks.gate.sequential import look_levels
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.statistics import POWER, binary_bounds, normal_quantile
-from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, task_weights
+from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, mean_limit, task_weights
 
 UNLIKELY = 0.5  # Chance of publishing an equal merge below which a run is hardly worthwhile.
 _RUNS = 2000  # Number of simulated merges, which gives a chance to within one point.
@@ -195,7 +196,7 @@ def detectable_mean_drop(planned: Sequence[PlannedTask], rule: GateRule) -> floa
         for entry in planned
     ]
     error = mean_drop(errors)[2]
-    limit = _mean_of(planned, lambda guard: guard.max_drop)
+    limit = mean_limit([entry.guard for entry in planned], attrgetter("max_drop"))
     quantile, power = normal_quantile(last_confidence(planned, rule)), normal_quantile(POWER)
     return float(max(limit + power * error, (quantile + power) * error))
 
@@ -214,8 +215,8 @@ def passing_merges(samples: Sequence[DrawnDrops], confidence: float, *, as_suite
         ]
         return np.asarray(np.logical_and.reduce(each))
     mean, _, high = mean_drop(drops)
-    allowed = _mean_of(samples, lambda guard: guard.max_drop), _mean_of(samples, lambda guard: guard.upper_limit)
-    passes = is_within(mean, high, *allowed)
+    max_drop, margin = (mean_limit(guards, attrgetter(name)) for name in ("max_drop", "upper_limit"))
+    passes = is_within(mean, high, max_drop, margin)
     alarm = 1 - (1 - confidence) / len(samples)
     for sample, drop in zip(samples, drops, strict=True):
         passes &= (drop.high <= sample.guard.catastrophe) & (sample.at(alarm).low <= sample.guard.max_drop)
@@ -236,8 +237,3 @@ def last_confidence(planned: Sequence[PlannedTask], rule: GateRule) -> float:
     return look_levels(
         information_shares(weights, {entry.guard.task: entry.looks for entry in planned}), rule.confidence
     )[-1]
-
-
-def _mean_of(entries: Sequence[PlannedTask] | Sequence[DrawnDrops], limit: Callable[[Guard], float]) -> float:
-    limits = [TaskDrop(entry.guard.task, entry.guard.weight, limit(entry.guard), 0.0, 0.0) for entry in entries]
-    return float(mean_drop(limits)[0])

@@ -145,8 +145,12 @@ def pin_tasks(
     for guard in guards:
         task = pinned[guard.task]
         if guard.name not in (None, task.name):
-            task = task.model_copy(update={"name": guard.name, "known_as": task.name})
-        guard_tasks.append(task.model_copy(update={"asked": guard.own}) if guard.own else task)
+            task = task.model_copy(update={"name": guard.name, "original_name": task.name})
+        guard_tasks.append(
+            task.model_copy(update={"prompt_settings": guard.own_prompt_settings})
+            if guard.own_prompt_settings
+            else task
+        )
     tasks: dict[str, EvalTask] = {}
     for guard, task in zip(guards, guard_tasks, strict=True):
         first = tasks.setdefault(task.name, task)
@@ -156,8 +160,11 @@ def pin_tasks(
                 found=f"the name {task.name!r}, which another task of this profile has too",
                 expected="a different name under 'task'",
             )
-        if first.asked != task.asked:
-            prompts = (item.asked.described() if item.asked else "the profile's prompts" for item in (first, task))
+        if first.prompt_settings != task.prompt_settings:
+            prompts = (
+                item.prompt_settings.describe() if item.prompt_settings else "the profile's prompts"
+                for item in (first, task)
+            )
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}",
                 found=f"two prompt settings under the name {task.name!r}: {' and '.join(prompts)}",

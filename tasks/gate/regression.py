@@ -235,17 +235,6 @@ def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outco
     return "pass" if high <= limit else "inconclusive"
 
 
-def judge_guard(
-    guard: Guard, metric: str, paired: PairedScores, higher_is_better: bool, confidence: float
-) -> GuardVerdict:
-    """Return the verdict of a single guard on paired scores in [0, 1] to which no more will be added.
-
-    Raises:
-        InvalidInput: As ``measure_guard``.
-    """
-    return judge_guards([measure_guard(guard, metric, paired, higher_is_better)], confidence)[0]
-
-
 def judge_guards(
     measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False, pending: int = 0
 ) -> tuple[GuardVerdict, ...]:

@@ -198,14 +198,21 @@ class EvaluateSettings(EvaluationSettings, GateRule):
     @model_validator(mode="after")
     def _check_multiturn(self) -> Self:
         for guard in self.tasks:
-            if guard.fewshot_as_multiturn is not None and not resolve_prompt_settings(guard.own, self).is_chat:
+            if (
+                guard.fewshot_as_multiturn is not None
+                and not resolve_prompt_settings(guard.own_prompt_settings, self).is_chat
+            ):
                 raise ValueError(f"{guard.task}: fewshot_as_multiturn requires a chat template")
         return self
 
     @property
     def prompts_by_task(self) -> dict[str, str]:
         """One-line description of each task's own prompt settings, by task; tasks without any are left out."""
-        return {guard.name or guard.task: guard.own.described() for guard in self.tasks if guard.own}
+        return {
+            guard.name or guard.task: guard.own_prompt_settings.describe()
+            for guard in self.tasks
+            if guard.own_prompt_settings
+        }
 
     @property
     def gate_rule(self) -> GateRule:

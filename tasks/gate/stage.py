@@ -325,9 +325,9 @@ def _measure(
                 remedy="evaluate both models again, because the dataset of the task has changed",
             )
     metrics = next(iter(references.values())).metrics(guard.metric)
-    merge_scores = merge.judged(metrics)
+    merge_scores = merge.judge(metrics)
     paired = {
-        name: pair_documents(reference.judged(metrics), merge_scores, metrics.label, location)
+        name: pair_documents(reference.judge(metrics), merge_scores, metrics.label, location)
         for name, reference in references.items()
     }
     # The parent with the best mean; ties go to the first.
@@ -349,4 +349,4 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    return replace(evidence, leaf_metrics=dict(metrics.differing), data=merge.data)
+    return replace(evidence, leaf_metrics=dict(metrics.by_leaf_if_different), data=merge.data)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,8 +105,9 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
             for evidence, task_error in _standard_errors(measured, confidence)
         ]
     )[2]
-    max_drop = _weighted(measured, lambda guard: guard.max_drop)
-    margin = _weighted(measured, lambda guard: guard.upper_limit)
+    guards = [evidence.guard for evidence in measured]
+    max_drop = mean_limit(guards, attrgetter("max_drop"))
+    margin = mean_limit(guards, attrgetter("upper_limit"))
     outcome = decide_guard(drop, low, high, max_drop, margin, last_look=look.number == look.of)
     references = {evidence.reference for evidence in measured}
     verdict = SuiteVerdict(
@@ -240,8 +242,9 @@ def _standard_errors(measured: Sequence[GuardEvidence], confidence: float) -> li
     ]
 
 
-def _weighted(measured: Sequence[GuardEvidence], limit: Callable[[Guard], float]) -> float:
-    return float(mean_drop([_task_drop(evidence, limit(evidence.guard), 0.0, 0.0) for evidence in measured])[0])
+def mean_limit(guards: Iterable[Guard], limit: Callable[[Guard], float]) -> float:
+    """Return the weighted mean of a limit of the guards, such as ``max_drop``."""
+    return float(mean_drop([TaskDrop(guard.task, guard.weight, limit(guard), 0.0, 0.0) for guard in guards])[0])
 
 
 def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:

@@ -15,7 +15,6 @@ orders.
 from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, Order
 from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
 from mergegate.tasks.judge.questions import (
-    PairScore,
     RecordedAnswerPair,
     judge_digest,
     judge_recorded_pairs,
@@ -34,7 +33,6 @@ __all__ = [
     "Judgment",
     "JudgmentSettings",
     "Order",
-    "PairScore",
     "RecordedAnswerPair",
     "judge_digest",
     "judge_models",

@@ -135,21 +135,21 @@ def _encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], chat_templat
 
 
 def _generate(
-    loaded: LoadedModel, batch: Sequence[_Question], token_limit: int, location: str
+    loaded_model: LoadedModel, batch: Sequence[_Question], token_limit: int, location: str
 ) -> list[tuple[str, bool]]:
     """Return the greedy answer to each question, and whether it ended at the token limit or the end of the context."""
     import torch
     import transformers
 
-    network, tokenizer = loaded.network, loaded.tokenizer
+    network, tokenizer = loaded_model.network, loaded_model.tokenizer
     longest = len(batch[0].tokens)
-    if longest == 0 or (loaded.context is not None and longest >= loaded.context):
+    if longest == 0 or (loaded_model.context is not None and longest >= loaded_model.context):
         raise InvalidInput(
             location,
             found=f"{longest} tokens",
-            expected=f"at least 1 token, and fewer than the {loaded.context} of the model's context",
+            expected=f"at least 1 token, and fewer than the {loaded_model.context} of the model's context",
         )
-    token_limit = token_limit if loaded.context is None else min(token_limit, loaded.context - longest)
+    token_limit = token_limit if loaded_model.context is None else min(token_limit, loaded_model.context - longest)
     default_config: Any = network.generation_config
     ends = default_config.eos_token_id if default_config.eos_token_id is not None else tokenizer.eos_token_id
     end_tokens = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]

@@ -238,7 +238,7 @@ def _shortfall(pairs: Sequence[Pair], confidence: float) -> Difference:
 
 
 def _sentence(
-    reference: str, shortfall: Difference, rule: JudgeRule, outcome: Outcome, prompts: int, needed: int | None
+    reference: str, shortfall: Difference, rule: JudgeRule, outcome: Outcome, prompts: int, prompts_needed: int | None
 ) -> str:
     rate, low, high = (100 * (0.5 - value) for value in (shortfall.mean, shortfall.high, shortfall.low))
     lowest = 50 - rule.max_shortfall
@@ -248,5 +248,5 @@ def _sentence(
     sentence = f"judge: win rate {rate:.{digits}f} % against {reference} {interval}, limit {lowest:g}"
     if outcome != "inconclusive":
         return sentence
-    hint = f"; about {needed:,} would decide it" if needed else ""
+    hint = f"; about {prompts_needed:,} would decide it" if prompts_needed else ""
     return f"{sentence}: undecided after {prompts:,} prompts{hint}"

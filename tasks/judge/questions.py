@@ -122,12 +122,12 @@ def judge_recorded_pairs(
     pairs: Sequence[RecordedAnswerPair],
     judging: JudgmentSettings,
     server: JudgeServer,
-    judged: Collection[tuple[str, Order]] = (),
+    judged_orders: Collection[tuple[str, Order]] = (),
 ) -> Iterator[Judgment]:
     """Yield the judgment on each pair in each order as it arrives. Equal answers are not sent to the judge.
 
     Args:
-        judged: ``(id, order)`` of earlier judgments, which are not requested again.
+        judged_orders: ``(id, order)`` of earlier judgments, which are not requested again.
 
     Raises:
         InvalidInput: If the server cannot be reached.
@@ -137,7 +137,7 @@ def judge_recorded_pairs(
         for pair in pairs
         if pair.reference != pair.merge
         for question in both_orders(Prompt(pair.id, (pair.question,), (None,)), 0, (pair.reference,), (pair.merge,))
-        if (pair.id, question.order) not in judged
+        if (pair.id, question.order) not in judged_orders
     ]
     return ask_judge(questions, judging, server, INSTRUCTIONS)
 

@@ -120,20 +120,20 @@ class TokenizedText:
     _rows: tuple[int, ...]
     _reading: Reading
 
-    def likelihoods(self, loaded: LoadedModel, part: range) -> list[float]:
+    def likelihoods(self, loaded_model: LoadedModel, part: range) -> list[float]:
         """Return the log-likelihood of some documents in nats per token; ``part`` is a range of ``documents``."""
         rows = [self._rows[position] for position in part]
         selected = set(rows)
         windows = [window for window in self._reading.windows if window.row in selected]
         sums = dict.fromkeys(rows, 0.0)
-        for batch in batches_of(loaded, self._reading._replace(windows=tuple(windows)), self.batch_size):
-            for window, tokens in zip(batch, read_batch(loaded, batch), strict=True):
+        for batch in batches_of(loaded_model, self._reading._replace(windows=tuple(windows)), self.batch_size):
+            for window, tokens in zip(batch, read_batch(loaded_model, batch), strict=True):
                 sums[window.row] += float(tokens.sum())
         return [sums[row] / self._reading.tokens[row] for row in rows]
 
 
 def read_held_out(
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     model: Model,
     documents: HeldOutText,
     windows: WindowSettings,
@@ -144,7 +144,7 @@ def read_held_out(
         InvalidInput: See ``measure``.
     """
     texts = read_texts(documents, windows.documents)
-    reading = divide_documents(loaded, model, texts, windows)
+    reading = divide_documents(loaded_model, model, texts, windows)
     rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
     return TokenizedText(tuple(texts[row][0] for row in rows), windows.batch_size, rows, reading)
 
@@ -158,19 +158,19 @@ class Reading(NamedTuple):
 
 
 def divide_documents(
-    loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings
+    loaded_model: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings
 ) -> Reading:
     """Divide documents into the windows in which ``model`` reads them.
 
     Raises:
         InvalidInput: If the tokenizer does not belong to the weights, or finds no token in any document.
     """
-    length = min(windows.max_length, loaded.context or windows.max_length)
+    length = min(windows.max_length, loaded_model.context or windows.max_length)
     cut_windows: list[TextWindow] = []
     tokens = [0] * len(texts)
     for row, (_, text) in enumerate(texts):
-        encoded = encode_text(loaded, model, text, with_specials=False)
-        sequence = encoded if loaded.prefix is None else [loaded.prefix, *encoded]
+        encoded = encode_text(loaded_model, model, text, with_specials=False)
+        sequence = encoded if loaded_model.prefix is None else [loaded_model.prefix, *encoded]
         for start in range(0, len(sequence) - 1, length):
             end = min(start + length, len(sequence) - 1)
             cut_windows.append(
@@ -184,7 +184,7 @@ def divide_documents(
     return Reading(length, tuple(tokens), tuple(cut_windows))
 
 
-def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
+def encode_text(loaded_model: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
     """Return the tokens of a text.
 
     Args:
@@ -193,8 +193,8 @@ def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: 
     Raises:
         InvalidInput: If the tokenizer does not belong to the weights.
     """
-    embeddings = int(loaded.network.get_input_embeddings().num_embeddings)
-    encoded: list[int] = loaded.tokenizer.encode(text, add_special_tokens=with_specials)
+    embeddings = int(loaded_model.network.get_input_embeddings().num_embeddings)
+    encoded: list[int] = loaded_model.tokenizer.encode(text, add_special_tokens=with_specials)
     if encoded and max(encoded) >= embeddings:
         raise InvalidInput(
             f"{model.name} ({model.directory})",
@@ -204,9 +204,9 @@ def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: 
     return encoded
 
 
-def batches_of(loaded: LoadedModel, reading: Reading, batch_size: int) -> list[list[TextWindow]]:
+def batches_of(loaded_model: LoadedModel, reading: Reading, batch_size: int) -> list[list[TextWindow]]:
     """Group windows of similar length into batches, longest first, so that memory runs out immediately or never."""
-    vocabulary = int(loaded.network.get_input_embeddings().num_embeddings)
+    vocabulary = int(loaded_model.network.get_input_embeddings().num_embeddings)
     windows = sorted(reading.windows, key=lambda window: len(window.inputs), reverse=True)
     batches = []
     start = 0
@@ -228,11 +228,11 @@ def document_rows(
     ]
 
 
-def read_batch(loaded: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
+def read_batch(loaded_model: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
     """Return the log-likelihoods of each window's targets: nats, float64, [targets]."""
     import torch
 
-    network = loaded.network
+    network = loaded_model.network
 
     longest = len(batch[0].inputs)
     ids = torch.zeros((len(batch), longest), dtype=torch.long)

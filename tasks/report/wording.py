@@ -202,7 +202,7 @@ def _guards_passed(verdict: GateVerdict) -> list[str]:
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
     """Return a warning for each task and model whose answers did not all end by themselves."""
     return tuple(
-        f"{task}: {ends.described().replace(' answers', f' answers of {model.name}')}; its score understates the model"
+        f"{task}: {ends.describe().replace(' answers', f' answers of {model.name}')}; its score understates the model"
         for model in content.models
         if model.scores is not None
         for task, ends in model.scores.ends.items()

@@ -5,12 +5,11 @@ Declare a stage with ``@stage`` and an uncached step with ``@step``. A stage tha
 
 from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass, require_work_allowed
 from mergegate.tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
-from mergegate.tasks.stage.input_guard import LostArtifact, PinnedInput, on_input_change, read_pinned, require_pinned
+from mergegate.tasks.stage.input_guard import LostArtifact, on_input_change, require_pinned
 from mergegate.tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
 from mergegate.tasks.stage.progress import (
     DeferredProgress,
     ProgressLog,
-    RecordedProgress,
     RelayedProgress,
     StageEnd,
     StageStatus,
@@ -30,18 +29,13 @@ from mergegate.tasks.stage.progress import (
 from mergegate.tasks.stage.project import home, log_shared_store_savings, nearest_directory
 from mergegate.tasks.stage.pulse import Pace, Pulse
 from mergegate.tasks.stage.stages import (
-    DeclaredStage,
-    Stage,
-    StageFuture,
     StageValue,
-    ValueStage,
     stage,
     step,
     store,
     value_stage,
 )
 from mergegate.tasks.stage.usage import (
-    QUOTA,
     created_bytes,
     keep_quota,
     record_run,
@@ -61,28 +55,21 @@ from mergegate.tasks.stage.verdict import (
 )
 
 __all__ = [
-    "QUOTA",
-    "DeclaredStage",
     "DeferredProgress",
     "JointVerdict",
     "Limits",
     "LostArtifact",
     "Outcome",
     "Pace",
-    "PinnedInput",
     "ProgressLog",
     "Pulse",
-    "RecordedProgress",
     "RelayedProgress",
     "Runtime",
     "Section",
-    "Stage",
     "StageEnd",
-    "StageFuture",
     "StageStatus",
     "StageValue",
     "TimeSpan",
-    "ValueStage",
     "Verdict",
     "Watcher",
     "WorkRequired",
@@ -105,7 +92,6 @@ __all__ = [
     "nearest_directory",
     "on_input_change",
     "progress_watcher",
-    "read_pinned",
     "record_run",
     "record_stage",
     "recorded_stages",

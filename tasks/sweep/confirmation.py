@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
@@ -316,21 +315,14 @@ def _make_part(term: Term, winner: ScoresByMetric, reference: ScoresByMetric, cl
         elif has_range:
             difference = graded_difference(np.clip(differences / scale, -1.0, 1.0), confidence)
         else:
-            difference = student_difference(differences / scale, confidence)
+            # Student's interval. Heavy tails can break its coverage, which is why log-likelihoods have a ``clip``.
+            scaled, n = differences / scale, len(differences)
+            mean, variance = float(scaled.mean()), float(scaled.var(ddof=1))
+            half = student_quantile(confidence, n - 1) * math.sqrt(variance / n)
+            difference = Difference(mean, mean - half, mean + half, variance)
         if clusters is not None:
             difference = clustered_difference((differences / scale).tolist(), clusters, difference, confidence)
         mean, low, high = (scale * value for value in difference[:3])
         return Difference(mean, low, high, scale**2 * difference.variance)
 
     return _Part(term.key.task, term.weight, float(differences.mean()), interval)
-
-
-def student_difference(differences: NDArray[np.float64], confidence: float) -> Difference:
-    """Return the mean of paired differences with Student's interval, for scores without a known range.
-
-    Heavy tails can break the coverage of this interval, which is why log-likelihoods have a ``clip``.
-    """
-    n, mean = len(differences), float(differences.mean())
-    variance = float(differences.var(ddof=1))
-    half = student_quantile(confidence, n - 1) * math.sqrt(variance / n)
-    return Difference(mean, mean - half, mean + half, variance)

@@ -56,19 +56,8 @@ def trial_sets(
 ) -> dict[SearchedSet, TrialSet]:
     """Return the documents on which the sweep scores models, for the search and for the confirmation.
 
-    Each task is pinned to its current data.
-
-    Args:
-        evidence: Tasks and held-out text of the sweep.
-        windows: Settings that limit how much of the held-out text is read.
-        time_limit: Time limit for loading the data of each task. See ``pin_data``.
-
-    Returns:
-        Documents by name of the set: ``search`` and ``confirmation``.
-
-    Raises:
-        InvalidInput: See ``pin_data``.
-        Refused: See ``pin_data``.
+    Each task is pinned to its current data, with the time limit and the errors of ``pin_data``. ``windows`` limits how
+    much of the held-out text is read.
     """
     names: tuple[SearchedSet, ...] = ("search", "confirmation")
     sets: dict[SearchedSet, TrialSet] = {}

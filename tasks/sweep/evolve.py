@@ -2,11 +2,7 @@
 
 A mergekit-evolve file declares models, a method and tasks. Its search has a single score, computed on the documents
 that select the candidate, and no test afterwards. In the converted profile those documents are used for the search
-alone, and the winner is confirmed on others.
-
-The format is that of mergekit 0.1.5: ``genome`` (models, merge_method, base_model, tokenizer_source, layer_granularity,
-normalize, allow_negative_weights, filters, smooth), ``tasks`` (name, weight, metric), ``limit``, ``num_fewshot``,
-``shuffle``, ``random_init``, ``apply_chat_template``, ``fewshot_as_multiturn``.
+alone, and the winner is confirmed on others. The format is that of mergekit 0.1.5.
 """
 
 from __future__ import annotations
@@ -18,27 +14,15 @@ from typing import Any, NamedTuple
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import Method, merge_methods
 
+# fmt: off
 _TOP_KEYS = (
-    "genome",
-    "tasks",
-    "limit",
-    "num_fewshot",
-    "shuffle",
-    "random_init",
-    "apply_chat_template",
-    "fewshot_as_multiturn",
+    "genome", "tasks", "limit", "num_fewshot", "shuffle", "random_init", "apply_chat_template", "fewshot_as_multiturn",
 )
 _GENOME_KEYS = (
-    "models",
-    "merge_method",
-    "base_model",
-    "tokenizer_source",
-    "layer_granularity",
-    "normalize",
-    "allow_negative_weights",
-    "filters",
-    "smooth",
+    "models", "merge_method", "base_model", "tokenizer_source", "layer_granularity", "normalize",
+    "allow_negative_weights", "filters", "smooth",
 )
+# fmt: on
 _TASK_KEYS = ("name", "weight", "metric")
 # Method parameters that a genome sets: one per model, or the position between two models.
 _WEIGHT, _POSITION = "weight", "t"

@@ -99,11 +99,6 @@ class Objective:
         """Clip of each log-likelihood that has one."""
         return {term.key: term.clip for term in self.terms if term.clip is not None}
 
-    @property
-    def guard_references(self) -> tuple[str, ...]:
-        """Names of the parents that constraints compare with."""
-        return tuple(dict.fromkeys(limit.reference for limit in self.limits if limit.reference != HAND_WRITTEN))
-
     def scores(self, table: ScoresByMetric, change: float = math.nan) -> tuple[float, ...]:
         """Return one score per objective, with NaN for an objective without documents.
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from mergegate.tasks.checkpoints import LoadedModel
 
-_MAX_TOKENS = 1 << 13  # largest number of tokens in a batch, padding included
+_MAX_TOKENS = 1 << 13  # largest number of tokens in a batch, with padding
 _MAX_LOGITS = 1 << 25  # largest number of logits computed at once: 128 MB in float32
 _MIN_LENGTH_SHARE = 0.6  # rows shorter than this share of the longest row start a new batch
 _MIN_TOKENS = 1 << 10  # smallest number of tokens before a batch is closed because of shorter rows
@@ -128,23 +128,22 @@ class SearchDocuments:
                         expected="a right answer that has a likelihood",
                         remedy="correct the task, or set measure: exact, which counts the document as wrong",
                     )
-        ends = [{name: math.ceil(share * size) for name, size in sizes.items()} for share in looks]
-        starts = [dict.fromkeys(sizes, 0), *ends]
-        self._looks = [
-            self._make_look({name: range(start[name], end[name]) for name in sizes})
-            for start, end in zip(starts, ends, strict=False)
-        ]
-
-    def _make_look(self, parts: Mapping[str, range]) -> _Look:
-        rows: _Rows = {}
-        lengths: list[int] = []
-        for name in self._likelihood_tasks:
-            for index in parts[name]:
-                for context, continuation in self._tasks[name].documents[index].pairs:
-                    input_tokens = (*context, *continuation)[:-1]
-                    rows.setdefault(input_tokens, []).append((len(lengths), len(context) - 1, continuation))
-                    lengths.append(len(continuation))
-        return _Look(parts, tuple(_make_batch(group, rows) for group in _group_by_length(rows)), tuple(lengths))
+        self._looks = []
+        start = dict.fromkeys(sizes, 0)
+        for share in looks:
+            end = {name: math.ceil(share * size) for name, size in sizes.items()}
+            parts = {name: range(start[name], end[name]) for name in sizes}
+            rows: _Rows = {}
+            lengths: list[int] = []
+            for name in self._likelihood_tasks:
+                for index in parts[name]:
+                    for context, continuation in tasks[name].documents[index].pairs:
+                        input_tokens = (*context, *continuation)[:-1]
+                        rows.setdefault(input_tokens, []).append((len(lengths), len(context) - 1, continuation))
+                        lengths.append(len(continuation))
+            batches = tuple(_make_batch(group, rows) for group in _group_by_length(rows))
+            self._looks.append(_Look(parts, batches, tuple(lengths)))
+            start = end
 
     def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
         """Evaluate a model, and yield the scores of all documents so far after each look.

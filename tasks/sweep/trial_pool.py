@@ -15,7 +15,7 @@ from mergegate.tasks.stage import require_pinned, store
 from mergegate.tasks.sweep.confirmation import Confirmation, NothingToConfirm, confirm, reason_not_to_confirm
 from mergegate.tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
 from mergegate.tasks.sweep.ledger import Ledger, score_once
-from mergegate.tasks.sweep.objective import TEXT, ScoresByMetric
+from mergegate.tasks.sweep.objective import HAND_WRITTEN, TEXT, ScoresByMetric
 from mergegate.tasks.sweep.search import SearchProblem, score_hand_written, search
 from mergegate.tasks.sweep.study import SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting, score_trial
@@ -90,11 +90,12 @@ class TrialPool:
             Refused: A hand-written recipe has no score, or a parent that a constraint names has none.
         """
         problem = self._search.problem
-        names = problem.objective.guard_references
+        references = dict.fromkeys(limit.reference for limit in problem.objective.limits)
+        names = [name for name in references if name != HAND_WRITTEN]
         requests = [self._search.setting.parent_request(name) for name in names]
-        references = dict(zip(names, self._score_tables(requests, "sweep.constraints"), strict=True))
+        tables = self._score_tables(requests, "sweep.constraints")
         return search(
-            replace(problem, references=references),
+            replace(problem, references=dict(zip(names, tables, strict=True))),
             self._score_all,
             self._ledger,
             workers=self._workers,

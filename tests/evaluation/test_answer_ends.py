@@ -23,10 +23,10 @@ from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.answer_journal import journalled
+from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
+from mergegate.tasks.evaluation.backends.hf import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
-from mergegate.tasks.evaluation.backends.shared_prefix import answer_end
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
@@ -100,7 +100,9 @@ def ends_of(model: Model, task: EvalTask, **scoring: object) -> set[tuple[tuple[
         ((A, B, C, EOS), "{until: [], max_gen_toks: 6, repetition_penalty: 1.0001}", ("eos", 4)),  # lm-eval's own path
     ],
 )
-def test_an_answer_says_how_it_ended(tmp_path: Path, ids: Sequence[int], settings: str, end: tuple[str, int]) -> None:
+def test_the_end_of_an_answer_is_recorded(
+    tmp_path: Path, ids: Sequence[int], settings: str, end: tuple[str, int]
+) -> None:
     model = model_that_writes(tmp_path / "model", *ids)
     assert ends_of(model, generation_task(tmp_path / "tasks", settings)) == {((end[0],), (end[1],))}
 
@@ -163,7 +165,7 @@ def test_a_served_answer_says_how_it_ended(tmp_path: Path) -> None:
         ({}, None, AnswerEnd()),
     ],
 )
-def test_what_servers_say_of_the_end_is_understood(choice: dict[str, Any], usage: object, end: AnswerEnd) -> None:
+def test_finish_reasons_of_servers_are_mapped(choice: dict[str, Any], usage: object, end: AnswerEnd) -> None:
     assert _ends_in({"choices": [{"index": 0, **choice}], "usage": usage}) == [end]
 
 
@@ -173,7 +175,7 @@ def test_ends_of_several_prompts_in_one_request_are_in_their_order() -> None:
     assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # usage counts both together
 
 
-def test_vllm_says_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_reports_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = {  # finish_reason, stop_reason, number of tokens
         "a": ("stop", None, 3),
         "b": ("stop", ".", 4),
@@ -211,7 +213,7 @@ def test_vllm_says_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with (
         find_backend("vllm").opened(model, Scoring(backend="vllm"), "cpu") as lm,
         open_journal(None) as journal,
-        journalled(lm, journal, ()) as asked,
+        attach_journal(lm, journal, ()) as asked,
     ):
         asked.generate_until(requests)
     assert [end for _, end in asked.ended_answers] == [
@@ -280,7 +282,7 @@ def test_answers_that_were_cut_off_are_counted_once_a_document(ends: list[tuple[
         for metric in ("acc", "other")
     ]
     (found,) = answer_ends("t", rows).values()
-    assert found.described() == text
+    assert found.describe() == text
     summary = Scores(model="m", tasks=(), lm_eval_version="0", ends={"t": found}).summary()
     assert summary == text
     assert AnswerEnds.model_validate_json(found.model_dump_json()) == found

@@ -16,9 +16,9 @@ from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import harness
-from mergegate.tasks.evaluation.answer_journal import journalled
+from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import find_backend
-from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from mergegate.tasks.evaluation.backends.hf import shared_prefix_type
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -79,7 +79,7 @@ def ask(lm: Any, kind: str, requests: list[Requested], place: JournalLocation | 
     torch.manual_seed(seed)
     watched = {name: vars(lm)[name] for name in HF if name in vars(lm)}
     try:
-        with open_journal(place) as journal, journalled(lm, journal, HF) as model:
+        with open_journal(place) as journal, attach_journal(lm, journal, HF) as model:
             return list(getattr(model, kind)(requests))
     finally:
         vars(lm).update(watched)  # the patched method from ``batches`` is an instance attribute, too
@@ -110,7 +110,7 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", sampled(ALL, ["choices"]))
-def test_a_kill_in_any_batch_costs_that_batch_and_changes_no_bit(
+def test_a_killed_batch_is_repeated_and_the_result_is_identical(
     tmp_path: Path, lm: Any, batches: Watched, name: str
 ) -> None:
     kind, requests = ALL[name]
@@ -130,9 +130,7 @@ def test_a_kill_in_any_batch_costs_that_batch_and_changes_no_bit(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_one_that_is_killed_in_every_batch_ends_all_the_same(
-    tmp_path: Path, lm: Any, batches: Watched, name: str
-) -> None:
+def test_a_run_killed_in_every_batch_still_ends(tmp_path: Path, lm: Any, batches: Watched, name: str) -> None:
     kind, requests = ALL[name]
     wanted = ask(lm, kind, requests, None)
     undisturbed = list(batches)
@@ -154,7 +152,7 @@ def test_sampled_answers_to_one_question_stay_different_answers(tmp_path: Path, 
     assert ask(lm, kind, requests, JournalLocation(tmp_path / "journal", "key"), seed=8) == answers
 
 
-def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batches: Watched) -> None:
+def test_recorded_answers_are_not_requested_again(tmp_path: Path, lm: Any, batches: Watched) -> None:
     place = JournalLocation(tmp_path / "journal", "key")
     for kind, requests in (ALL["choices"], ALL["greedy"]):  # both kinds in one part, in sequence
         ask(lm, kind, requests, place)
@@ -164,7 +162,7 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batc
     assert len(batches) == asked
 
 
-def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_part_resumes_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the harness, outcomes are equal, no batch runs twice, and progress includes the recorded answers."""
     model = make_model(tmp_path / "model", dtype=torch.bfloat16)
     path = write_choices(tmp_path / "tasks")
@@ -223,14 +221,14 @@ class Named:
 
 
 @pytest.mark.parametrize("computes_in", [("compute",), ()], ids=["batch by batch", "answer by answer"])
-def test_an_answer_that_goes_by_other_settings_is_kept_too(tmp_path: Path, computes_in: tuple[str, ...]) -> None:
+def test_an_answer_with_derived_settings_is_recorded(tmp_path: Path, computes_in: tuple[str, ...]) -> None:
     requests = [Requested(prompt, {"until": ["."]}) for prompt in "abcd"]
     place = JournalLocation(tmp_path / "journal", "key")
     lm = Named()
-    with pytest.raises(Killed), open_journal(place) as journal, journalled(lm, journal, computes_in) as model:
+    with pytest.raises(Killed), open_journal(place) as journal, attach_journal(lm, journal, computes_in) as model:
         model.generate_until(requests)
     lm.compute = lambda prompt: None  # type: ignore[method-assign]
-    with open_journal(place) as journal, journalled(lm, journal, ()) as model:
+    with open_journal(place) as journal, attach_journal(lm, journal, ()) as model:
         assert model.generate_until(requests) == ["A", "B", "C", "D"]
         assert model.restored == 2
     assert lm.asked == ["c", "d"]

@@ -117,7 +117,7 @@ def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) 
     assert 0 < sum(o.outcome for o in here) < 40
 
 
-def test_a_server_is_asked_by_the_name_it_knows_and_with_tokens(model: Model, task: EvalTask) -> None:
+def test_a_server_receives_its_own_model_name_and_tokens(model: Model, task: EvalTask) -> None:
     with serving({"acme/merge-7": model}) as server:
         told: list[tuple[int, int]] = []
         settings = Scoring.model_validate(
@@ -153,7 +153,7 @@ def test_a_server_that_does_not_score_prompts_is_refused(
     assert "backend: hf" in caught.value.remedy
 
 
-def test_a_server_that_does_not_know_the_model_or_is_not_there_is_refused(model: Model, task: EvalTask) -> None:
+def test_an_unknown_model_or_unreachable_server_is_refused(model: Model, task: EvalTask) -> None:
     with serving({"other": model}) as server, pytest.raises(InvalidInput, match="404") as caught:
         outcomes_by(model, task, backend="served", server={"url": server.url})
     assert "evaluate.server.models: {merge: …}" in caught.value.remedy
@@ -161,17 +161,22 @@ def test_a_server_that_does_not_know_the_model_or_is_not_there_is_refused(model:
         outcomes_by(model, task, backend="served", server={"url": server.url})
 
 
-def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_a_server_that_stops_answering(
+    model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lm_eval.models import api_models
     from tenacity import wait_none
 
     monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
-    with serving({"merge": model}, "gives up") as server, pytest.raises(InvalidInput, match="no answer any more"):
+    with (
+        serving({"merge": model}, "gives up") as server,
+        pytest.raises(InvalidInput, match="the server stopped answering"),
+    ):
         outcomes_by(model, task, backend="served", server={"url": server.url})
 
 
 @pytest.mark.slow
-def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) -> None:
+def test_the_scoring_process_reaches_servers(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))
         there = process.score_in_child(ScoringJob(model, task, settings, WHOLE, "cpu"), lambda done, total: None)
@@ -179,7 +184,7 @@ def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) 
     assert of_lm_eval(there) == outcomes_by(model, task)
 
 
-def test_addresses_are_of_each_model_or_of_all() -> None:
+def test_an_address_applies_to_one_model_or_to_all() -> None:
     settings = ServerSettings.model_validate(
         {"url": "http://a/v1", "models": {"base": "b", "merge": {"url": "http://c/v1", "model": "d"}}}
     )
@@ -230,7 +235,9 @@ def test_only_what_moves_scores_is_in_the_key() -> None:
     assert len({key(**scoring) for scoring in different}) == len(different)
 
 
-def test_vllm_is_given_what_the_profile_says(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_receives_the_settings_of_the_profile(
+    model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lm_eval.models.huggingface import HFLM
 
     here, given = outcomes_by(model, task), list[dict[str, Any]]()

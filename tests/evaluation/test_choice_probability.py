@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from benchmark_scripts import load_benchmark
+from gate_samples import judge_guard
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval_runs import run_lm_eval
@@ -33,7 +34,7 @@ from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
-from mergegate.tasks.gate.regression import judge_guard, measure_guard
+from mergegate.tasks.gate.regression import measure_guard
 from mergegate.tasks.gate.settings import Guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)
@@ -119,7 +120,7 @@ def by_hand(model: Model, definition: Path) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_the_share_of_the_right_choices_in_what_the_model_gives_all_of_them(
+def test_probability_is_the_share_of_the_right_choices(
     way: str, model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
 ) -> None:
     found = {row.doc_id: row for row in outcomes[way] if row.metric == "prob,none"}
@@ -132,7 +133,7 @@ def test_it_is_the_share_of_the_right_choices_in_what_the_model_gives_all_of_the
         assert found[position].outcome == pytest.approx(sum(weights[one] for one in right) / sum(weights), rel=1e-3)
 
 
-def test_choices_that_stand_in_the_question_have_one_too(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+def test_choices_within_the_question_have_a_probability(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
     rows = outcomes["choices in the question"]
     assert sum(row.metric == "prob,none" for row in rows) == 30
 
@@ -153,7 +154,7 @@ def test_parts_give_what_the_whole_gives_but_for_how_batches_are_rounded(
     assert found == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_task_that_scores_by_its_own_function_has_none_and_a_guard_on_it_says_so(
+def test_a_task_with_its_own_scoring_has_no_probability_metric(
     outcomes: dict[str, tuple[DocumentScore, ...]],
 ) -> None:
     rows = outcomes["its own function"]
@@ -164,7 +165,7 @@ def test_a_task_that_scores_by_its_own_function_has_none_and_a_guard_on_it_says_
         choose_metrics(rows, {"own": "prob"}, "own")
 
 
-def test_it_is_never_what_judges_unasked(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+def test_probability_is_never_the_default_metric(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
     assert choose_metrics(outcomes["a text"], None, "t").label == "acc,none"
     assert choose_metrics(outcomes["a text"], "prob", "t").label == "prob,none"
     assert choose_metrics(outcomes["a text"], {"way*": "prob,none"}, "t").label == "prob,none"
@@ -185,11 +186,11 @@ def test_results_that_lm_eval_wrote_give_the_same(
         assert sum(row.metric == "prob,none" for row in theirs) == 30
 
 
-def test_a_guard_judges_it_as_the_graded_score_that_it_is(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+def test_a_guard_judges_probabilities_as_graded_scores(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
     rows = outcomes["a position"]
     worse = [row._replace(outcome=row.outcome * 0.5) for row in rows]
     metrics = choose_metrics(rows, "prob", "way0")
-    paired = pair_documents(metrics.judged(rows, "r"), metrics.judged(worse, "m"), metrics.label, "w")
+    paired = pair_documents(metrics.judge(rows, "r"), metrics.judge(worse, "m"), metrics.label, "w")
     guard = Guard(task="way0", guarded_by="base", metric="prob")
     evidence = measure_guard(guard, metrics.label, paired, metrics.higher_is_better)
     assert not evidence.binary
@@ -199,7 +200,7 @@ def test_a_guard_judges_it_as_the_graded_score_that_it_is(outcomes: dict[str, tu
     assert verdict.metric == "prob,none"
 
 
-def test_the_gate_judges_lm_evals_own_files_by_it(tmp_path: Path, model: Model, tasks: dict[str, Path]) -> None:
+def test_the_gate_judges_lm_eval_files_by_probability(tmp_path: Path, model: Model, tasks: dict[str, Path]) -> None:
     other = make_model(tmp_path / "other", seed=4)
     for name, one in (("reference", model), ("merge", other)):
         run_lm_eval(tmp_path / name, one.directory, [tasks["several"]], tmp_path / "scratch")
@@ -232,14 +233,14 @@ def test_it_lies_between_0_and_1_and_sums_to_1_over_the_choices(likelihoods: lis
         assert AnsweredChoice(shifted, frozenset({one})).probability == pytest.approx(part, abs=1e-9)
 
 
-def test_likelihoods_that_are_no_numbers_have_no_probability_and_a_label_of_no_choice_has_none_right() -> None:
+def test_nan_likelihoods_and_unknown_labels_have_no_probability() -> None:
     assert AnsweredChoice((math.nan, -1.0), frozenset({0})).probability is None
     assert AnsweredChoice((-math.inf, -math.inf), frozenset({0})).probability is None
     assert AnsweredChoice((-math.inf, -1.0), frozenset({0})).probability == 0.0
     assert AnsweredChoice((-2.0, -1.0), frozenset()).probability == 0.0
 
 
-def test_where_acc_says_something_else_there_is_none_at_all() -> None:
+def test_a_contradicting_acc_removes_the_probability() -> None:
     answer = AnsweredChoice((-2.0, -1.0), frozenset({1}))
     assert probabilities([1.0, 1.0], [answer, answer]) == pytest.approx([1 / (1 + math.exp(-1))] * 2)
     assert probabilities([1.0, 0.0], [answer, answer]) is None
@@ -258,7 +259,7 @@ def test_where_acc_says_something_else_there_is_none_at_all() -> None:
         ({"doc_to_target": "{{n}}"}, "9", set()),
     ],
 )
-def test_of_a_written_target_it_is_said_what_lm_eval_took_it_for_or_nothing(
+def test_a_logged_target_is_interpreted_like_lm_eval_or_not_at_all(
     config: dict[str, Any], target: str, right: set[int] | None
 ) -> None:
     sample = {
@@ -272,7 +273,7 @@ def test_of_a_written_target_it_is_said_what_lm_eval_took_it_for_or_nothing(
 
 
 @pytest.mark.parametrize("noise", [0.15, 0.35])
-def test_a_merge_at_its_margin_is_published_no_more_often_than_was_promised(noise: float) -> None:
+def test_a_merge_at_its_margin_is_published_within_the_error_rate(noise: float) -> None:
     """Holds for plain probability and accuracy; no guard uses the probability as a control variate for accuracy.
 
     Accuracy with that control variate would usually publish such a merge, because the drop of the control variate is as

@@ -21,9 +21,10 @@ from pydantic import ValidationError
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import Model, end_model_process
-from mergegate.tasks.evaluation import EvalTask, Scoring, allow_code, pin_task
+from mergegate.tasks.evaluation import EvalTask, Scoring, pin_task
 from mergegate.tasks.evaluation.backends.registry import added_backends
 from mergegate.tasks.evaluation.code_metric import CodeEval, pass_at
+from mergegate.tasks.evaluation.code_permission import allow_code
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.evaluation.process import inspect_in_child, score_in_child
@@ -109,7 +110,7 @@ def test_pass_at_k_is_the_share_of_draws_that_have_a_right_answer(drawn: tuple[i
     assert pass_at(k, n, passed) == pytest.approx(float(Fraction(sum(map(any, draws)), len(draws))), abs=1e-12)
 
 
-def test_the_stand_in_answers_as_code_eval_does() -> None:
+def test_the_replacement_scores_like_code_eval() -> None:
     require_confinement()
     right, wrong = "def add(a, b): return a + b", "def add(a, b): return a * b"
     means, outcomes = CodeEval(QUICK).compute(
@@ -127,9 +128,7 @@ def test_the_stand_in_answers_as_code_eval_does() -> None:
         (["humaneval", "gsm8k"], "runs no code", "remove it from allow_code"),
     ],
 )
-def test_code_is_run_where_a_profile_names_the_task_and_nowhere_else(
-    tmp_path: Path, allowed: list[str], found: str, remedy: str
-) -> None:
+def test_code_runs_only_for_tasks_in_allow_code(tmp_path: Path, allowed: list[str], found: str, remedy: str) -> None:
     guards = [Guard(task=name, guarded_by="base") for name in ("humaneval", "gsm8k")]
     with pytest.raises(InvalidInput, match=found) as caught:
         pin_tasks(guards, tmp_path, HashMemo(tmp_path / "h.db"), None, allowed)
@@ -143,7 +142,7 @@ def test_a_name_that_is_not_evaluated_is_a_mistake() -> None:
         EvaluateSettings.model_validate({**said, "allow_code": ["humanevil"]})
 
 
-def test_that_code_is_run_and_within_what_is_part_of_the_key(tmp_path: Path) -> None:
+def test_code_limits_are_part_of_the_key(tmp_path: Path) -> None:
     plain = pin_task("humaneval", tmp_path, HashMemo(tmp_path / "h.db"))
     task = allow_code(plain, "humaneval", ["humaneval"])
     longer = task.model_copy(update={"code": ProgramLimits(cpu=60)})
@@ -152,7 +151,7 @@ def test_that_code_is_run_and_within_what_is_part_of_the_key(tmp_path: Path) -> 
     assert "code" not in keys[0]  # cached evaluations without code keep their keys
 
 
-def test_tasks_of_a_family_are_told_apart_by_what_their_functions_come_to() -> None:
+def test_unconfined_tasks_are_found_by_the_code_they_reach() -> None:
     refusals = {
         leaf.name: refusal
         for name in ("humaneval_64_instruct", "mbpp_plus", "cruxeval_input_cot", "longproc")
@@ -165,14 +164,14 @@ def test_tasks_of_a_family_are_told_apart_by_what_their_functions_come_to() -> N
     assert {refusal.reason for refusal in refusals.values()} == {UnsupportedReason.UNCONFINED_CODE}
 
 
-def test_a_task_that_lm_eval_ships_says_how_it_is_allowed() -> None:
+def test_a_shipped_code_task_is_refused_with_the_setting_that_allows_it() -> None:
     with pytest.raises(InvalidInput, match="humaneval_infilling") as caught:
         require_supported("humaneval_infilling")
     assert "allow_code: [humaneval_infilling]" in caught.value.remedy
     require_supported("humaneval_infilling", code_allowed=True)
 
 
-def test_a_task_of_ones_own_runs_programs_in_bounds_or_not_at_all(tmp_path: Path) -> None:
+def test_a_local_task_runs_programs_confined_or_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(
         "task: t\nunsafe_code: true\ndataset_path: json\ndataset_kwargs: {data_files: {test: t.jsonl}}\n"
         "test_split: test\noutput_type: generate_until\nprocess_results: !function own.scored\n"
@@ -233,7 +232,7 @@ def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("home")
-def test_mbpp_is_scored_through_the_same_door(tmp_path: Path, coder: Model) -> None:
+def test_mbpp_runs_programs_in_the_same_sandbox(tmp_path: Path, coder: Model) -> None:
     require_confinement()
     data = mirror(tmp_path / "data", tmp_path)
     task = pinned("mbpp", data).model_copy(update={"code": QUICK})

@@ -90,6 +90,6 @@ ORDER = (3, 2, 0, 5, 4, 1, 6, 7)
 
 
 @pytest.mark.parametrize(("first", "last"), [(5, 5), (6, 5), (-1, 5)])
-def test_an_empty_part_is_none(first: int, last: int) -> None:
+def test_an_empty_range_is_refused(first: int, last: int) -> None:
     with pytest.raises(ValidationError):
         DocumentRange(first=first, last=last)

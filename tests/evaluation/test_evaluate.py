@@ -172,7 +172,7 @@ def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(
     assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in chat}  # so the gate cannot pair them
 
 
-def test_no_answer_of_one_model_is_given_for_another(tmp_path: Path, task: EvalTask) -> None:
+def test_answers_of_two_models_are_never_mixed(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1)]
     scored = [[o.outcome for o in measure(models[which], task)] for which in (0, 1, 0, 1)]
     assert scored[0] == scored[2] != scored[1] == scored[3]
@@ -194,7 +194,7 @@ def test_parts_are_fixed_scattered_and_make_up_the_whole(model: Model, task: Eva
     assert {o.doc_id for o in parts[0]} != set(range(5))
 
 
-def test_few_shot_prompts_do_not_hang_on_which_documents_are_asked_together(tmp_path: Path, model: Model) -> None:
+def test_few_shot_prompts_do_not_depend_on_the_part(tmp_path: Path, model: Model) -> None:
     task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
     every = measure(model, task, num_fewshot=2)
     parts = [measure(model, task, num_fewshot=2, part=part) for part in ((20, 40), (0, 20))]
@@ -203,7 +203,7 @@ def test_few_shot_prompts_do_not_hang_on_which_documents_are_asked_together(tmp_
 
 def test_more_examples_than_there_are_documents_are_refused(tmp_path: Path, model: Model) -> None:
     task = pin(write_choices(tmp_path / "tasks", n=5, extra="fewshot_split: test\n"))
-    with pytest.raises(InvalidInput, match="more than there are to draw from"):
+    with pytest.raises(InvalidInput, match="but the task has fewer"):
         measure(model, task, num_fewshot=7)
 
 
@@ -264,7 +264,7 @@ def test_data_that_change_after_they_were_pinned_are_noticed(tmp_path: Path, mod
         measure(model, task)
 
 
-def test_progress_is_told_up_to_the_last_request(model: Model, task: EvalTask) -> None:
+def test_progress_is_reported_up_to_the_last_request(model: Model, task: EvalTask) -> None:
     told: list[tuple[int, int]] = []
     whole = DocumentRange(first=0, last=40)
     score_documents(
@@ -279,7 +279,7 @@ def test_few_shot_examples_change_the_prompts_and_their_hashes(tmp_path: Path, m
     plain, shot = (measure(model, task, num_fewshot=n, part=(0, 5)) for n in (0, 2))
     assert [o.doc_hash for o in plain] == [o.doc_hash for o in shot]
     assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in shot}
-    with pytest.raises(InvalidInput, match="another prompt on each side"):
+    with pytest.raises(InvalidInput, match="a different prompt on each side"):
         document_scores.pair_documents(plain, shot, "acc,none", "letters")
 
 
@@ -291,7 +291,7 @@ def test_few_shot_examples_are_drawn_alike_for_every_model_and_follow_the_seed(t
     assert prompts[0] == prompts[1] != prompts[2]
 
 
-def test_a_perplexity_task_is_refused_with_the_place_for_it(tmp_path: Path, model: Model) -> None:
+def test_a_perplexity_task_is_refused_with_a_remedy(tmp_path: Path, model: Model) -> None:
     write_jsonl(tmp_path / "t.jsonl", ({"text": word} for word in words(5)))
     (tmp_path / "t.yaml").write_text(
         "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: t.jsonl}}\ntest_split: test\n"
@@ -316,8 +316,8 @@ def test_a_definition_that_does_not_fit_its_data_is_refused(
     assert "t.yaml" in caught.value.where
 
 
-def test_a_chat_template_that_there_is_not_is_refused(tmp_path: Path, model: Model, task: EvalTask) -> None:
-    with pytest.raises(InvalidInput, match="a tokenizer without one"):
+def test_a_missing_chat_template_is_refused(tmp_path: Path, model: Model, task: EvalTask) -> None:
+    with pytest.raises(InvalidInput, match="has no chat template"):
         measure(model, task, chat_template=True)
 
 
@@ -351,7 +351,7 @@ def test_settings_are_written_as_in_the_design() -> None:
         {"tasks": [{"task": "mmlu", "guarded_by": "a"}], "on_inconclusive": "ignore"},
     ],
 )
-def test_settings_that_cannot_mean_anything_are_refused(wrong: dict[str, object]) -> None:
+def test_contradictory_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         EvaluateSettings.model_validate(wrong)
 

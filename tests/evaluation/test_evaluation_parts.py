@@ -36,7 +36,6 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import (
     Scores,
     TaskScores,
-    document_count,
     evaluate_documents,
     excerpt,
     join_parts,
@@ -165,7 +164,7 @@ def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
 
 
 @given(st.lists(st.integers(1, 50) | st.none(), min_size=1, max_size=6), st.data())
-def test_a_look_is_covered_once_and_nothing_is_asked_twice(history: list[int | None], data: st.DataObject) -> None:
+def test_a_look_covers_each_document_exactly_once(history: list[int | None], data: st.DataObject) -> None:
     """Holds for any sequence of ``documents`` and looks, even if stored parts are lost or damaged."""
     total = data.draw(st.integers(1, 60))
     asked: list[int] = []
@@ -196,7 +195,7 @@ def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) 
     assert sorted(new) == [at for at in range(look) if at not in there]
 
 
-def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees_its_own(
+def test_no_document_is_scored_again_after_any_history(
     tmp_path: Path, model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real stage runs random histories against a fake lm-eval that counts documents."""
@@ -251,7 +250,7 @@ def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: 
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
-def test_known_scores_that_are_damaged_are_asked_again(model: Model, task: EvalTask) -> None:
+def test_damaged_scores_are_evaluated_again(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
     before = scores_of(parts)
     (parts[0].directory / SCORES_FILE).write_bytes(b"torn")
@@ -313,9 +312,9 @@ def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
 @pytest.mark.usefixtures("home")
 def test_documents_are_counted_once(tmp_path: Path) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
-    assert document_count(task) == 40
+    assert pin_data(task).documents == 40
     before = asked(task)
-    assert document_count(task) == 40
+    assert pin_data(task).documents == 40
     assert asked(task) == before
 
 

@@ -80,7 +80,7 @@ def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> No
 
 
 @pytest.mark.slow
-def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path, model: Model) -> None:
+def test_a_timeout_stops_the_process_and_its_children(tmp_path: Path, model: Model) -> None:
     deed = f'{SLEEPER}\n(HERE / "child").write_text(str(child.pid))\nchild.wait()'
     task = write_trap(tmp_path / "tasks", deed, at=12)
     score(model, task, 0, 10)
@@ -106,7 +106,7 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path,
         ),
     ],
 )
-def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
+def test_a_dead_process_is_explained_and_the_next_part_is_scored(
     tmp_path: Path, model: Model, deed: str, found: str, remedy: str
 ) -> None:
     task = write_trap(tmp_path / "tasks", deed, at=3)
@@ -118,15 +118,15 @@ def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
     assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
-def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
+def test_an_error_of_the_harness_reaches_the_caller_and_keeps_the_process(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
-    with pytest.raises(InvalidInput, match="a tokenizer without one"):
+    with pytest.raises(InvalidInput, match="has no chat template"):
         score(model, task, 0, 5, chat_template=True)
     score(model, task, 0, 5)
     assert len({process for process, _ in asked(task)}) == 1
 
 
-def test_a_mistake_in_a_function_of_the_users_task_is_said_as_one(tmp_path: Path, model: Model) -> None:
+def test_a_failing_function_of_a_task_is_reported_with_its_line(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "doc['colour']", at=3)
     with pytest.raises(InvalidInput) as caught:
         score(model, task, 0, 10)
@@ -134,7 +134,7 @@ def test_a_mistake_in_a_function_of_the_users_task_is_said_as_one(tmp_path: Path
     assert caught.value.found == "KeyError: 'colour'"
 
 
-def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path, model: Model) -> None:
+def test_a_failing_template_of_a_task_is_reported_with_its_file(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     fourth = words(40)[order_documents({"letters": 40}, 0)[3][1]]
     path.write_text(path.read_text().replace("{{word}}", f"{{{{colour if word == '{fourth}' else word}}}}"))
@@ -158,7 +158,7 @@ def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path
     ],
     ids=["a panic of a library", "an exit", "one that says nothing"],
 )
-def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
+def test_an_unusual_exception_ends_the_part_and_not_the_run(
     tmp_path: Path, model: Model, deed: str, found: str
 ) -> None:
     task = write_trap(tmp_path / "tasks", deed, at=3)
@@ -168,7 +168,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
 
 
 @pytest.mark.long
-def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
+def test_a_silent_process_is_stopped_without_a_time_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = write_trap(tmp_path / "tasks", "signal.pause()", at=3)
@@ -177,7 +177,7 @@ def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
         score(model, task, 0, 10)
 
 
-def test_a_task_finds_no_secret_of_ours_nobody_to_talk_to_and_nothing_to_spoil(tmp_path: Path, model: Model) -> None:
+def test_a_task_has_no_access_to_secrets_network_or_files(tmp_path: Path, model: Model) -> None:
     require_confinement()
     secret = "hf_planted_where_nobody_may_look"
     deed = """
@@ -228,7 +228,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
+def test_a_cancelled_call_never_returns_another_answer(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
 
@@ -242,7 +242,7 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
+def test_the_old_model_is_unloaded_before_a_new_one_is_loaded(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     score(model, task, 0, 5)
     with model_cache.load_model(model, dtype="auto", device="cpu"):
@@ -310,7 +310,7 @@ def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
+def test_evaluation_works_offline_silently_and_leaves_no_files(tmp_path: Path, model: Model) -> None:
     """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     (tmp_path / "site").mkdir()
@@ -349,7 +349,7 @@ note("watched")
     assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
 
 
-def test_the_process_that_scores_does_not_wait_for_what_it_does_not_need() -> None:
+def test_the_scoring_process_imports_only_what_it_needs() -> None:
     """Prefect alone takes as long to import as everything else together."""
     script = (
         "import sys; from mergegate.tasks.evaluation import harness, process; "

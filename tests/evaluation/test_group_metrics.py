@@ -98,8 +98,8 @@ def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentSco
 
 def test_each_leaf_has_its_own_metric_and_no_document_is_lost(scored: tuple[DocumentScore, ...], written: Path) -> None:
     metrics = choose_metrics(scored, None, "board")
-    assert metrics.differing == DEFAULTS
-    judged = metrics.judged(scored, "board")
+    assert metrics.by_leaf_if_different == DEFAULTS
+    judged = metrics.judge(scored, "board")
     results = results_of(written)
     for leaf, metric in DEFAULTS.items():
         of_leaf = [row.outcome for row in judged if row.task == leaf]
@@ -125,13 +125,13 @@ def test_parts_give_the_prompts_and_scores_of_the_whole_with_few_shot_examples(
     } == theirs  # one example each
 
 
-def test_less_is_better_is_turned_round_among_others(tasks: Path, written: Path) -> None:
+def test_lower_is_better_is_reversed_in_a_mixed_group(tasks: Path, written: Path) -> None:
     (tasks / "mixed.yaml").write_text("group: mixed\ntask: [errors, bbh_a]\n")
     rows = ours(tasks / "mixed.yaml")
     metrics = choose_metrics(rows, None, "mixed")
     assert metrics.higher_is_better
     rate = results_of(written)["results"]["errors"]["error_rate,none"]
-    turned = [row.outcome for row in metrics.judged(rows, "mixed") if row.task == "errors"]
+    turned = [row.outcome for row in metrics.judge(rows, "mixed") if row.task == "errors"]
     assert 0 < rate < 1
     assert sum(turned) / len(turned) == pytest.approx(1 - rate)
     alone = [row for row in rows if row.task == "errors"]
@@ -140,7 +140,7 @@ def test_less_is_better_is_turned_round_among_others(tasks: Path, written: Path)
     assert (only.score, only.higher_is_better) == (pytest.approx(rate), False)
 
 
-def test_tasks_written_inline_and_settings_laid_over_others_are_as_in_lm_eval(tasks: Path, tmp_path: Path) -> None:
+def test_inline_tasks_and_overrides_match_lm_eval(tasks: Path, tmp_path: Path) -> None:
     """The reference is lm-eval itself, which reads the group's file with absolute paths."""
     from lm_eval.tasks import TaskManager
 
@@ -187,7 +187,7 @@ task:
 
 
 @pytest.mark.parametrize("part", ["board.yaml", "bbh.yaml", "ifeval.yaml", "scoring.py", "data/bbh_b.jsonl"])
-def test_all_that_a_group_draws_in_is_pinned(tmp_path: Path, part: str) -> None:
+def test_all_files_of_a_group_are_pinned(tmp_path: Path, part: str) -> None:
     path = write_leaderboard(tmp_path / "tasks")
 
     def pinned() -> str:

@@ -117,7 +117,9 @@ def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ..
 
 @pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
 @pytest.mark.parametrize("model", sampled(["one", "other"], ["one"]))
-def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str, Path], task: str, model: str) -> None:
+def test_result_files_give_the_scores_of_the_stage(
+    written: Path, definitions: dict[str, Path], task: str, model: str
+) -> None:
     found = sorted(read(written / model, task).outcomes)
     ours = sorted(stage_outcomes(written / "models" / model, definitions[task]))
     # A likelihood is the exp of a float32 near -10. Its last digit (1e-6) depends on the kernel, which depends on the
@@ -128,7 +130,7 @@ def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str
     assert len({outcome.outcome for outcome in marks}) == 2  # mixed outcomes
 
 
-def test_metrics_that_are_no_means_are_left_out(written: Path) -> None:
+def test_metrics_other_than_means_are_left_out(written: Path) -> None:
     reported = json.loads(the(written / "one", "results_*.json").read_text())["results"]["letters"]
     assert {"acc,none", "f1,none"} < reported.keys()
     found = metrics_by_leaf(read(written / "one", "letters").outcomes)
@@ -163,7 +165,7 @@ def test_the_output_path_its_folder_and_the_file_itself_are_the_same_results(wri
     assert read(file, "letters").outcomes == whole
 
 
-def test_the_newest_results_of_a_task_win(copied: Path) -> None:
+def test_the_newest_results_of_a_task_are_read(copied: Path) -> None:
     old = the(copied, "results_*.json")
     date = old.stem.removeprefix("results_")
     for path in list(old.parent.iterdir()):
@@ -176,7 +178,7 @@ def test_the_newest_results_of_a_task_win(copied: Path) -> None:
     assert read(copied, "letters").file == old
 
 
-def test_results_of_two_models_in_one_place_are_ambiguous(written: Path, tmp_path: Path) -> None:
+def test_results_of_two_models_in_one_directory_are_ambiguous(written: Path, tmp_path: Path) -> None:
     for name in ("one", "other"):
         shutil.copytree(written / name, tmp_path / "mixed", dirs_exist_ok=True)
     with pytest.raises(InvalidInput, match="results of 2 models"):
@@ -184,7 +186,7 @@ def test_results_of_two_models_in_one_place_are_ambiguous(written: Path, tmp_pat
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty"])
-def test_a_place_without_results_is_refused(tmp_path: Path, what: str) -> None:
+def test_a_directory_without_results_is_refused(tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidInput, match="--log_samples"):
         find_results(tmp_path / what)
@@ -225,7 +227,7 @@ def test_samples_of_another_task_are_refused(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["17", "{}", '{"doc_id": 0, "filter": "none", "metrics": ["acc"]}'])
-def test_lines_that_are_no_samples_are_refused(copied: Path, line: str) -> None:
+def test_invalid_sample_lines_are_refused(copied: Path, line: str) -> None:
     the(copied, "samples_letters_*").write_text(line + "\n")
     with pytest.raises(InvalidInput, match="line 1: not a sample of lm-eval"):
         read(copied, "letters")
@@ -238,7 +240,7 @@ def test_results_without_samples_are_refused(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"results": {', "[]", '{"results": {}}'])
-def test_a_file_that_is_no_results_file_is_refused(copied: Path, text: str) -> None:
+def test_a_file_other_than_a_results_file_is_refused(copied: Path, text: str) -> None:
     the(copied, "results_*.json").write_text(text)
     with pytest.raises(InvalidInput, match="results_"):
         find_results(copied)
@@ -294,7 +296,7 @@ def decided(original: TaskResults, changed: TaskResults) -> list[tuple[DocumentS
     assert all(before[row[:3]] == row for row in changed.outcomes if row.metric == "prob,none")
     metrics = sorted({row.metric for row in original.outcomes} - {"prob,none"})
     rows = [row for row in changed.outcomes if row.metric != "prob,none"]
-    return [choose_metrics(rows, metric, "changed").judged(rows, "changed") for metric in metrics]
+    return [choose_metrics(rows, metric, "changed").judge(rows, "changed") for metric in metrics]
 
 
 def check_other_value(place: Path, path: Path, text: str, originals: Mapping[str, TaskResults]) -> None:
@@ -326,7 +328,7 @@ def originals(written: Path) -> dict[str, TaskResults]:
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_another_value_in_a_results_file_never_changes_what_is_judged(
+def test_an_altered_results_file_never_changes_scores(
     mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
 ) -> None:
     path = the(mutable, "results_*.json")
@@ -338,7 +340,7 @@ def test_another_value_in_a_results_file_never_changes_what_is_judged(
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_another_value_in_a_sample_never_changes_what_is_judged(
+def test_an_altered_sample_never_changes_scores(
     mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
 ) -> None:
     path = the(mutable, f"samples_{data.draw(st.sampled_from(['letters', 'numbers', 'endings']))}_*")
@@ -362,12 +364,12 @@ def test_another_value_in_a_sample_never_changes_what_is_judged(
         ("results_*.json", ("group_subtasks",), 5, r"group_subtasks: 5\n  expected: a mapping"),
         ("results_*.json", ("versions", "letters"), True, r"versions\.letters: true\n  expected: a text or a"),
         ("results_*.json", ("results", "letters", "acc,none"), True, r"letters\.acc,none: true\n  expected: a number"),
-        ("samples_letters_*", ("doc_id",), 2**70, rf"line 3: doc_id: {2**70}\n  expected: less than"),
+        ("samples_letters_*", ("doc_id",), 2**70, rf"line 3: doc_id: {2**70}\n  expected: a number less than"),
         ("samples_letters_*", ("doc_id",), 40, r"line 3: doc_id: 40\n  expected: less than the 40 documents"),
         ("samples_letters_*", ("metrics", 0), 7, r"line 3: metrics\[0\]: 7\n  expected: a text"),
     ],
 )
-def test_a_value_of_another_type_is_named(
+def test_an_error_names_a_value_of_the_wrong_type(
     copied: Path, pattern: str, place: tuple[str | int, ...], value: object, message: str
 ) -> None:
     path = the(copied, pattern)
@@ -393,11 +395,11 @@ def test_a_value_of_another_type_is_named(
         ("higher_is_better", lambda content: content["higher_is_better"]["letters"].update(acc=False)),
     ],
 )
-def test_another_condition_on_each_side_is_refused(
+def test_different_conditions_are_refused(
     copied: Path, written: Path, condition: str, change: Callable[[dict[str, Any]], object]
 ) -> None:
     rewrite(the(copied, "results_*.json"), change)
-    with pytest.raises(InvalidInput, match=f"letters: a against b: another {condition}"):
+    with pytest.raises(InvalidInput, match=f"letters: a against b: different {condition}"):
         require_same_conditions(read(written / "one", "letters"), read(copied, "letters"), "letters: a against b")
 
 
@@ -407,7 +409,7 @@ def test_equal_conditions_compare(written: Path) -> None:
     assert precision_differences(ours, theirs) == ()
 
 
-def test_another_batch_size_is_worth_a_word(copied: Path, written: Path) -> None:
+def test_a_different_batch_size_is_reported(copied: Path, written: Path) -> None:
     rewrite(the(copied, "results_*.json"), lambda content: content["config"].update(batch_size=4))
     ours, theirs = read(written / "one", "letters"), read(copied, "letters")
     require_same_conditions(ours, theirs, "letters")

@@ -126,7 +126,7 @@ def task_with_function(directory: Path, module: str) -> Path:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_packages_without_which_a_function_cannot_be_loaded_are_missed(tmp_path: Path, name: str) -> None:
+def test_missing_packages_of_a_function_are_found(tmp_path: Path, name: str) -> None:
     module, missing = FUNCTIONS[name]
     task_with_function(tmp_path, module)
     if not missing:
@@ -161,7 +161,7 @@ def test_the_extra_of_lm_eval_that_has_all_missing_packages_is_named(packages: t
     ],
     ids=["found or downloaded", "downloaded"],
 )
-def test_nltk_data_of_a_function_are_missed_with_the_command_that_fetches_them(
+def test_missing_nltk_data_is_reported_with_the_download_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     from nltk import data
@@ -182,9 +182,9 @@ def test_groups_and_tags_stand_for_their_tasks() -> None:
     assert {leaf.name for leaf in shipped_leaves("openllm")} >= {"arc_challenge", "gsm8k", "mmlu_virology"}
 
 
-def test_what_a_group_says_of_its_tasks_is_laid_over_them() -> None:
+def test_settings_of_a_group_override_its_tasks() -> None:
     (leaf,) = shipped_leaves("darija_summarization")
-    assert "metric_list" in leaf.laid_over
+    assert "metric_list" in leaf.overrides
     assert [leaf.name for leaf in shipped_leaves("scrolls_qasper")] == ["scrolls_qasper"]  # its file also names a group
 
 
@@ -243,12 +243,12 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("task", ["mmlu", "bbh", "gsm8k", "arc_easy", "hellaswag", "openllm"])
-def test_what_most_people_use_is_supported(task: str) -> None:
+def test_common_tasks_are_supported(task: str) -> None:
     assert not [refusal for leaf in shipped_leaves(task) if (refusal := refusal_of_leaf(leaf))]
 
 
 @pytest.mark.parametrize(("task", "why"), [("humaneval", "code"), ("wikitext", "perplexity"), ("cola", "mcc")])
-def test_what_is_refused_says_why(task: str, why: str) -> None:
+def test_a_refusal_has_a_reason(task: str, why: str) -> None:
     with pytest.raises(InvalidInput, match=task) as refused:
         require_supported(task)
     assert why in refused.value.found
@@ -277,14 +277,14 @@ def test_a_single_file_is_the_split_that_the_task_evaluates(tmp_path: Path) -> N
     assert found.by_split == {"validation": file}
 
 
-def test_a_missing_dataset_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+def test_a_missing_dataset_is_refused_with_the_expected_paths(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput) as refused:
         pinned("hellaswag", tmp_path)
     assert "hellaswag_validation.jsonl" in refused.value.expected
     assert "fetch-data" in refused.value.remedy
 
 
-def test_examples_that_are_not_there_are_missed_before_the_night(tmp_path: Path) -> None:
+def test_missing_examples_are_found_in_advance(tmp_path: Path) -> None:
     data = tmp_path / "data"
     write(data / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
     task = pinned("gsm8k", data)
@@ -302,7 +302,7 @@ def test_other_data_are_another_task(tmp_path: Path) -> None:
     assert pinned("gsm8k", data).digest != before.digest
 
 
-def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
+def test_examples_in_the_documentation_are_valid(tmp_path: Path) -> None:
     page = (PROJECT / "docs" / "evaluation.md").read_text()
     said = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     sections = [block for block in said if block.startswith(("evaluate:", "perplexity:", "judge:"))]

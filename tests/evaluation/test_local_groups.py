@@ -46,7 +46,7 @@ def asked(root: Path, file: str) -> dict[str, list[str]]:
         return {name: [leaf.doc_to_text(document) for document in leaf.eval_docs] for name, leaf in leaves.items()}
 
 
-def test_a_list_is_as_if_each_of_its_tasks_had_a_file(root: Path) -> None:
+def test_a_task_list_equals_one_file_per_task(root: Path) -> None:
     found = asked(root, "several.yaml")
     alone = {
         "short": "include: base.yaml\ntask: short\ndataset_kwargs: {data_files: {test: data/other.jsonl}}\n",
@@ -71,13 +71,13 @@ def test_a_list_is_as_if_each_of_its_tasks_had_a_file(root: Path) -> None:
         ("short", ["short"]),
     ],
 )
-def test_a_group_draws_in_tasks_of_a_list_by_name_and_tag(root: Path, tasks: str, names: list[str]) -> None:
+def test_a_group_includes_tasks_of_a_list_by_name_and_tag(root: Path, tasks: str, names: list[str]) -> None:
     (root / "g.yaml").write_text(f"group: g\ntask: {tasks}\n")
     assert [leaf.name for leaf in read_definition(root / "g.yaml").leaves] == names
     assert list(asked(root, "g.yaml")) == names
 
 
-def test_what_a_group_says_wins_over_the_list(root: Path) -> None:
+def test_settings_of_a_group_override_a_task_list(root: Path) -> None:
     (root / "g.yaml").write_text('group: g\ntask: [shouted, short]\ndoc_to_text: "{{word}}?"\n')
     found = asked(root, "g.yaml")
     assert all(text.endswith("?") and text.islower() for texts in found.values() for text in texts)
@@ -85,7 +85,7 @@ def test_what_a_group_says_wins_over_the_list(root: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["several.yaml", "base.yaml", "own.py", "data/other.jsonl", "data/letters.jsonl"])
-def test_all_that_a_list_draws_in_is_pinned(root: Path, part: str) -> None:
+def test_all_files_of_a_task_list_are_pinned(root: Path, part: str) -> None:
     def pinned() -> str:
         return pin_task("several.yaml", root, HashMemo(root / "hashes.db")).digest
 
@@ -105,7 +105,7 @@ def test_all_that_a_list_draws_in_is_pinned(root: Path, part: str) -> None:
         ("group: [g]\ntask: letters\n", "g"),
     ],
 )
-def test_what_cannot_be_one_group_is_refused(root: Path, text: str, complaint: str) -> None:
+def test_an_invalid_group_is_refused(root: Path, text: str, complaint: str) -> None:
     (root / "g.yaml").write_text(text)
     with pytest.raises(InvalidInput, match=complaint) as refused:
         read_definition(root / "g.yaml")
@@ -132,7 +132,7 @@ def mean_of(root: Path, entries: object) -> str:
         (["acc"], "acc"),
     ],
 )
-def test_a_guard_is_the_mean_that_its_group_says_or_asks_for_its_own(
+def test_a_guard_tests_the_declared_mean_of_its_group_or_requests_another(
     root: Path, entries: object, complaint: str | None
 ) -> None:
     file = mean_of(root, entries)
@@ -177,7 +177,7 @@ def test_a_function_beside_a_task_that_needs_a_package_is_refused_with_its_name(
         require_supported("several.yaml", root)
 
 
-def test_metrics_by_functions_of_ones_own_are_supported(root: Path) -> None:
+def test_metrics_of_own_functions_are_supported(root: Path) -> None:
     write_jsonl(root / "data" / "w.jsonl", [{"word": "a"}])
     (root / "w.yaml").write_text(
         "task: w\ndataset_path: json\ndataset_kwargs: {data_files: {test: data/w.jsonl}}\ntest_split: test\n"
@@ -221,7 +221,7 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
 
 
 @pytest.mark.parametrize("group", ["[words]", "words", "[words, more]", "5"])
-def test_a_task_in_a_group_is_told_to_have_a_tag(root: Path, group: str) -> None:
+def test_a_group_key_in_a_task_file_is_refused_in_favor_of_a_tag(root: Path, group: str) -> None:
     (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ngroup: {group}\n")
     with pytest.raises(InvalidInput, match=r"labeled.yaml: group(.*\n)*.*rename 'group' to 'tag'"):
         read_definition(root / "labeled.yaml")
@@ -229,6 +229,6 @@ def test_a_task_in_a_group_is_told_to_have_a_tag(root: Path, group: str) -> None
     assert read_definition(root / "labeled.yaml").name == "labeled"
 
 
-def test_a_group_may_name_one_task_and_say_what_is_laid_over_it(root: Path) -> None:
+def test_a_group_may_name_one_task_and_override_its_settings(root: Path) -> None:
     (root / "group.yaml").write_text("group: all\ntask: letters\ndoc_to_text: '{{word}}!'\n")
     assert [leaf.name for leaf in read_definition(root / "group.yaml").leaves] == ["letters"]

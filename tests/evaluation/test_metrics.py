@@ -55,7 +55,7 @@ def test_every_document_counts_once_under_the_metric_of_its_leaf(
     """The reference handles one document at a time and does not use groups."""
     theirs, ours = sides
     metrics = choose_metrics(theirs, None, "g")
-    paired = pair_documents(metrics.judged(theirs, "g"), metrics.judged(ours, "g"), metrics.label, "g")
+    paired = pair_documents(metrics.judge(theirs, "g"), metrics.judge(ours, "g"), metrics.label, "g")
     assert sorted(paired.documents) == sorted({(one.task, one.doc_id) for one in theirs})
     sign = 1 if metrics.higher_is_better else -1
     for (leaf, doc), reference, merge in zip(paired.documents, paired.reference, paired.merge, strict=True):
@@ -69,7 +69,7 @@ def test_every_document_counts_once_under_the_metric_of_its_leaf(
 
 
 @given(groups(), st.sampled_from(METRICS))
-def test_one_name_is_for_all_leaves_that_have_it(
+def test_one_metric_name_applies_to_all_leaves_that_have_it(
     sides: tuple[list[DocumentScore], list[DocumentScore]], wanted: str
 ) -> None:
     rows, known = sides[0], metrics_by_leaf(sides[0])
@@ -84,7 +84,7 @@ def test_one_name_is_for_all_leaves_that_have_it(
 
 
 @given(groups(), st.data())
-def test_a_document_that_lacks_its_score_is_refused_by_name(
+def test_an_error_names_the_document_without_a_score(
     sides: tuple[list[DocumentScore], list[DocumentScore]], data: st.DataObject
 ) -> None:
     rows = sides[0]
@@ -96,7 +96,7 @@ def test_a_document_that_lacks_its_score_is_refused_by_name(
         check_all_scored(
             "g",
             [(one.task, one.doc_id) for one in rows],
-            metrics.chosen(rest),
+            metrics.select(rest),
             {leaf: name for leaf, (name, _) in metrics.by_leaf.items()},
         )
 
@@ -109,7 +109,7 @@ def test_the_table_has_a_line_for_the_whole_group_where_its_metrics_differ(
     metrics = choose_metrics(rows, None, "g")
     table = {score.metric: score for score in score_table("g", rows)}
     every = len({(one.task, one.doc_id) for one in rows})
-    assert (metrics.label in table and table[metrics.label].n == every) or not metrics.differing
+    assert (metrics.label in table and table[metrics.label].n == every) or not metrics.by_leaf_if_different
     for name in {one.metric for one in rows}:
         assert table[name].n == sum(one.metric == name for one in rows)
 
@@ -121,10 +121,10 @@ MIXED = [
 ]
 
 
-def test_a_mapping_goes_by_name_before_pattern() -> None:
+def test_names_in_a_mapping_precede_patterns() -> None:
     rows = [*MIXED, row("math_a", "x,none", 0, 0.0)]
     chosen = choose_metrics(rows, {"math_*": "x,none", "math_a": "exact_match,none"}, "g")
-    assert chosen.differing == {"bbh": "acc_norm,none", "math_a": "exact_match,none", "math_b": "x,none"}
+    assert chosen.by_leaf_if_different == {"bbh": "acc_norm,none", "math_a": "exact_match,none", "math_b": "x,none"}
     assert chosen.label == "acc_norm,none + exact_match,none + x,none"
 
 
@@ -188,13 +188,13 @@ class TestBeforeAnythingIsScored:
             choose_known_metrics({"gsm8k": LABELS["gsm8k"]}, "exact_match", "gsm8k")
         assert "exact_match,strict-match or exact_match,flexible-extract" in refused.value.expected
 
-    def test_a_metric_that_no_leaf_has_is_refused_with_what_there_is(self) -> None:
+    def test_an_unknown_metric_is_refused_with_the_available_ones(self) -> None:
         with pytest.raises(InvalidInput, match="which the task does not have") as refused:
             choose_known_metrics(LABELS, "f1", "mixed")
         assert "acc,none" in refused.value.expected
 
     def test_a_leaf_without_the_metric_keeps_its_own(self) -> None:
-        assert choose_known_metrics(LABELS, "acc", "mixed").differing == {
+        assert choose_known_metrics(LABELS, "acc", "mixed").by_leaf_if_different == {
             "gsm8k": "exact_match,flexible-extract",
             "arc": "acc,none",
         }

@@ -71,9 +71,7 @@ def pinned(task: str, root: Path, mirror: Path | None) -> EvalTask:
         ("json", ["hf://datasets/acme/x/t.jsonl", "hf://datasets/acme/y/t.jsonl"], ("", "json", "", ())),
     ],
 )
-def test_a_dataset_is_told_by_its_name_or_by_the_address_of_its_files(
-    path: str, files: object, found: tuple[object, ...]
-) -> None:
+def test_a_dataset_is_identified_by_name_or_file_address(path: str, files: object, found: tuple[object, ...]) -> None:
     asked = declared_dataset("t", {"dataset_path": path, "dataset_kwargs": {"data_files": files}, "test_split": "test"})
     assert asked
     assert (asked.path, asked.reader, asked.revision, asked.files) == found
@@ -114,7 +112,7 @@ def test_examples_are_drawn_from_the_split_that_lm_eval_draws_from(said: dict[st
         ),
     ],
 )
-def test_a_yaml_file_is_asked_from_the_mirror_and_is_another_task_with_other_data(
+def test_a_yaml_task_uses_the_mirror_and_changes_with_its_data(
     said: dict[str, Any], place: str, tmp_path: Path
 ) -> None:
     task = written(tmp_path, "own", **said)
@@ -143,13 +141,13 @@ def test_two_tasks_of_a_group_have_files_of_their_own_of_one_dataset_and_a_third
     assert asked == {"first": ["first"], "second": ["second"], "third": ["third"]}
 
 
-def test_a_task_with_its_data_beside_it_is_the_same_task_with_and_without_a_mirror(tmp_path: Path) -> None:
+def test_a_mirror_does_not_change_a_task_with_local_data(tmp_path: Path) -> None:
     rows(tmp_path / "beside.jsonl", "a")
     task = written(tmp_path, "own", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
     assert pinned(task, tmp_path, tmp_path / "nowhere") == pinned(task, tmp_path, None)
 
 
-def test_examples_of_a_yaml_file_that_are_not_there_are_missed(tmp_path: Path) -> None:
+def test_missing_examples_of_a_yaml_file_are_found(tmp_path: Path) -> None:
     task = written(tmp_path, "own", fewshot_split="train", num_fewshot=2)
     rows(tmp_path / "mirror" / "own_test.jsonl", "a")
 
@@ -163,7 +161,7 @@ def test_examples_of_a_yaml_file_that_are_not_there_are_missed(tmp_path: Path) -
     assert "own_train.jsonl" in refused.value.expected
 
 
-def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_task(tmp_path: Path) -> None:
+def test_a_sweep_uses_the_mirror_and_leaves_other_documents_for_the_gate(tmp_path: Path) -> None:
     written(tmp_path, "letters")
     written(tmp_path, "more", dataset_path="acme/more")
     (tmp_path / "nightly.yaml").write_text(PROFILE)

@@ -137,7 +137,7 @@ def test_prompts_and_scores_are_those_of_lm_eval(root: Path, name: str, said: di
     assert ours(root, task, Scoring()) == theirs(root, name, tmp_path, said)
 
 
-def test_one_task_in_two_ways_is_asked_in_each_as_if_it_were_alone(root: Path, tmp_path: Path) -> None:
+def test_one_task_with_two_prompt_settings_is_scored_under_each(root: Path, tmp_path: Path) -> None:
     """Both settings share one loaded task, and neither leaks into the other."""
     ways = {"written": {}, "written-short": {"gen_kwargs": {"max_gen_toks": 2}, "num_fewshot": 1}}
     guards, tasks = pinned(root, *({"task": "written.yaml", "name": name, **said} for name, said in ways.items()))
@@ -148,7 +148,7 @@ def test_one_task_in_two_ways_is_asked_in_each_as_if_it_were_alone(root: Path, t
     assert found[:2] == wanted
 
 
-def test_what_a_guard_says_wins_over_the_profile() -> None:
+def test_prompt_settings_of_a_guard_override_the_profile() -> None:
     of_all = Scoring(num_fewshot=5, chat_template=True)
     own = resolve_prompt_settings(PromptSettings(num_fewshot=0, apply_chat_template=False), of_all)
     assert (own.num_fewshot, own.is_chat, own.is_multiturn) == (0, False, False)
@@ -156,18 +156,18 @@ def test_what_a_guard_says_wins_over_the_profile() -> None:
     assert resolve_prompt_settings(PromptSettings(fewshot_as_multiturn=False), of_all).is_multiturn is False
 
 
-def test_what_is_not_said_is_in_no_key_and_what_is_said_in_that_of_scores_alone() -> None:
+def test_prompt_settings_enter_only_the_keys_of_scores() -> None:
     plain = EvalTask(name="t", digest="0" * 64, definition=None)
     known = {"name": "t", "digest": "0" * 64, "cluster_field": None, "data_digest": None}
     assert digest(plain) == digest(known)
     ways = [PromptSettings(num_fewshot=1), PromptSettings(num_fewshot=2), PromptSettings(gen_kwargs={"until": ("a",)})]
-    asked = [plain.model_copy(update={"asked": way}) for way in ways]
+    asked = [plain.model_copy(update={"prompt_settings": way}) for way in ways]
     assert len({digest(each) for each in (plain, *asked)}) == 4
     guard = Guard(task="t", guarded_by="a")
     assert digest(guard) == digest(guard.model_copy(update={"num_fewshot": 5, "mean_over": "documents"}))
 
 
-def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Path, tmp_path: Path) -> None:
+def test_the_preview_finds_an_instruction_that_the_template_drops(root: Path, tmp_path: Path) -> None:
     """lm-eval drops a system message that makes the template fail, and at most logs it."""
     shutil.copytree(root / "model", tmp_path / "model")
     _, (task,) = pinned(
@@ -185,16 +185,16 @@ def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Pa
         shown()
 
 
-def test_check_shows_how_a_task_is_asked() -> None:
+def test_check_shows_the_prompt_of_a_task() -> None:
     asked = PromptSettings(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
     seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
     console = Console(record=True, width=200)
-    print_examples([TaskExample("t", "base", seen, asked.described())], console)
-    said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5), the first document"
+    print_examples([TaskExample("t", "base", seen, asked.describe())], console)
+    said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5): first document, as base"
     assert said in console.export_text()
 
 
-def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(root: Path) -> None:
+def test_a_sweep_leaves_other_documents_for_the_gate_under_any_task_name(root: Path) -> None:
     division = DocumentSplits(search=4, confirmation=2)
     task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
     swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
@@ -219,18 +219,18 @@ def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(roo
         {"name": "two words"},
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_profile(said: dict[str, Any]) -> None:
+def test_contradictory_prompt_settings_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         EvaluateSettings.model_validate({"tasks": [{"task": "gsm8k", "guarded_by": "a", **said}]})
 
 
-def test_two_ways_under_one_name_are_refused(root: Path) -> None:
+def test_two_prompt_settings_under_one_name_are_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="num_fewshot 2 and the profile's prompts") as refused:
         pinned(root, {"task": "letters.yaml", "num_fewshot": 2}, {"task": "letters.yaml"})
     assert "name: letters-2" in refused.value.remedy
 
 
-def test_what_would_change_nothing_is_refused(root: Path) -> None:
+def test_prompt_settings_without_effect_are_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="without generated answers"):
         require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
     (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
@@ -239,7 +239,7 @@ def test_what_would_change_nothing_is_refused(root: Path) -> None:
     require_effect("none.yaml", PromptSettings(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
 
 
-def test_a_setting_of_generation_that_transformers_lacks_is_named() -> None:
+def test_an_error_names_an_unknown_generation_setting() -> None:
     how = resolve_prompt_settings(PromptSettings(gen_kwargs={"max_gen_toks": 5, "temprature": 0.5}), Scoring())
     with pytest.raises(InvalidInput, match="temprature") as refused:
         require_known_generation(how, "hf", "t")
@@ -280,7 +280,7 @@ def test_answers_leave_room_for_the_prompt_under_every_name_of_lm_eval(
     if budget < context:  # asserted by HFLM
         assert room(own, gen_kwargs, context) == context - budget
     else:
-        with pytest.raises(InvalidInput, match=f"{budget:,} tokens.*takes {context:,}"):
+        with pytest.raises(InvalidInput, match=f"{budget:,} tokens.*may have {context:,}"):
             room(own, gen_kwargs, context)
     assert room(own, gen_kwargs, None) is None
 
@@ -311,8 +311,11 @@ def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Pat
         return _render(task, Scoring(**scoring), place, lambda done, of: None)
 
     assert shown(60).room == 4
-    with pytest.raises(InvalidInput, match=r"task long: generation_kwargs\.max_tokens: 64 tokens; the model takes 64"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"task long: generation_kwargs\.max_tokens: 64 tokens; prompt and answer together may have 64",
+    ):
         shown(64)
     assert shown(64, max_length=80).room == 16
-    with pytest.raises(InvalidInput, match="the model takes 32"):
+    with pytest.raises(InvalidInput, match="prompt and answer together may have 32"):
         shown(40, max_length=32)

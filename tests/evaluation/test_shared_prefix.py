@@ -13,10 +13,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mergegate.tasks.evaluation.backends import batch_schedule, key_value_cache
-from mergegate.tasks.evaluation.backends import common_prefix as reading
-from mergegate.tasks.evaluation.backends.common_prefix import cache_prompts, common_start, read_once
-from mergegate.tasks.evaluation.backends.shared_prefix import RequestTokens, max_shared_length, shared_prefix_type
+from mergegate.tasks.evaluation.backends import hf, prefix_cache
+from mergegate.tasks.evaluation.backends.hf import RequestTokens, max_shared_length, shared_prefix_type
+from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts, common_start, read_once
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -86,7 +85,7 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
         assert one == pytest.approx(other, abs=bound)
 
 
-def test_what_is_shared_is_read_once() -> None:
+def test_a_shared_prefix_is_computed_once() -> None:
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
     lm = opened(shared_prefix_type(), network)
     assert lm._shares_exactly
@@ -129,7 +128,7 @@ def writer(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_answers_equal_lm_evals(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer(family)
     asked = prompts(2, 21)
     theirs = opened(HFLM, network).generate_until(asked, disable_tqdm=True)
@@ -137,7 +136,7 @@ def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest
     begun: list[int] = []
     ours = opened(shared_prefix_type(), network)
     assert ours._writes_exactly is FAMILIES[family][1]
-    monkeypatch.setattr(reading, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
+    monkeypatch.setattr(prefix_cache, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
     assert ours.generate_until(asked, disable_tqdm=True) == theirs
     windowed = getattr(network.config, "sliding_window", None)
     may_share = FAMILIES[family][1]
@@ -160,11 +159,11 @@ ASKED: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("how", ASKED)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])  # grouped heads, one per query, a sliding window
-def test_however_it_is_asked_what_is_written_is_the_same(
+def test_generated_answers_equal_lm_evals_for_all_settings(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = writer(family)
-    monkeypatch.setattr(key_value_cache, "_ROOM", 7)  # small, so it grows several times
+    monkeypatch.setattr(prefix_cache, "_ROOM", 7)  # small, so it grows several times
     told, together = ASKED[how]
     asked = prompts(3, 11, **told)
     answers = []
@@ -176,7 +175,7 @@ def test_however_it_is_asked_what_is_written_is_the_same(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: int) -> None:
+def test_the_cache_of_packed_prompts_equals_that_of_each_prompt(seed: int) -> None:
     rng = random.Random(seed)
     start = [rng.randrange(2, 9) for _ in range(rng.choice((0, 3, 16, 30)))]
     rows = [start + [rng.randrange(2, 9) for _ in range(rng.randrange(1, 9))] for _ in range(rng.randrange(1, 6))]
@@ -215,13 +214,13 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_position_embeddings": 64}, 64),
     ],
 )
-def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
+def test_the_length_limit_for_sharing_follows_the_configuration(config: dict[str, Any], longest: int | None) -> None:
     assert max_shared_length(config) == (longest or 1 << 31)
 
 
-def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_answers_generate_no_further_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
-    monkeypatch.setattr(batch_schedule, "_STEP", 4)
+    monkeypatch.setattr(hf, "_STEP", 4)
     asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
     theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
     assert ours._writes_exactly

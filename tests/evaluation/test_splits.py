@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, sha256_file
-from mergegate.tasks.evaluation import DocumentSplits, EvalTask, Scoring, pin_task, split_documents
+from mergegate.tasks.evaluation import DocumentSplits, EvalTask, Scoring, pin_task
 from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range
+from mergegate.tasks.evaluation.splits import split_documents
 from mergegate.tasks.evaluation.task_loading import documents_in_set, inspect_data, load_task
 from mergegate.tasks.perplexity.text import HeldOutText, read_texts
 
@@ -31,7 +32,7 @@ def test_every_document_is_in_one_set_with_its_cluster_in_any_order(clusters, se
     documents = [(position, f"cluster {cluster}") for position, cluster in enumerate(clusters)]
     division = DocumentSplits(search=search, confirmation=confirmation, seed=seed)
     if len(clusters) <= search + confirmation:
-        with pytest.raises(InvalidInput, match="none is left for the gate"):
+        with pytest.raises(InvalidInput, match="leaves no document for the gate"):
             split_documents(documents, division, "task t")
         return
     # Enough documents for all splits, plus the clusters that cross a border.
@@ -47,7 +48,7 @@ def test_every_document_is_in_one_set_with_its_cluster_in_any_order(clusters, se
     assert split_documents(documents, division, "task t") == sets
 
 
-def test_a_document_more_moves_hardly_any_other() -> None:
+def test_adding_a_document_moves_hardly_any_other() -> None:
     division = DocumentSplits(search=100, confirmation=200)
     before = split_documents([(n, str(n)) for n in range(1000)], division, "t")
     after = split_documents([(n, str(n)) for n in range(1001)], division, "t")
@@ -55,7 +56,7 @@ def test_a_document_more_moves_hardly_any_other() -> None:
     assert moved <= 2  # at most one across each border
 
 
-def test_another_seed_divides_otherwise() -> None:
+def test_another_seed_gives_another_division() -> None:
     documents = [(n, str(n)) for n in range(1000)]
     one, other = (
         split_documents(documents, DocumentSplits(search=100, confirmation=100, seed=seed), "t") for seed in (0, 1)
@@ -73,7 +74,7 @@ def write_task(folder: Path, rows: list[dict[str, object]]) -> EvalTask:
     return pin_task("t.yaml", folder, HashMemo(folder / "memo.db"))
 
 
-def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
+def test_a_task_with_a_document_set_has_only_its_documents(tmp_path: Path) -> None:
     rows = [{"q": f"q{n % 50}", "a": "x", "id": n, "passage": f"p{n % 7}"} for n in range(100)]  # each question twice
     task = write_task(tmp_path, rows)
     division = DocumentSplits(search=20, confirmation=30)
@@ -102,14 +103,14 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
     assert len(gate) == sum(row["passage"] in passages for row in rows)
 
 
-def test_a_field_that_documents_do_not_have_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_field_that_documents_lack(tmp_path: Path) -> None:
     task = write_task(tmp_path, [{"q": str(n), "a": "x", "passage": "p"} for n in range(9)])
     only = DocumentSplits(search=2, confirmation=2, together="pasage").of("gate")
     with pytest.raises(InvalidInput, match="passage"):
         inspect_data(task.model_copy(update={"only": only}))
 
 
-def test_a_task_without_a_set_keeps_the_key_that_it_had_before_there_were_sets() -> None:
+def test_a_task_without_a_document_set_keeps_its_old_key() -> None:
     task = EvalTask(name="t", digest="d" * 64, definition=None)
     assert task.content_key() == {"name": "t", "digest": "d" * 64, "cluster_field": None, "data_digest": None}
     only = DocumentSplits(search=1, confirmation=1).of("gate")
@@ -117,7 +118,7 @@ def test_a_task_without_a_set_keeps_the_key_that_it_had_before_there_were_sets()
     assert Scoring().first_look == 500
 
 
-def test_held_out_text_has_sets_as_well(tmp_path: Path) -> None:
+def test_held_out_text_has_document_sets(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": f"line {n % 30}"}) + "\n" for n in range(60)))
     whole = HeldOutText(path=path, sha256=sha256_file(path))

@@ -117,7 +117,7 @@ def model(tmp_path: Path) -> Model:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
+def test_a_replaced_dataset_is_measured_again(
     hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
 ) -> None:
     before, again = (evaluate_documents(model, task, Scoring(), None, CPU) for _ in range(2))
@@ -140,7 +140,9 @@ def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
 
 
 @pytest.mark.slow
-def test_the_verdict_says_on_what(hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None) -> None:
+def test_the_verdict_contains_its_evidence(
+    hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
+) -> None:
     parts = evaluate_documents(model, task, Scoring(), None, CPU)
     verdict = gate.work(
         (Guard(task="letters", guarded_by="parent"),), {"parent": parts, "merge": parts}, {}, None, GatePlan(GateRule())
@@ -151,7 +153,7 @@ def test_the_verdict_says_on_what(hub: CachedHub, task: EvalTask, model: Model, 
     assert TaskScores("", "letters", tuple(parts)).data == guard.data
 
 
-def test_a_new_commit_with_the_old_documents_is_no_new_measurement(hub: CachedHub, task: EvalTask, home: Path) -> None:
+def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedHub, task: EvalTask, home: Path) -> None:
     before = pin_data(task)
     hub.fetch(COMMITS[1], right=0)
     after = pin_data(task)
@@ -159,7 +161,7 @@ def test_a_new_commit_with_the_old_documents_is_no_new_measurement(hub: CachedHu
     assert [source.revision for source in (*before.sources, *after.sources)] == list(COMMITS)
 
 
-def test_data_that_did_not_change_are_not_loaded_anew(
+def test_unchanged_data_is_not_loaded_again(
     hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = pin_data(task)
@@ -168,9 +170,7 @@ def test_data_that_did_not_change_are_not_loaded_anew(
     assert pin_data(task) == first
 
 
-def test_data_that_are_exchanged_in_the_middle_of_a_run_are_refused(
-    hub: CachedHub, task: EvalTask, model: Model, home: Path
-) -> None:
+def test_data_replaced_during_a_run_is_refused(hub: CachedHub, task: EvalTask, model: Model, home: Path) -> None:
     pinned = pin_data(task)
     hub.fetch(COMMITS[1], right=1)
     with pytest.raises(InvalidInput, match="replaced during the run"):
@@ -179,13 +179,13 @@ def test_data_that_are_exchanged_in_the_middle_of_a_run_are_refused(
         )
 
 
-def test_data_beside_the_task_need_no_second_look(tmp_path: Path, home: Path) -> None:
+def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> None:
     task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
     assert data_revisions(task, CountLimit()) == ()
     assert pin_data(task).sources == ()
 
 
-def test_the_count_of_a_changed_dataset_is_another_one(hub: CachedHub, task: EvalTask, home: Path) -> None:
+def test_a_changed_dataset_is_counted_again(hub: CachedHub, task: EvalTask, home: Path) -> None:
     before = data_revisions(task, CountLimit())
     hub.fetch(COMMITS[1], right=1)
     after = data_revisions(task, CountLimit())
@@ -202,7 +202,7 @@ def test_the_count_of_a_changed_dataset_is_another_one(hub: CachedHub, task: Eva
         ("settings", "repeats: 2\n"),
     ],
 )
-def test_all_that_is_asked_is_in_the_digest(tmp_path: Path, what: str, change: object) -> None:
+def test_documents_examples_and_templates_are_in_the_digest(tmp_path: Path, what: str, change: object) -> None:
     """All variants load from one directory, so that only the prompts differ."""
     rows = [{"word": word, "right": 0, "choices": ["a", "b"]} for word in words(6)]
     digests = []
@@ -222,7 +222,7 @@ def test_all_that_is_asked_is_in_the_digest(tmp_path: Path, what: str, change: o
     assert digests[0] != digests[1]
 
 
-def test_the_digest_is_the_same_from_another_place(tmp_path: Path) -> None:
+def test_the_digest_does_not_depend_on_the_directory(tmp_path: Path) -> None:
     digests = set()
     for place in ("here", "there"):
         write_choices(tmp_path / place, extra="process_docs: !function cleaning.clean\n")
@@ -232,7 +232,7 @@ def test_the_digest_is_the_same_from_another_place(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_the_commit_of_a_dataset_is_asked_of_the_hub(hub: CachedHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_a_dataset_comes_from_the_hub(hub: CachedHub, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     asked: list[str] = []
@@ -283,7 +283,7 @@ def test_local_files_have_a_revision_that_changes_with_their_content(tmp_path: P
     assert revision_now(source) != before
 
 
-def test_an_object_that_is_no_plain_data_counts_by_its_bytes() -> None:
+def test_an_opaque_object_is_digested_by_its_bytes() -> None:
     class Picture:
         def __init__(self, content: bytes) -> None:
             self.content = content
@@ -302,9 +302,7 @@ def test_an_object_that_is_no_plain_data_counts_by_its_bytes() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_template_is_compiled_once_and_says_of_each_document_what_a_new_one_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_template_renders_like_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
     with quiet():
         leaves = load_task(task).leaves

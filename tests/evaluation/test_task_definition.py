@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("part", ["letters.yaml", "base.yaml", "cleaning.py", "data/letters.jsonl"])
-def test_whatever_a_task_draws_in_is_in_its_digest(root: Path, part: str) -> None:
+def test_all_files_of_a_task_are_in_its_digest(root: Path, part: str) -> None:
     before = pin(root)
     (root / part).write_text((root / part).read_text() + "\n")
     after = pin(root)
@@ -46,7 +46,7 @@ def test_a_task_that_is_moved_stays_the_same(root: Path, tmp_path: Path) -> None
     assert pin(tmp_path / "elsewhere").digest == before.digest
 
 
-def test_a_file_beside_it_does_not_matter(root: Path) -> None:
+def test_an_unrelated_file_in_the_directory_does_not_change_the_digest(root: Path) -> None:
     before = pin(root)
     (root / "data" / "other.jsonl").write_text("{}\n")
     (root / "README.md").write_text("notes")
@@ -60,7 +60,7 @@ def test_the_version_of_lm_eval_is_in_every_digest(root: Path, monkeypatch: pyte
     assert all(a.name == b.name and a.digest != b.digest for a, b in zip(before, after, strict=True))
 
 
-def test_data_is_looked_for_beside_the_file_that_names_it(root: Path, tmp_path: Path) -> None:
+def test_data_paths_are_relative_to_the_file_that_names_them(root: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.yaml").write_text(f"include: {root / 'base.yaml'}\ntask: mine\n")
     definition = read_definition(tmp_path / "other" / "mine.yaml")
@@ -121,7 +121,7 @@ def test_a_name_like_no_other_is_refused_without_a_list_of_thousands(tmp_path: P
         ("group: g\ntask: [g]\n", "a group that contains itself"),
         ("dataset_path: json\n", "no name under 'task'"),
         ("task: [\n", "not YAML"),
-        ("task: t\nmetric_list:\n  - {metric: acc, metric: acc_norm}\n", "line 3.*\n*.*'metric' is written twice"),
+        ("task: t\nmetric_list:\n  - {metric: acc, metric: acc_norm}\n", "line 3.*\n*.*the key 'metric' appears twice"),
         ("task: t\n---\ntask: u\n", "2 documents"),
         ("just words\n", "str"),
     ],

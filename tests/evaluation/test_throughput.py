@@ -28,7 +28,7 @@ def took(place: Path, seconds: float | None, documents: int = 100) -> Artifact[S
     return dataclasses.replace(found, value=found.value.model_copy(update={"part": part, "seconds": seconds}))
 
 
-def test_what_was_measured_counts_the_least_of_it_and_in_powers_of_two(tmp_path: Path) -> None:
+def test_the_smallest_measurement_counts_in_powers_of_two(tmp_path: Path) -> None:
     slow, fast = pinned(tmp_path, "slow", "generate_until"), pinned(tmp_path, "fast", "multiple_choice")
     known = {
         "slow": [took(tmp_path / "1", 900.0), took(tmp_path / "2", 310.0), took(tmp_path / "3", None)],

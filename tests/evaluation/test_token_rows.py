@@ -13,7 +13,7 @@ SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_s
 
 
 @given(SEQUENCES, st.integers(1, 40))
-def test_every_sequence_lies_once_and_sees_itself_alone(sequences: list[list[int]], length: int) -> None:
+def test_every_sequence_is_packed_once_and_attends_only_to_itself(sequences: list[list[int]], length: int) -> None:
     found = []
     for row in token_rows(sequences, length):
         found.extend(row.sequences)
@@ -26,9 +26,7 @@ def test_every_sequence_lies_once_and_sees_itself_alone(sequences: list[list[int
 
 
 @given(SEQUENCES, st.integers(1, 40))
-def test_what_is_shared_stands_once_and_no_row_is_longer_than_it_may_be(
-    sequences: list[list[int]], length: int
-) -> None:
+def test_a_shared_prefix_is_packed_once_within_the_row_length(sequences: list[list[int]], length: int) -> None:
     for row in token_rows(sequences, length):
         beginnings = {tuple(sequences[number][:end]) for number in row.sequences for end in range(1, 13)}
         assert len(row.tokens) == len(beginnings), "one token for each different beginning"
@@ -37,7 +35,7 @@ def test_what_is_shared_stands_once_and_no_row_is_longer_than_it_may_be(
 
 
 @given(SEQUENCES, st.integers(1, 20))
-def test_what_is_left_after_any_row_is_laid_as_it_would_have_been(sequences: list[list[int]], length: int) -> None:
+def test_remaining_sequences_are_packed_like_before(sequences: list[list[int]], length: int) -> None:
     """A resumed run therefore computes the same batches."""
     rows = list(token_rows(sequences, length))
     for done in range(1, len(rows)):
@@ -47,5 +45,5 @@ def test_what_is_left_after_any_row_is_laid_as_it_would_have_been(sequences: lis
         assert [[left[number] for number in row.sequences] for row in again] == [list(r.sequences) for r in rows[done:]]
 
 
-def test_where_two_sequences_part() -> None:
+def test_shared_beginning_of_two_sequences() -> None:
     assert [shared_beginning(*pair) for pair in (([1, 2], [1, 3]), ([1], [1, 2]), ([2], [1]))] == [1, 1, 0]

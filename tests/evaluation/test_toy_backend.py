@@ -109,7 +109,7 @@ def test_a_backend_of_another_package_scores_and_its_version_is_in_the_key(tmp_p
     assert newer.value.tasks == first.value.tasks
 
 
-def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> None:
+def test_an_unknown_backend_is_refused_with_all_names(site: Path) -> None:
     install(site)
     assert backend_names() == ("hf", "vllm", "served", "toy")
     with pytest.raises(ValidationError, match="unknown backend 'tpy'; expected: one of hf, vllm, served, toy"):
@@ -121,7 +121,7 @@ def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> 
 
 def test_settings_of_another_backend_are_refused_for_it_too(site: Path) -> None:
     install(site)
-    with pytest.raises(ValidationError, match="'vllm' is not for backend: toy"):
+    with pytest.raises(ValidationError, match="'vllm' is not a setting of backend: toy"):
         Scoring.model_validate({"backend": "toy", "vllm": {}})
 
 
@@ -129,7 +129,7 @@ def test_settings_of_another_backend_are_refused_for_it_too(site: Path) -> None:
     ("entry", "found"),
     [("toy_backend:TAKEN", "the name 'vllm' is taken"), ("toy_backend:NOT_ONE", "not a Backend")],
 )
-def test_what_another_package_registers_is_checked(site: Path, entry: str, found: str) -> None:
+def test_an_invalid_backend_of_another_package_is_refused(site: Path, entry: str, found: str) -> None:
     install(site, entry=entry)
     with pytest.raises(InvalidInput, match=found) as caught:
         backend_names()

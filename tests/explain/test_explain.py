@@ -77,7 +77,7 @@ def lost(task: EvalTask, out: Path, theirs: Sequence[Artifact[Scores]], ours: Se
     return flips.work(out, task, METRIC, tuple(theirs), tuple(ours))
 
 
-def test_a_lost_document_is_shown_as_it_was_asked(
+def test_a_lost_document_is_shown_with_its_prompt(
     task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
 ) -> None:
     found = lost(task, tmp_path / "out", [scored("a", {1, 2})], [scored("merge", {2, 7, 9})])
@@ -106,7 +106,7 @@ def test_parts_of_a_task_count_together(task: EvalTask, scored: Scored, tmp_path
     assert ([flip.doc_id for flip in found.examples], found.won) == ([4, 25], 1)
 
 
-def test_where_less_is_better_more_is_a_loss(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+def test_a_higher_score_is_a_loss_where_lower_is_better(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     theirs, ours = scored("a", {1, 2}), scored("merge", {2, 7})
     for side in (theirs, ours):
@@ -117,7 +117,7 @@ def test_where_less_is_better_more_is_a_loss(task: EvalTask, scored: Scored, tmp
     assert [flip.doc_id for flip in found.examples] == [1]
 
 
-def test_a_text_that_is_not_what_was_asked_is_not_shown(
+def test_the_text_of_a_changed_document_is_not_shown(
     task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
 ) -> None:
     theirs = scored("a", set())
@@ -156,7 +156,7 @@ def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) 
     assert json.loads((tmp_path / "out" / FLIPS).read_text())["prompt"] == long
 
 
-def test_the_text_of_a_document_has_the_hash_that_lm_eval_gave_it(task: EvalTask, tmp_path: Path) -> None:
+def test_a_document_text_has_lm_evals_hash(task: EvalTask, tmp_path: Path) -> None:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -178,7 +178,7 @@ def test_the_text_of_a_document_has_the_hash_that_lm_eval_gave_it(task: EvalTask
         assert text.prompt == sample["arguments"][0][0]
 
 
-def test_documents_that_are_gone_have_no_text(task: EvalTask) -> None:
+def test_removed_documents_have_no_text(task: EvalTask) -> None:
     assert list(document_texts(task, {"letters": [29, 30], "numbers": [0]})) == [("letters", 29)]
 
 
@@ -270,7 +270,7 @@ def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
-def test_what_cannot_be_found_out_is_left_out_and_stops_nothing(
+def test_missing_explanations_never_stop_a_run(
     parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored, tmp_path: Path
 ) -> None:
     (tmp_path / "data" / "letters.jsonl").write_text("changed\n")
@@ -280,7 +280,7 @@ def test_what_cannot_be_found_out_is_left_out_and_stops_nothing(
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
-def test_of_a_merge_that_passed_the_weights_are_shown_and_nothing_is_lost_or_to_be_tried(
+def test_a_merge_that_passed_shows_weights_without_losses_or_remedies(
     parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored
 ) -> None:
     found = explained(parents, task, scored, "pass")

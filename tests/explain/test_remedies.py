@@ -116,7 +116,7 @@ def changes(
     return [remedy.change for remedy in suggestions(found, whole, verdict, **about)]
 
 
-def test_signs_are_elected_where_adding_up_cancels() -> None:
+def test_ties_is_proposed_where_opposed_changes_cancel() -> None:
     remedies = suggestions(recipe("task_arithmetic"), tally(conflict=0.48))
     assert remedies[0].change == {"merge_method": "ties", "density": 0.3}
     assert remedies[0].reason.startswith(
@@ -137,18 +137,18 @@ def test_a_method_with_a_density_keeps_less(now: float, lower: float) -> None:
     assert {"density": lower} in changes(recipe("ties", density=now), tally(conflict=0.45))
 
 
-def test_nothing_is_less_than_the_least_density() -> None:
+def test_no_density_below_the_smallest_is_proposed() -> None:
     found = changes(recipe("ties", density=0.1), tally(conflict=0.45))
     assert all("density" not in change for change in found)
 
 
-def test_a_gradient_of_densities_counts_by_its_largest() -> None:
+def test_the_largest_density_of_a_gradient_counts() -> None:
     assert {"density": 0.5} in changes(
         recipe("ties", density=[0.2, {"filter": "mlp", "value": 0.9}]), tally(conflict=0.45)
     )
 
 
-def test_a_merge_beyond_its_parents_is_taken_back_to_them() -> None:
+def test_a_merge_that_moved_too_far_gets_a_smaller_factor() -> None:
     whole = tally(merge=(1.0, 1.0))
     assert relative_movement(whole) == pytest.approx(math.sqrt(2))
     (first, *_) = suggestions(recipe("task_arithmetic"), whole)
@@ -156,7 +156,7 @@ def test_a_merge_beyond_its_parents_is_taken_back_to_them() -> None:
     assert "1.4 times as far" in first.reason
 
 
-def test_a_factor_that_is_set_already_is_the_one_that_shrinks() -> None:
+def test_a_remedy_reduces_a_factor_that_is_already_set() -> None:
     found = {**recipe("task_arithmetic"), "parameters": {"lambda": 2.0}}
     assert changes(found, tally(merge=(1.0, 1.0)))[0] == {"lambda": 1.4}
 
@@ -165,12 +165,12 @@ def test_a_method_without_the_factor_is_not_given_one() -> None:
     assert all("lambda" not in c for c in changes(recipe("linear"), tally(merge=(1.0, 1.0))))
 
 
-def test_perplexity_that_rose_asks_for_a_shorter_way() -> None:
+def test_higher_perplexity_leads_to_a_smaller_factor() -> None:
     assert {"lambda": 0.7} in changes(recipe("ties"), tally(), refused(drift=RISEN))
     assert {"lambda": 0.7} not in changes(recipe("ties"), tally(), refused(guard()))
 
 
-def test_a_parent_against_all_others_is_left_out() -> None:
+def test_a_remedy_removes_a_parent_that_opposes_all_others() -> None:
     opposed = {(0, 1): 0.3, (0, 2): -0.2, (1, 2): -0.1}
     whole = tally(opposed, vectors=3, merge=(0.3, 0.3, 0.3))
     found = recipe("ties", names="abc")
@@ -178,7 +178,7 @@ def test_a_parent_against_all_others_is_left_out() -> None:
     assert [entry["model"] for entry in change["models"]] == ["a", "b"]
 
 
-def test_of_two_parents_none_is_left_out() -> None:
+def test_neither_of_two_parents_is_removed() -> None:
     found = changes(recipe("ties"), tally({(0, 1): -0.4}))
     assert all(len(change.get("models", "ab")) == 2 for change in found)
 
@@ -255,7 +255,7 @@ def weighed(*weights: float, **parameters: object) -> dict[str, object]:
         (weighed(0.9, 0.1), [weighed(0.9, 0.1)], False),
     ],
 )
-def test_what_was_refused_is_not_proposed_again(
+def test_refused_recipes_are_not_proposed_again(
     proposed: dict[str, object], tried: list[dict[str, object]], is_new: bool
 ) -> None:
     remedy = Remedy(change={"models": proposed["models"]}, reason="because")
@@ -263,7 +263,7 @@ def test_what_was_refused_is_not_proposed_again(
     assert (drop_tried_remedies([remedy], recipe, tried) == (remedy,)) is is_new
 
 
-def test_an_average_whose_models_name_one_base_may_begin_there() -> None:
+def test_a_remedy_uses_the_base_that_all_models_name() -> None:
     found = recipe("linear", names=["first", "a"], base=False)
     verdict = refused(guard(reference="first"))
     given_by = {"origin": ("first", "first")}
@@ -277,7 +277,7 @@ def test_an_average_whose_models_name_one_base_may_begin_there() -> None:
     assert "ties of 2 over base" in changed.summary()
 
 
-def test_a_remedy_is_pasted_as_it_stands() -> None:
+def test_a_remedy_is_valid_in_a_profile() -> None:
     remedy = Remedy(change=weighed(0.5, 0.5), reason="because")
     assert remedy.block().startswith("remedies:\n  - ")
     assert yaml.safe_load(remedy.block()) == {"remedies": [remedy.change]}
@@ -295,7 +295,7 @@ def test_models_of_two_directories_are_compared_by_what_they_hold() -> None:
     assert drop_tried_remedies([proposed], recipe, [normalize_recipe(elsewhere, {"../m0": "abc"})], here) == (proposed,)
 
 
-def test_the_base_is_what_all_cards_name(tmp_path: Path) -> None:
+def test_the_named_base_is_that_of_all_cards(tmp_path: Path) -> None:
     def card(name: str, *bases: str) -> Path:
         place = tmp_path / "models" / name
         place.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 from benchmark_scripts import load_benchmark
-from gate_samples import GUARD, table_in_the_document
+from gate_samples import GUARD, judge_guard, table_in_the_document
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
@@ -24,7 +24,6 @@ from mergegate.tasks.gate.clusters import (
     effective_clusters,
 )
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.regression import judge_guard
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import Difference, binary_bounds
 

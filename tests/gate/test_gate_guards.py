@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gate_samples import GUARD, outcome, paired, verdict_of
+from gate_samples import GUARD, judge_guard, outcome, paired, verdict_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores, pair_documents
-from mergegate.tasks.gate.regression import judge_guard
 
 
 def test_a_lost_skill_fails_with_a_reason() -> None:
@@ -90,11 +89,11 @@ def test_other_metrics_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("merge", "complaint"),
     [
-        ([outcome(1), outcome(2, doc_hash="changed")], "another doc on each side, first for document 2"),
-        ([outcome(1), outcome(2, prompt_hash="changed")], "another prompt on each side"),
-        ([outcome(1), outcome(2, target_hash="changed")], "another target on each side"),
-        ([outcome(1)], "document 2 of reverse scored on one side only"),
-        ([outcome(1), outcome(2), outcome(3)], "document 3 of reverse scored on one side only"),
+        ([outcome(1), outcome(2, doc_hash="changed")], "a different doc on each side, first for document 2"),
+        ([outcome(1), outcome(2, prompt_hash="changed")], "a different prompt on each side"),
+        ([outcome(1), outcome(2, target_hash="changed")], "a different target on each side"),
+        ([outcome(1)], "a score of document 2 of reverse on one side only"),
+        ([outcome(1), outcome(2), outcome(3)], "a score of document 3 of reverse on one side only"),
     ],
 )
 def test_different_prompts_are_rejected(merge: list[DocumentScore], complaint: str) -> None:

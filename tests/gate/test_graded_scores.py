@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark
-from gate_samples import GUARD, outcome, part, table_in_the_document
+from gate_samples import GUARD, judge_guard, outcome, part, table_in_the_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -22,7 +22,7 @@ from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.gate import graded_scores
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed, refuted
-from mergegate.tasks.gate.regression import judge_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.regression import judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.settings import Guard
 

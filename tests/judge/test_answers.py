@@ -88,7 +88,7 @@ def test_the_chat_template_is_applied_once(tmp_path: Path, model: Model) -> None
     assert found["2"].answers == (greedy(model, "u: gh. a:", 8, special=False)[0],)
 
 
-def test_a_missing_chat_template_is_said_with_its_remedy(tmp_path: Path, model: Model) -> None:
+def test_a_missing_chat_template_is_reported_with_a_remedy(tmp_path: Path, model: Model) -> None:
     with pytest.raises(InvalidInput, match=r"judge\.chat_template(.*\n)*.*chat_template: false"):
         ask(tmp_path, model, [["abc"], ["def"]], chat_template=True)
 
@@ -104,7 +104,7 @@ def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, mode
     assert ask(tmp_path, model, asked)[1] == plain
 
 
-def test_a_prompt_that_fills_the_context_is_named(tmp_path: Path, model: Model) -> None:
+def test_an_error_names_a_prompt_that_fills_the_context(tmp_path: Path, model: Model) -> None:
     with pytest.raises(InvalidInput, match=r"prompt 2: 71 tokens"):
         ask(tmp_path, model, [["abc"], ["a" * 70]])
 

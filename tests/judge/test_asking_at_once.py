@@ -21,7 +21,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_what_was_asked_and_not_heard_is_never_more_than_is_asked_at_a_time() -> None:
+def test_unfinished_requests_never_exceed_the_concurrency() -> None:
     lock, beyond = threading.Lock(), 0
     asked = heard = 0
 

@@ -59,7 +59,7 @@ def many(wins: int, ties: int, losses: int) -> list[Judgment]:
 
 @pytest.mark.parametrize("first", SAID)
 @pytest.mark.parametrize("second", SAID)
-def test_a_win_counts_only_if_it_survives_the_swap(first: Winner | None, second: Winner | None) -> None:
+def test_a_win_counts_only_in_both_orders(first: Winner | None, second: Winner | None) -> None:
     (pair,) = settle(both("p", first, second))
     survives = first == second and first is not None
     assert pair.winner == (first if survives else "tie")
@@ -114,7 +114,7 @@ def test_equal_answers_do_not_come_last() -> None:
     assert (one.low, one.high) == (other.low, other.high)
 
 
-def test_a_clear_loss_fails_and_says_so() -> None:
+def test_a_clear_loss_fails_with_a_reason() -> None:
     found = verdict(many(20, 100, 80))
     assert found.outcome == "fail"
     assert found.reason.startswith("judge: win rate 35.0 % against base [31.")
@@ -129,7 +129,7 @@ def test_hundreds_of_ties_pass() -> None:
     assert found.publishable
 
 
-def test_few_prompts_decide_nothing_and_say_how_many_would() -> None:
+def test_too_few_prompts_are_inconclusive_with_the_number_needed() -> None:
     found = verdict(many(9, 60, 11))
     assert found.outcome == "inconclusive"
     assert found.prompts_needed is not None
@@ -137,7 +137,7 @@ def test_few_prompts_decide_nothing_and_say_how_many_would() -> None:
     assert f"undecided after 80 prompts; about {found.prompts_needed:,} would decide it" in found.reason
 
 
-def test_ties_alone_decide_when_there_are_as_many_as_were_said_to_be_needed() -> None:
+def test_the_needed_number_of_ties_decides() -> None:
     few = verdict(many(0, 8, 0))
     assert few.outcome == "inconclusive"
     assert few.prompts_needed is not None
@@ -146,7 +146,7 @@ def test_ties_alone_decide_when_there_are_as_many_as_were_said_to_be_needed() ->
 
 
 @pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
-def test_the_profile_says_what_follows_from_inconclusive(policy: str, publishable: bool) -> None:
+def test_the_profile_sets_the_effect_of_an_inconclusive_verdict(policy: str, publishable: bool) -> None:
     assert verdict(many(9, 60, 11), on_inconclusive=policy).publishable is publishable
 
 
@@ -161,7 +161,7 @@ def test_a_judge_that_contradicts_itself_decides_nothing(rest: tuple[int, int, i
     assert trusted.outcome == ("pass" if rest[0] else "fail")
 
 
-def test_equal_answers_are_ties_that_say_nothing_about_the_judge() -> None:
+def test_equal_answers_are_ties_and_do_not_affect_consistency() -> None:
     found = verdict([], [(f"p{n}", 0) for n in range(100)])
     assert (found.outcome, found.win_rate, found.consistency) == ("pass", 0.5, None)
 
@@ -206,7 +206,7 @@ def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | 
         ({"sample": 1}, "greater than or equal to 2"),
     ],
 )
-def test_settings_that_cannot_mean_anything_are_refused(wrong: dict[str, object], words: str) -> None:
+def test_contradictory_settings_are_refused(wrong: dict[str, object], words: str) -> None:
     right: dict[str, object] = {"url": "http://h/v1", "model": "m", "prompts": "p.jsonl", "guarded_by": "base"}
     JudgeSettings.model_validate(right)
     with pytest.raises(ValidationError, match=words):

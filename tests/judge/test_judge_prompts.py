@@ -82,18 +82,18 @@ def test_a_sample_is_fixed_scattered_and_contained_in_a_larger_one(tmp_path: Pat
         ([[]], "line 1: list"),
     ],
 )
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, rows: list[Any], words: str) -> None:
+def test_an_error_names_the_line_of_an_invalid_prompt(tmp_path: Path, rows: list[Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         pinned(tmp_path, rows)
 
 
-def test_reference_answers_that_are_none_are_named(tmp_path: Path) -> None:
+def test_an_error_names_invalid_reference_answers(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="line 1: no reference answer"):
         pinned(tmp_path, MT_BENCH, [{"question_id": 81, "choices": []}])
 
 
 @pytest.mark.parametrize("field", ["prompts", "references"])
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, field: str) -> None:
+def test_an_error_names_a_missing_file(tmp_path: Path, field: str) -> None:
     with pytest.raises(InvalidInput, match=f"judge.{field}: nowhere.jsonl: no such file"):
         pinned(tmp_path, MT_BENCH, **{field: "nowhere.jsonl"})
 

@@ -59,7 +59,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked.headers[0]["authorization"] == "Bearer sesame"
 
 
-def test_a_variable_without_a_key_is_said_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_api_key_is_reported_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with serving(in_turn(completion("fine"))) as asked, pytest.raises(InvalidInput, match=r"JUDGE_KEY: .* is not set"):
         ask(asked, api_key_env="JUDGE_KEY")
@@ -78,7 +78,7 @@ def test_a_key_that_the_server_repeats_is_in_no_message(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_what_may_pass_is_tried_again_after_longer_and_longer_waits(status: int) -> None:
+def test_transient_errors_are_retried_with_growing_waits(status: int) -> None:
     waits: list[float] = []
     failing = Response(status, "busy")
     with serving(in_turn(failing, failing, failing, completion("at last"))) as asked:
@@ -88,7 +88,7 @@ def test_what_may_pass_is_tried_again_after_longer_and_longer_waits(status: int)
 
 
 @pytest.mark.parametrize("value", ["17", formatdate(NOW + 17, usegmt=True)])
-def test_the_server_may_say_how_long_to_wait(value: str) -> None:
+def test_the_wait_follows_the_retry_after_header(value: str) -> None:
     waits: list[float] = []
     busy = Response(429, "busy", (("Retry-After", value),))
     with serving(in_turn(busy, completion("fine"))) as asked:
@@ -105,7 +105,7 @@ def test_no_wait_is_longer_than_a_minute_or_shorter_than_ours(value: str, waited
     assert waits == [waited]
 
 
-def test_a_server_that_goes_on_failing_is_given_up() -> None:
+def test_a_server_that_keeps_failing_ends_the_run() -> None:
     waits: list[float] = []
     gives_up = pytest.raises(InvalidInput, match="503: no workers, after 3 attempts")
     with serving(in_turn(Response(503, "no workers"))) as asked, gives_up:
@@ -114,7 +114,7 @@ def test_a_server_that_goes_on_failing_is_given_up() -> None:
     assert len(asked.bodies) == 3
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     with serving(in_turn(completion("fine"))) as gone:
         pass
     with pytest.raises(InvalidInput, match=r"no answer .*after 2 attempts"):
@@ -131,7 +131,7 @@ def test_a_refusal_is_not_tried_again(status: int, remedy: str) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 422])
-def test_a_server_that_knows_no_schemas_is_asked_without_from_then_on(status: int) -> None:
+def test_a_server_without_schemas_gets_plain_requests(status: int) -> None:
     def script(body: dict[str, Any]) -> Response:
         return Response(status, "unknown field") if "response_format" in body else completion("plain")
 
@@ -150,7 +150,7 @@ def test_a_request_that_is_wrong_without_a_schema_too_is_refused() -> None:
 
 
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"choices": []}', '{"object": "error"}'])
-def test_what_is_no_completion_is_said(body: str) -> None:
+def test_an_invalid_completion_is_reported(body: str) -> None:
     with serving(in_turn(Response(200, body))) as asked, pytest.raises(InvalidInput, match="no chat completion"):
         ask(asked)
 

@@ -87,7 +87,7 @@ def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_consistent_judge_is_counted_right(tmp_path: Path, models: tuple[Model, Model]) -> None:
+def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
     pairs = [(row["reference"][0], row["merge"][0]) for row in lines(judged, "pairs.jsonl")]
@@ -125,7 +125,7 @@ def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, 
     assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
 
 
-def test_a_judge_that_likes_whoever_comes_first_decides_nothing(tmp_path: Path, models: tuple[Model, Model]) -> None:
+def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(prefers(lambda a, b: True)) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
     assert (verdict.wins, verdict.losses, verdict.consistency, verdict.first_position) == (0, 0, 0.0, 1.0)
@@ -133,7 +133,7 @@ def test_a_judge_that_likes_whoever_comes_first_decides_nothing(tmp_path: Path, 
     assert "same choice in both orders for 0 %" in verdict.reason
 
 
-def test_equal_answers_are_not_shown_to_anybody(tmp_path: Path, models: tuple[Model, Model]) -> None:
+def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[Model, Model]) -> None:
     twin = models[0].model_copy(update={"name": "merge"})
     with serving(alphabetical) as asked:
         verdict = run(tmp_path, (models[0], twin), asked.url).verdict
@@ -142,7 +142,7 @@ def test_equal_answers_are_not_shown_to_anybody(tmp_path: Path, models: tuple[Mo
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_twice_and_a_threshold_asks_nobody(tmp_path: Path, models: tuple[Model, Model]) -> None:
+def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         first = run(tmp_path, models, asked.url)
         once = len(asked.bodies)
@@ -173,7 +173,7 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
     assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
 
 
-def test_a_judge_that_went_away_goes_on_where_it_was(tmp_path: Path, models: tuple[Model, Model]) -> None:
+def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models: tuple[Model, Model]) -> None:
     left = 10
 
     def failing(body: dict[str, Any]) -> Response:

@@ -51,7 +51,9 @@ def probabilities(model: Model, plain: list[int], length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [7, 64])
-def test_it_is_the_mean_of_what_plain_transformers_say(tmp_path: Path, documents: HeldOutText, length: int) -> None:
+def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
+    tmp_path: Path, documents: HeldOutText, length: int
+) -> None:
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(3))
     value = measure(models, documents, tmp_path / "out", max_length=length, batch_size=3)
     tokenizer = AutoTokenizer.from_pretrained(models[0].directory)
@@ -96,7 +98,7 @@ def test_models_of_different_tokenizers_have_no_ensemble(tmp_path: Path, documen
     assert "ensemble: false" in caught.value.remedy
 
 
-def test_one_model_is_no_ensemble(tmp_path: Path, documents: HeldOutText) -> None:
+def test_an_ensemble_needs_two_models(tmp_path: Path, documents: HeldOutText) -> None:
     with pytest.raises(InvalidInput, match="1 parent"):
         measure((make_model(tmp_path / "a"),), documents, tmp_path / "out")
 
@@ -123,12 +125,12 @@ def test_the_share_of_the_gain_is_counted_from_the_better_parent(merge: float, k
         (likelihoods(1.8), likelihoods(1.9, vocabulary="another")),
     ],
 )
-def test_there_is_no_share_where_nothing_compares(together: Likelihoods, merge: Likelihoods) -> None:
+def test_incomparable_likelihoods_have_no_gain_share(together: Likelihoods, merge: Likelihoods) -> None:
     assert ensemble_gain_share([likelihoods(2.0), likelihoods(2.5)], together, merge) is None
 
 
 @given(st.lists(st.floats(0.5, 5), min_size=2, max_size=4), st.floats(0.01, 0.4), st.floats(-1, 2))
-def test_a_merge_that_keeps_a_share_of_the_gain_is_said_to(losses: list[float], gain: float, share: float) -> None:
+def test_the_kept_share_of_the_ensemble_gain_is_reported(losses: list[float], gain: float, share: float) -> None:
     best = min(losses)
     kept = ensemble_gain_share(
         [likelihoods(loss) for loss in losses], likelihoods(best - gain), likelihoods(best - share * gain)

@@ -61,7 +61,9 @@ def reference_loglik(network: Any, plain: list[int], length: int, prefix: int | 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("length", [7, 64])
-def test_it_is_what_plain_transformers_say(tmp_path: Path, documents: HeldOutText, prefix: Prefix, length: int) -> None:
+def test_perplexity_equals_plain_transformers(
+    tmp_path: Path, documents: HeldOutText, prefix: Prefix, length: int
+) -> None:
     model = make_model(tmp_path / "m", prefix=prefix)
     value, logliks = measure(model, documents, tmp_path / "out", max_length=length, batch_size=3)
     first = None if prefix == "neither" else 1  # here, both '<s>' and, in its absence, '</s>' have id 1
@@ -107,7 +109,9 @@ def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_pa
 
 
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
-def test_it_is_what_lm_eval_says_without_its_second_bos(tmp_path: Path, documents: HeldOutText, prefix: Prefix) -> None:
+def test_perplexity_equals_lm_evals_without_its_second_bos(
+    tmp_path: Path, documents: HeldOutText, prefix: Prefix
+) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -135,12 +139,12 @@ def test_a_bf16_model_is_summed_in_float32(tmp_path: Path, documents: HeldOutTex
     assert logliks == pytest.approx(wanted, rel=1e-5)  # rounding log-probabilities to bf16 would change them by 1e-3
 
 
-def test_windows_never_exceed_what_the_model_was_made_for(tmp_path: Path, documents: HeldOutText) -> None:
+def test_windows_never_exceed_the_context_of_the_model(tmp_path: Path, documents: HeldOutText) -> None:
     value, _ = measure(make_model(tmp_path / "m"), documents, tmp_path / "out", max_length=2048)
     assert value.window == 64
 
 
-def test_a_broken_model_has_no_perplexity_and_says_which_documents(tmp_path: Path, documents: HeldOutText) -> None:
+def test_a_broken_model_has_no_perplexity_and_lists_the_documents(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     weights = load_file(model.directory / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
@@ -173,7 +177,7 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(tmp_path: Path, docu
         measure(model, documents, tmp_path / "out")
 
 
-def test_damaged_weights_are_named_with_the_checkpoint(tmp_path: Path, documents: HeldOutText) -> None:
+def test_an_error_names_the_checkpoint_with_damaged_weights(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (model.directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
     with pytest.raises(InvalidInput, match="cannot load the model") as caught:
@@ -205,7 +209,7 @@ def test_empty_documents_are_left_out_and_positions_kept(tmp_path: Path) -> None
     assert read_texts(documents, 2) == ((0, "one"), (2, "two"))
 
 
-def test_plain_text_has_a_document_a_paragraph(tmp_path: Path) -> None:
+def test_plain_text_has_one_document_per_paragraph(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("one\ntwo\n\nthree\n")
     assert [text for _, text in read_texts(pin(tmp_path / "t.txt"), None)] == ["one\ntwo", "three\n"]
 
@@ -215,7 +219,7 @@ def test_a_wrong_field_is_refused_with_a_suggestion(tmp_path: Path) -> None:
         pin(write_jsonl(tmp_path / "t.jsonl", [{"text": "one"}]), field="txet")
 
 
-def test_a_line_that_is_no_json_is_named_by_number(tmp_path: Path) -> None:
+def test_an_error_names_the_number_of_a_line_that_is_not_json(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "one"}\n{"text": \n')
     with pytest.raises(InvalidInput, match="line 2: not JSON"):
         read_texts(pin(tmp_path / "t.jsonl"), None)

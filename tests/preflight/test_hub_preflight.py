@@ -51,7 +51,7 @@ def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     assert not online.sent
 
 
-def test_a_wrong_tokenizer_ends_the_run_before_a_weight_is_asked_for(
+def test_a_wrong_tokenizer_ends_the_run_before_any_weight_is_read(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:
     save_tokenizer(models / "math", [f"t{number}" for number in reversed(range(24))])
@@ -62,9 +62,7 @@ def test_a_wrong_tokenizer_ends_the_run_before_a_weight_is_asked_for(
     assert online.sent == header_sizes(models)
 
 
-def test_an_ancestor_is_asked_for_once_however_many_remedies_there_are(
-    online: LookAlike, models: Path, tmp_path: Path
-) -> None:
+def test_an_ancestor_is_requested_once_for_all_remedies(online: LookAlike, models: Path, tmp_path: Path) -> None:
     online.add_model("acme/elder", models / "base")
     (models / "math" / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: acme/elder\n---\n")
     online.add_model("acme/math", models / "math")
@@ -75,7 +73,7 @@ def test_an_ancestor_is_asked_for_once_however_many_remedies_there_are(
     ]
 
 
-def test_all_that_is_wrong_is_said_at_once(
+def test_all_problems_are_reported_together(
     online: LookAlike, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online.repositories["acme/code"].gated = "manual"

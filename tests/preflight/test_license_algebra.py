@@ -256,7 +256,7 @@ def test_private_research_is_never_judged_harder(parents: list[License | License
 
 
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
-def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
+def test_the_first_reason_has_the_status_and_every_stop_has_a_remedy(
     parents: list[License | LicensedParent], use: Use
 ) -> None:
     verdict = combine_licenses(parents, use, TABLE)
@@ -265,7 +265,7 @@ def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
     assert all(reason.remedy for reason in verdict.reasons if reason.status != "allowed")
 
 
-def test_a_merge_without_parents_is_a_mistake_of_the_caller() -> None:
+def test_a_merge_without_parents_raises_a_value_error() -> None:
     with pytest.raises(ValueError, match="at least one parent"):
         combine_licenses([], SELL, TABLE)
 
@@ -314,7 +314,7 @@ def test_attribution_credits_the_parents_by_name() -> None:
     assert _wording(verdict, "notice") == ["Made with acme/chat, licensed under CC-BY-4.0."]
 
 
-def test_the_words_to_display_name_the_merged_model() -> None:
+def test_the_display_text_names_the_merged_model() -> None:
     (words,) = _wording(_judge("falcon-llm-license"), "display")
     assert words.startswith("mix is built using Falcon LLM technology")
 
@@ -324,7 +324,7 @@ def test_a_permissive_parent_keeps_its_text_under_another_license() -> None:
     assert _wording(_judge("cc0-1.0"), "text") == []
 
 
-def test_in_private_the_name_is_only_noted() -> None:
+def test_the_name_rule_only_notes_a_private_model() -> None:
     verdict = _judge("llama3.1", _use(visibility="private"))
     assert verdict.status == "allowed"
     assert any("once the model is shared" in reason.sentence for reason in verdict.reasons)
@@ -346,7 +346,7 @@ def test_an_unknown_license_is_accepted_only_by_the_name_of_the_model() -> None:
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
 
 
-def test_an_acceptance_covers_no_further_parent() -> None:
+def test_an_acceptance_does_not_cover_another_parent() -> None:
     parents = [_parent("acme/chat", "llama3.2"), _parent("acme/code", "llama3.2")]
     assert combine_licenses(parents, LLAMA, TABLE, {"acme/chat": "alice: text-only"}).status == "review"
     both = {"acme/chat": "alice: text-only", "acme/code": "bob: text-only"}
@@ -366,7 +366,7 @@ def test_the_remedy_of_a_review_names_what_to_accept() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "alice", "alice:", ": because"])
-def test_settings_want_to_know_who_accepted_and_why(value: str) -> None:
+def test_an_acceptance_needs_a_user_and_a_reason(value: str) -> None:
     with pytest.raises(ValidationError, match="who accepted it and why"):
         LicenseSettings(accepted={"mit": value})
 
@@ -400,7 +400,7 @@ def test_a_parent_that_declares_as_much_as_its_ancestor_is_allowed() -> None:
     assert verdict.status == "allowed"
 
 
-def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
+def test_a_descendant_counts_as_a_member_of_the_family() -> None:
     base = _parent("meta/llama-2", "llama2")
     tune = _parent("acme/tune", "apache-2.0", base)
     assert "R4" not in _rules(combine_licenses([tune, base], SELL, TABLE), "blocked")
@@ -408,7 +408,7 @@ def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
     assert "R4" in _rules(combine_licenses([tune, base, stranger], SELL, TABLE), "blocked")
 
 
-def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declares_nothing() -> None:
+def test_an_unread_ancestor_needs_a_review() -> None:
     verdict = combine_licenses([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
     assert (verdict.status, _rules(verdict, "review")) == ("review", {"R11"})
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
@@ -416,7 +416,7 @@ def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declare
     assert "'meta/llama' under 'accepted'" in reason.remedy
 
 
-def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() -> None:
+def test_an_unread_ancestor_is_accepted_once_for_all_descendants() -> None:
     parents = [_parent(name, "mit", unread=("meta/llama",)) for name in ("acme/chat", "acme/code")]
     verdict = combine_licenses(parents, SELL, TABLE, {"meta/llama": "alice: has read its licence, it is MIT"})
     assert verdict.status == "allowed"

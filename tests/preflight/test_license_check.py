@@ -25,7 +25,7 @@ def _key(*parents: ResolvedCheckpoint) -> str:
     return stage_key("licenses", check_licenses.version, {"declared": read_licenses(parents, TABLE)})
 
 
-def test_acceptances_stand_in_the_verdict_with_who_and_why(tmp_path: Path) -> None:
+def test_the_verdict_records_acceptances_with_user_and_reason(tmp_path: Path) -> None:
     accepted = {
         "llama3.2": "alice: text-only model",
         "gone/base": "bob: it is MIT, seen on 1 May",
@@ -42,7 +42,7 @@ def test_acceptances_stand_in_the_verdict_with_who_and_why(tmp_path: Path) -> No
     assert type(verdict).model_validate_json(verdict.model_dump_json()) == verdict
 
 
-def test_an_ancestor_that_is_a_parent_too_goes_by_the_name_of_the_parent(tmp_path: Path) -> None:
+def test_an_ancestor_that_is_a_parent_has_the_name_of_the_parent(tmp_path: Path) -> None:
     base = _model(tmp_path / "base", "license: cc-by-4.0")
     chat = _model(tmp_path / "chat", "license: cc-by-4.0\nbase_model: ../base")
     verdict = check_licenses.work(read_licenses([base, chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
@@ -61,7 +61,7 @@ def test_an_ancestor_beside_a_parent_is_recorded_with_its_license_file(tmp_path:
     assert list(verdict.licenses) == ["chat"]
 
 
-def test_a_refusal_names_all_doubts_and_what_to_accept(tmp_path: Path) -> None:
+def test_a_refusal_names_all_reviews_and_what_to_accept(tmp_path: Path) -> None:
     chat = _model(tmp_path / "chat", "license: mit\nbase_model: gone/base")
     verdict = check_licenses.work(read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
     refusal = verdict.refusal()
@@ -70,7 +70,7 @@ def test_a_refusal_names_all_doubts_and_what_to_accept(tmp_path: Path) -> None:
     assert "'gone/base' under 'accepted'" in str(refusal)
 
 
-def test_the_key_speaks_of_what_is_declared_and_not_of_where_it_lies(tmp_path: Path) -> None:
+def test_the_key_depends_on_declarations_and_not_on_paths(tmp_path: Path) -> None:
     one = _model(tmp_path / "a" / "chat", "license: mit", LICENSE="terms")
     same = _model(tmp_path / "b" / "chat", "license: mit", LICENSE="terms")
     other_file = _model(tmp_path / "c" / "chat", "license: mit", LICENSE="other terms")

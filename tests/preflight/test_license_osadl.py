@@ -57,7 +57,7 @@ def test_the_matrix_and_the_table_have_26_licenses_in_common() -> None:
     assert len(KNOWN) == 26
 
 
-def test_for_every_ordered_pair_the_algebra_says_what_the_matrix_says() -> None:
+def test_the_algebra_agrees_with_the_matrix_on_every_ordered_pair() -> None:
     spoken = {pair: answer for pair in product(KNOWN, KNOWN) if (answer := _speaks(*pair)) is not None}
     assert (len(spoken), sum(spoken.values())) == (604, 357)  # Of 26² = 676.
     differing = {pair for pair, answer in spoken.items() if _may_carry(KNOWN[pair[0]], KNOWN[pair[1]]) != answer}

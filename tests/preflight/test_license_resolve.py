@@ -101,7 +101,7 @@ def test_a_license_file_is_found_under_its_usual_names(tmp_path: Path, name: str
         ("", (), "no front matter"),
     ],
 )
-def test_an_odd_card_declares_nothing_and_says_why(
+def test_an_unintelligible_card_declares_nothing_and_reports_why(
     tmp_path: Path, card: str, license: tuple[str, ...], problem: str | None
 ) -> None:
     (tmp_path / "README.md").write_bytes(card.encode())
@@ -111,12 +111,12 @@ def test_an_odd_card_declares_nothing_and_says_why(
     assert problem is None or problem in found.problems[0]
 
 
-def test_bytes_that_are_no_text_raise_nothing(tmp_path: Path) -> None:
+def test_binary_content_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\nnote: '\xff\xfe'\n---\n")
     assert read_declaration(CardSource(tmp_path)).license == ("mit",)
 
 
-def test_a_small_card_that_unfolds_into_a_huge_value_costs_nothing(tmp_path: Path) -> None:
+def test_a_card_that_expands_to_a_huge_value_is_cheap(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
     (tmp_path / "README.md").write_text("---\n" + "\n".join(lines) + "\nlicense: *a39\n---\n")
     found = read_declaration(CardSource(tmp_path))
@@ -145,7 +145,7 @@ FIELDS = dict.fromkeys(("license", "license_name", "license_link", "base_model")
 
 
 @given(fields=st.fixed_dictionaries({}, optional=FIELDS))
-def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, object]) -> None:
+def test_any_type_of_a_field_is_read_without_error(fields: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = _model(Path(directory), f"---\n{yaml.safe_dump(fields)}---\n")
         (parent, *_) = lineage(CardSource(model), _nowhere, TABLE).models
@@ -157,13 +157,13 @@ def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, obje
 
 
 @given(card=st.text(alphabet="-\n\r :[]{}&*!|>'\"#license%mt0", max_size=80))
-def test_whatever_stands_in_a_card_reading_raises_nothing(card: str) -> None:
+def test_any_card_is_read_without_error(card: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "README.md").write_bytes(b"---\n" + card.encode() + b"\n---\n")
         assert isinstance(walk(CardSource(Path(directory)), _nowhere), tuple)
 
 
-def test_ancestors_are_found_beside_the_model_and_by_the_caller(tmp_path: Path) -> None:
+def test_ancestors_are_found_next_to_the_model_and_by_the_callback(tmp_path: Path) -> None:
     _model(tmp_path / "hub" / "meta" / "llama", license="llama3.1")
     _model(tmp_path / "tune", license="apache-2.0", base_model="meta/llama")
     chat = _model(tmp_path / "chat", license="mit", base_model=["../tune", "acme/gone"])
@@ -173,7 +173,7 @@ def test_ancestors_are_found_beside_the_model_and_by_the_caller(tmp_path: Path) 
     assert found[0].unread == (Unread(name="acme/gone", why="not there"),)
 
 
-def test_find_is_told_who_names_the_ancestor(tmp_path: Path) -> None:
+def test_the_callback_receives_the_descendant(tmp_path: Path) -> None:
     chat, asked = _model(tmp_path, license="mit", base_model="acme/base"), []
 
     def find(entry: str, descendant: CardSource) -> NotRead:
@@ -199,7 +199,7 @@ def test_cycles_end_and_diamonds_are_read_once(tmp_path: Path) -> None:
     assert [ancestor.name for ancestor in top.ancestors] == ["../b", "../c", "../d"]
 
 
-def test_many_diamonds_in_a_row_stay_small(tmp_path: Path) -> None:
+def test_many_diamonds_in_a_row_are_read_once_each(tmp_path: Path) -> None:
     for level in range(25):
         above = [f"../l{level + 1}", f"../r{level + 1}"]
         for side in "lr":
@@ -213,7 +213,7 @@ def test_an_entry_that_no_directory_can_have_is_unread(tmp_path: Path, entry: st
     assert [unread.why for unread in found.unread] == ["nowhere"]
 
 
-def test_lineage_resolves_each_model_and_knows_its_ancestors(tmp_path: Path) -> None:
+def test_the_lineage_contains_each_model_with_its_ancestors(tmp_path: Path) -> None:
     _model(tmp_path / "base", license="other", license_name="Tongyi Qianwen")
     _model(tmp_path / "tune", license="apache-2.0", base_model="../base")
     chat = _model(tmp_path / "chat", license=["mit", "gpl-3.0"], base_model="../tune")
@@ -224,14 +224,14 @@ def test_lineage_resolves_each_model_and_knows_its_ancestors(tmp_path: Path) -> 
     assert (base.license.id, base.ancestors) == ("tongyi-qianwen", ())
 
 
-def test_a_strangers_words_are_shown_short_and_printable(tmp_path: Path) -> None:
+def test_quoted_card_text_is_short_and_printable(tmp_path: Path) -> None:
     model = _model(tmp_path, license="other", license_name="\x1b[31m" + "x" * 500)
     words = read_declaration(CardSource(model)).words
     assert words.isprintable()
     assert len(words) < 150
 
 
-def test_the_names_that_a_card_gives_its_ancestors_are_shown_short_and_printable(tmp_path: Path) -> None:
+def test_quoted_ancestor_names_are_short_and_printable(tmp_path: Path) -> None:
     entry = "acme/\x1b[31m" + "x" * 500
     (top,) = lineage(CardSource(_model(tmp_path / "chat", license="mit", base_model=entry)), _nowhere, TABLE).models
     assert top.unread[0].name.isprintable()
@@ -243,14 +243,14 @@ def _config(directory: Path, **fields: object) -> None:
 
 
 @pytest.mark.parametrize("called", ["base-135M", "Base-135m", "acme--base-135M", "acme_base-135M"])
-def test_a_base_that_lies_beside_the_model_is_found_by_the_last_part_of_its_name(tmp_path: Path, called: str) -> None:
+def test_a_neighboring_base_is_found_by_its_name(tmp_path: Path, called: str) -> None:
     model = _model(tmp_path / "chat", base_model="acme/base-135M")
     _model(tmp_path / called, license="mit")
     _, base = walk(CardSource(model), _nowhere)
     assert (base.name, base.license) == ("acme/base-135M", ("mit",))
 
 
-def test_a_base_under_another_name_is_found_by_what_its_config_calls_it(tmp_path: Path) -> None:
+def test_a_neighboring_base_is_found_by_the_name_in_its_config(tmp_path: Path) -> None:
     model = _model(tmp_path / "chat", base_model="acme/base")
     _config(_model(tmp_path / "downloaded", license="mit"), _name_or_path="acme/base")
     # A fine-tune of the base has the same name in its config, and its card names the base model.
@@ -265,7 +265,7 @@ def test_what_lies_beside_a_model_and_says_no_license_is_looked_for_elsewhere(tm
     assert found.unread == (Unread(name="acme/base", why="nowhere"),)
 
 
-def test_two_that_could_be_meant_are_none(tmp_path: Path) -> None:
+def test_an_ambiguous_neighbor_is_not_used(tmp_path: Path) -> None:
     model = _model(tmp_path / "chat", base_model="acme/base")
     for called in ("base", "acme--base"):
         _model(tmp_path / called, license="mit")

@@ -45,7 +45,7 @@ def test_every_hub_identifier_resolves_to_its_own_entry_with_a_source(table: Lic
 
 
 @pytest.mark.parametrize("identifier", sorted(load_table().licenses))
-def test_what_an_entry_says_hangs_together(table: LicenseTable, identifier: str) -> None:
+def test_the_fields_of_an_entry_are_consistent(table: LicenseTable, identifier: str) -> None:
     entry = table.licenses[identifier]
     assert entry.source.strip()
     assert not (entry.cap and entry.commercial != "capped")
@@ -73,7 +73,7 @@ def test_no_value_of_the_table_depends_on_how_yaml_reads_yes_and_no() -> None:
     assert words.isdisjoint({"yes", "no", "on", "off", "y", "n", "Yes", "No"})
 
 
-def test_all_that_needs_a_person_says_why(table: LicenseTable) -> None:
+def test_every_review_in_the_table_has_a_reason(table: LicenseTable) -> None:
     asked = [entry for entry in table.licenses.values() if entry.review is not None]
     assert len(asked) == 31
     assert all(len(entry.review or "") > 10 for entry in asked)
@@ -153,7 +153,7 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: {mit: {only_with: [lama2]}}", "licenses.mit.only_with", "did you mean 'llama2'?"),
         ("licenses: {mit: {use_policy: gema-pup}}", "licenses.mit.use_policy", "did you mean 'gemma-pup'?"),
         ("licenses: {mit: permissive}", "licenses.mit", "'permissive'"),
-        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml, line 1, column 27", "'mit' is written twice"),
+        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml, line 1, column 27", "'mit' appears twice"),
         ("aliases: {1: mit}", "licences.yaml, line 1", "the key 1 is not text"),
         ("licenses: {}\n---\naliases: {}", "licences.yaml", "2 documents"),
         ("aliases: {acme: mitt}", "aliases.acme", "did you mean 'mit'?"),
@@ -166,7 +166,7 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: {}\n---\nlicenses: {}", "licences.yaml", "documents"),
     ],
 )
-def test_a_wrong_override_is_refused_with_its_place(tmp_path: Path, text: str, where: str, word: str) -> None:
+def test_a_wrong_override_is_refused_with_its_location(tmp_path: Path, text: str, where: str, word: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         load_table(_override(tmp_path, text))
     assert where in caught.value.where

@@ -44,7 +44,7 @@ def test_a_license_that_stands_on_another_is_shipped_with_it() -> None:
 
 
 @pytest.mark.parametrize("identifier", sorted(SHIPPED_TEXTS))
-def test_every_shipped_text_is_recognised_however_it_is_wrapped_and_capitalised(identifier: str) -> None:
+def test_every_shipped_text_is_recognized_with_any_wrapping_and_case(identifier: str) -> None:
     text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
     assert identify_license(text, TABLE) == TABLE.licenses[identifier]
     indented = "\r\n".join(f"   {line.rstrip()}  " for line in text.upper().replace("\n", "\n\n").splitlines())
@@ -52,7 +52,7 @@ def test_every_shipped_text_is_recognised_however_it_is_wrapped_and_capitalised(
 
 
 @pytest.mark.parametrize("identifier", sorted(SHIPPED_TEXTS))
-def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> None:
+def test_an_additional_condition_makes_a_permissive_text_unknown(identifier: str) -> None:
     text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
     for changed in (f"{text}\nThe model must not be used by competitors.\n", f"Not for sale.\n\n{text}"):
         found = identify_license(changed, TABLE)
@@ -61,7 +61,7 @@ def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> 
 
 
 @given(place=st.integers(0, 150), word=st.sampled_from(["not", "non-commercial", "never", "except"]))
-def test_a_word_more_anywhere_in_the_terms_makes_them_unknown(place: int, word: str) -> None:
+def test_an_additional_word_makes_the_terms_unknown(place: int, word: str) -> None:
     words = MIT.split()
     changed = [*words[:place], word, *words[place:]]
     assert identify_license(" ".join(changed), TABLE) is None
@@ -89,7 +89,7 @@ def test_title_and_copyright_do_not_matter(head: str) -> None:
         "This is not the MIT License\n\n",
     ],
 )
-def test_a_condition_that_hides_in_a_copyright_line_or_a_title_is_seen(head: str) -> None:
+def test_a_condition_in_a_copyright_line_or_title_is_noticed(head: str) -> None:
     assert identify_license(head + MIT, TABLE) is None
 
 
@@ -102,7 +102,7 @@ def test_the_appendix_of_apache_may_be_filled_in_or_missing() -> None:
     assert identify_license(f"{terms}\nCommons Clause: you may not sell it.", TABLE) is None
 
 
-def test_bsd_names_whom_it_likes() -> None:
+def test_a_bsd_text_may_name_any_owner() -> None:
     text = SHIPPED_TEXTS["bsd-3-clause"].read_text()
     named = text.replace("Neither the name of the ORGANIZATION nor", "Neither the name of Acme, Inc. nor")
     assert named != text
@@ -123,7 +123,7 @@ def test_bsd_names_whom_it_likes() -> None:
         ("Our model is better than the Gemma Terms of Use", None),
     ],
 )
-def test_an_agreement_in_another_edition_is_recognised_by_its_title(title: str, expected: str | None) -> None:
+def test_another_edition_of_an_agreement_is_recognized_by_its_title(title: str, expected: str | None) -> None:
     edition = f"{title}\nRelease Date: May 1, 2026\n\n{'These terms are of another edition. ' * 60}"
     found = identify_license(edition, TABLE)
     assert (found.id if found else None) == expected
@@ -170,13 +170,13 @@ def _read(tmp_path: Path, card: str, **files: str) -> tuple[str, str | None]:
         ("license: acme-terms", ("other", None)),  # The card names a license, but not that of the file.
     ],
 )
-def test_the_file_decides_where_the_card_is_silent_and_contradicts_it_where_it_is_not(
+def test_the_file_decides_without_a_declaration_and_contradicts_a_different_one(
     tmp_path: Path, fields: str, expected: tuple[str, str | None]
 ) -> None:
     assert _read(tmp_path, f"---\n{fields}\n---\n", LICENSE=GEMMA) == expected
 
 
-def test_the_file_decides_where_there_is_no_card(tmp_path: Path) -> None:
+def test_the_file_decides_without_a_card(tmp_path: Path) -> None:
     assert _read(tmp_path, "# A model\n", LICENSE=MIT) == ("mit", None)
 
 
@@ -206,12 +206,12 @@ def test_of_several_license_files_none_decides(tmp_path: Path) -> None:
     assert _read(tmp_path, "---\nlicense: other\n---\n", LICENSE=MIT, COPYING=GEMMA) == ("other", None)
 
 
-def test_an_unknown_file_says_nothing(tmp_path: Path) -> None:
+def test_an_unknown_file_is_ignored(tmp_path: Path) -> None:
     assert _read(tmp_path, "---\nlicense: other\n---\n", LICENSE="Our own terms.") == ("other", None)
     assert _read(tmp_path, "---\nlicense: mit\n---\n", LICENSE="Our own terms.") == ("mit", None)
 
 
-def test_a_link_to_a_known_address_decides_where_card_and_file_are_silent(tmp_path: Path) -> None:
+def test_a_known_link_decides_without_a_card_or_file(tmp_path: Path) -> None:
     card = "---\nlicense: other\nlicense_link: https://ai.google.dev/gemma/terms\n---\n"
     assert _read(tmp_path, card) == ("gemma", None)
     assert _read(tmp_path, card, LICENSE=SHIPPED_TEXTS["qwen"].read_text()) == ("qwen", None)

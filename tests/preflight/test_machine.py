@@ -38,17 +38,17 @@ def found(
     return [(remark.severity, remark.where) for remark in remarks]
 
 
-def test_nothing_is_said_of_a_machine_that_has_enough() -> None:
+def test_a_sufficient_machine_has_no_findings() -> None:
     assert found(gpu=Capacity(80 * GB, 79 * GB), dtypes="auto float32") == []
 
 
 @pytest.mark.parametrize(("free", "enough"), [(2_199_999_999, False), (2_200_000_000, True)])
-def test_a_disk_must_hold_the_merge_with_a_tenth_to_spare(free: int, enough: bool) -> None:
+def test_a_disk_must_hold_the_merge_and_a_reserve(free: int, enough: bool) -> None:
     disk = Disk(Path("/state"), free, {"the merged checkpoint": 2 * GB})
     assert found(disks=(disk,)) == ([] if enough else [("block", "/state")])
 
 
-def test_what_has_to_be_downloaded_counts_on_its_disk() -> None:
+def test_downloads_count_on_their_disk() -> None:
     both = Disk(Path("/state"), 7 * GB, {"the merged checkpoint": 2 * GB, "weights from the Hub": 6 * GB})
     assert found(disks=(both,)) == [("block", "/state")]
     apart = Disk(Path("/cache"), 7 * GB, {"weights from the Hub": 6 * GB})
@@ -56,14 +56,14 @@ def test_what_has_to_be_downloaded_counts_on_its_disk() -> None:
     assert found(disks=(ROOM, Disk(Path("/cache"), 6 * GB, apart.writes))) == [("block", "/cache")]
 
 
-def test_memory_that_will_never_suffice_blocks_and_that_which_may_warns() -> None:
+def test_memory_that_never_suffices_blocks_and_busy_memory_warns() -> None:
     # 256 MiB for the process, pending writes, and ten blocks of 8 MiB: between 0.3 and 1 GB.
     assert found(memory=Capacity(GB // 4, GB // 4)) == [("block", "memory")]
     assert found(memory=Capacity(4 * GB, GB // 4)) == [("warn", "memory")]
     assert found(memory=Capacity(4 * GB, 2 * GB)) == []
 
 
-def test_memory_of_the_gpu_is_looked_at_where_it_merges() -> None:
+def test_gpu_memory_is_checked_if_the_gpu_merges() -> None:
     assert found(gpu=Capacity(GB // 2, GB // 2)) == [("block", "memory of cuda:0")]
     assert found(gpu=Capacity(8 * GB, GB // 2)) == [("warn", "memory of cuda:0")]
 
@@ -74,11 +74,11 @@ def test_the_largest_model_must_fit_to_be_evaluated(dtypes: str, enough: bool) -
     assert found(memory=available, dtypes=dtypes) == ([] if enough else [("warn", "memory")])
 
 
-def test_a_system_that_does_not_say_is_believed() -> None:
+def test_unreported_memory_is_not_a_finding() -> None:
     assert found(memory=None, dtypes="float32") == []
 
 
-def test_of_a_merge_that_cannot_be_nothing_is_known() -> None:
+def test_a_blocked_merge_has_no_machine_findings() -> None:
     remark = Finding(severity="block", where="x", found="y")
     blocked = JOB.model_copy(update={"remarks": (remark,)})
     empty = Machine(cores=1, disks=(Disk(Path("/"), 0, {"x": 1}),), memory=Capacity(1, 1))
@@ -136,7 +136,7 @@ def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert system_memory() == Capacity(500 << 20, 124 << 20)
 
 
-def test_a_run_that_cannot_be_is_refused(home: Path) -> None:
+def test_a_run_on_an_insufficient_machine_is_refused(home: Path) -> None:
     endless = JOB.model_copy(update={"disk": 10**18})
     (blocking,) = (
         one

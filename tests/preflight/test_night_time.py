@@ -34,21 +34,21 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_asked_takes_about_what_it_took(name: str) -> None:
+def test_evaluation_time_is_predicted_within_the_stated_factor(name: str) -> None:
     size, asked, calls, took = RECORDED[name]
     starting = STARTING if "start" in name else 0.0
     guessed = starting + calls * evaluation_seconds(size, asked, RATES)
     assert took / 3 < guessed < 3 * took
 
 
-def test_a_whole_night_of_the_demo_takes_about_what_it_took() -> None:
+def test_the_duration_of_the_demo_is_predicted() -> None:
     guessed = merge_seconds(1_680_000, 564_000, RATES) + STARTING + AROUND
     guessed += 4 * evaluation_seconds(DEMO, PromptLoad(600, 27_700, batch=16), RATES)
     guessed += 12 * evaluation_seconds(DEMO, PromptLoad(400, 8_800, batch=16), RATES)
     assert 16.7 / 3 < guessed < 3 * 16.7
 
 
-def test_more_of_anything_takes_longer_and_a_batch_less() -> None:
+def test_larger_loads_take_longer_and_batches_less() -> None:
     written = PromptLoad(100, 10_000, written=12_800, batch=16)
     assert evaluation_seconds(MIDDLE, written, RATES) > 2 * evaluation_seconds(
         MIDDLE, replace(written, written=0), RATES
@@ -57,7 +57,7 @@ def test_more_of_anything_takes_longer_and_a_batch_less() -> None:
     assert evaluation_seconds(MIDDLE, written, RATES) > evaluation_seconds(DEMO, written, RATES)
 
 
-def test_what_was_guessed_is_said_to_be_and_what_nobody_knows_is_not_added_up() -> None:
+def test_predictions_are_marked_and_unknown_durations_are_not_summed() -> None:
     measured = PlannedStage("merge", "", False, 1, 100.0)
     guessed = PlannedStage("evaluate", "merge, copy", False, 400, 7200.0, rough=True)
     assert PlannedRun((measured,)).time() == "about 1 m 40 s, as in the last run"
@@ -80,5 +80,5 @@ def test_what_was_guessed_is_said_to_be_and_what_nobody_knows_is_not_added_up() 
         (3e5, "3 days"),
     ],
 )
-def test_a_guess_has_few_digits(seconds: float, said: str) -> None:
+def test_a_predicted_duration_has_few_digits(seconds: float, said: str) -> None:
     assert format_roughly(seconds) == said

@@ -30,7 +30,7 @@ def page() -> str:
     return text_of(page_of(samples.explained()))
 
 
-def test_sections_come_in_the_order_in_which_one_asks(page: str) -> None:
+def test_sections_follow_a_fixed_order(page: str) -> None:
     titles = [
         "Refused", "What was tried", "Regression guards", "What was lost", "Scores", "Perplexity", "Judged answers",
         "What the weights say", "What to try", "What was merged", "Licence", "Files of the merge",
@@ -40,7 +40,7 @@ def test_sections_come_in_the_order_in_which_one_asks(page: str) -> None:
     assert places == sorted(places)
 
 
-def test_every_attempt_stands_with_its_change_and_its_worst_reason(page: str) -> None:
+def test_every_attempt_shows_its_change_and_its_worst_reason(page: str) -> None:
     assert "1. linear of 2 as written ✗ fail reversing falls 31.2 points" in page
     assert "2. ties of 2 over base merge_method: ties, density: 0.3 ✗ fail reversing falls 14.4" in page
 
@@ -52,7 +52,7 @@ def test_lost_documents_are_shown_with_question_and_answer(page: str) -> None:
     assert "Document 231: reverser scores 1, the merge 0. Its text is no longer to be had." in page
 
 
-def test_how_far_the_routers_of_mixtures_are_apart_is_said() -> None:
+def test_router_distances_of_mixtures_are_shown() -> None:
     one = RouterDistance(
         model="org/other", layers=24, experts=64, moved=3, diagonal=0.4, best=0.99, routers=0.412, distance=0.25
     )
@@ -62,7 +62,7 @@ def test_how_far_the_routers_of_mixtures_are_apart_is_said() -> None:
     assert "its routers, as they were merged, 0.412, and are up to 25 % apart." in text
 
 
-def test_a_document_can_hold_anything_and_is_only_shown() -> None:
+def test_document_text_is_escaped() -> None:
     content = samples.explained()
     explanation = content.explanation
     assert explanation is not None
@@ -87,7 +87,7 @@ def test_the_judge_is_reported_with_interval_consistency_and_length(page: str) -
     assert "1.07 times reverser" in page
 
 
-def test_the_ensemble_is_a_dot_and_a_share_of_its_gain() -> None:
+def test_the_ensemble_is_shown_with_the_kept_share_of_its_gain() -> None:
     content = samples.explained()
     html = page_of(content)
     # The share is ln(3.402 / 3.51) / ln(3.402 / 3.2), which is negative: the merge lost where the ensemble gained.
@@ -104,7 +104,7 @@ def test_artifacts_are_named_by_their_keys(page: str) -> None:
     assert samples.sha("key of the merge") in page.replace(" ", "")
 
 
-def test_the_weights_are_put_into_sentences() -> None:
+def test_weights_are_explained_in_sentences() -> None:
     found = " ".join(explanation_text.why(samples.explanation()))
     assert found.startswith("The merge moved 0.68 times as far from base as sorter, the parent that moved farthest.")
     assert "both reverser and sorter move noticeably" in found
@@ -116,12 +116,12 @@ def test_the_weights_are_put_into_sentences() -> None:
     assert "2 tensors were left out: of another shape in some model (model.extra.weight)." in found
 
 
-def test_of_several_parents_the_pair_that_conflicts_most_is_named() -> None:
+def test_the_most_conflicting_pair_of_parents_is_named() -> None:
     found = " ".join(explanation_text.why(samples.explanation(names=("a", "b", "c"))))
     assert "The pair that conflicts most is b and c" in found
 
 
-def test_layers_that_conflict_alike_are_not_ranked() -> None:
+def test_layers_with_similar_conflicts_are_not_ranked() -> None:
     explanation = samples.explanation()
     assert explanation.interference is not None
     spots = tuple(
@@ -132,7 +132,7 @@ def test_layers_that_conflict_alike_are_not_ranked() -> None:
     assert "The conflict is much the same in all 4 layers." in found
 
 
-def test_a_recipe_without_base_says_where_differences_begin() -> None:
+def test_a_recipe_without_base_names_the_origin_of_task_vectors() -> None:
     plain = samples.explanation(names=("sorter",)).model_copy(update={"origin": "reverser", "origin_is_base": False})
     found = " ".join(explanation_text.why(plain))
     assert "The recipe names no base: differences are measured from its first model, reverser." in found
@@ -140,7 +140,7 @@ def test_a_recipe_without_base_says_where_differences_begin() -> None:
     assert heat_map_caption(plain).startswith("Distance of the parents")
 
 
-def test_weights_that_could_not_be_compared_are_said_to_be() -> None:
+def test_incomparable_weights_are_reported() -> None:
     content = samples.explained()
     assert content.explanation is not None
     blind = content.explanation.model_copy(update={"interference": None})
@@ -160,7 +160,7 @@ def cells_of(svg: str) -> dict[float, list[float]]:
     return dict(sorted(found.items()))
 
 
-def test_the_heat_map_has_a_cell_for_each_layer_and_kind_and_the_more_conflict_the_more_colour() -> None:
+def test_the_heat_map_colors_each_layer_and_kind_by_conflict() -> None:
     content = samples.explained()
     assert content.explanation is not None
     assert content.explanation.interference is not None
@@ -179,7 +179,7 @@ def test_the_heat_map_has_a_cell_for_each_layer_and_kind_and_the_more_conflict_t
     ]  # fmt: skip
 
 
-def test_a_deep_network_is_drawn_without_numbers_and_low() -> None:
+def test_the_heat_map_of_a_deep_network_has_low_rows_without_numbers() -> None:
     content = samples.explained().model_copy(update={"explanation": samples.explanation(layers=80)})
     wide, _ = interference_plot(content)
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', wide)
@@ -189,13 +189,13 @@ def test_a_deep_network_is_drawn_without_numbers_and_low() -> None:
     assert [len(row) for row in list(cells_of(wide).values())[1:]] == [1, *[8] * 80, 1, 1]
 
 
-def test_a_merge_that_passed_has_none_of_it() -> None:
+def test_a_passed_merge_has_no_explanation() -> None:
     found = text_of(page_of(samples.released()))
     for title in ("What was tried", "What was lost", "What the weights say", "What to try", "Judged", "store"):
         assert title not in found
 
 
-def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
+def test_a_sequential_verdict_names_its_interim_look() -> None:
     content = samples.refused()
     first, second = content.verdict.guards
     looked = first.model_copy(update={"look": InterimLook(number=2, of=3, documents=1000, confidence=0.98)})
@@ -212,13 +212,13 @@ def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
     assert notes[0] in found
 
 
-def test_remedies_stand_below_the_table_in_markdown() -> None:
+def test_remedies_are_below_the_markdown_table() -> None:
     found = as_markdown(samples.explained())
     assert "What to try:\n\n- \\{merge\\_method: ties, density: 0.3\\}: 44 % of the weights" in found
     assert "What to try" not in as_markdown(samples.refused())
 
 
-def test_explanations_survive_the_way_through_json() -> None:
+def test_explanations_survive_a_json_round_trip() -> None:
     content = samples.explained()
     again = ReportContent.model_validate_json(content.model_dump_json())
     assert again == content

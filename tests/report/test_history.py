@@ -81,12 +81,12 @@ class TestTheLines:
         drop=st.floats(-100, 100),
     )
     @settings(max_examples=50)
-    def test_what_is_kept_is_read_again(self, message: str, ended: float, drop: float) -> None:
+    def test_a_stored_record_is_read_back(self, message: str, ended: float, drop: float) -> None:
         one = record(message=message, ended=ended, scores=(score(drop=drop),))
         assert b"\n" not in one.line()
         assert parse_record(one.line()) == one
 
-    def test_one_altered_byte_costs_its_line_and_no_other(self, tmp_path: Path) -> None:
+    def test_an_altered_byte_loses_only_its_own_line(self, tmp_path: Path) -> None:
         known = [record(run=f"run-{number}", message="x") for number in range(3)]
         for one in known:
             ledger.append_record(tmp_path, read_history(tmp_path), one)
@@ -111,19 +111,21 @@ class TestTheLines:
         assert list(tmp_path.glob("history.jsonl.damaged-*")), "what was damaged is set aside, not lost"
 
     @pytest.mark.parametrize("what", [b"", b"\0" * 100, b"[1]\n{}\nnull\n" + b"[" * 100_000, b"\xff\xfe\n"])
-    def test_garbage_is_no_history(self, tmp_path: Path, what: bytes) -> None:
+    def test_garbage_gives_an_empty_history(self, tmp_path: Path, what: bytes) -> None:
         (tmp_path / ledger.HISTORY).write_bytes(what)
         assert read_history(tmp_path).records == ()
         ledger.append_record(tmp_path, read_history(tmp_path), record())
         assert read_history(tmp_path) == History((record(),))
 
-    def test_a_directory_in_its_place_is_set_aside(self, tmp_path: Path) -> None:
+    def test_a_directory_in_place_of_the_history_is_set_aside(self, tmp_path: Path) -> None:
         (tmp_path / ledger.HISTORY / "x").mkdir(parents=True)
         assert "cannot be read" in read_history(tmp_path).damage_sentence()
         ledger.append_record(tmp_path, read_history(tmp_path), record())
         assert read_history(tmp_path).records == (record(),)
 
-    def test_it_is_bounded_and_the_newest_stay(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_history_is_bounded_and_keeps_the_newest_runs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(ledger, "MAX_PER_PROFILE", 5)
         monkeypatch.setattr(ledger, "_SLACK", 2)
         history = History()
@@ -159,31 +161,31 @@ class TestWhatChanged:
             ({"scores": ()}, "gsm8k is not guarded against math any more."),
         ],
     )
-    def test_is_said_in_a_sentence(self, changes: dict[str, object], sentence: str) -> None:
+    def test_a_change_becomes_a_sentence(self, changes: dict[str, object], sentence: str) -> None:
         said = changes_since([measured()], measured(run="now", **changes))
         assert sentence in " ".join(said)
         assert len(said) == (3 if "version" in changes else 2)
 
-    def test_equal_to_a_tenth_of_a_point_is_no_change(self) -> None:
+    def test_scores_equal_to_a_tenth_of_a_point_are_unchanged(self) -> None:
         said = changes_since([measured()], measured(run="now", scores=(score(merge=70.02, drop=1.04),)))
         assert "are the same" in said[-1]
 
-    def test_after_a_night_that_measured_nothing_it_is_compared_with_the_last_that_did(self) -> None:
+    def test_a_run_is_compared_with_the_last_run_that_has_scores(self) -> None:
         stopped = record(run="stopped", status="refused", message="licences: no")
         said = changes_since([measured(), stopped], measured(run="now", recipe="merge_method: ties\ndensity: 0.3\n"))
         assert "the run before" in said[0]
         assert "was refused" in said[0]
         assert "Recipe: density: 0.5 → density: 0.3." in said
 
-    def test_the_version_is_compared_with_the_last_that_there_was(self) -> None:
+    def test_the_version_is_compared_with_the_last_known_version(self) -> None:
         stopped = record(run="stopped", status="refused", message="licences: no")
         assert "Version v1 → v2." in changes_since([measured(), stopped], measured(run="now", version="v2"))
 
-    def test_other_profiles_and_other_flows_are_no_nights_of_this_one(self) -> None:
+    def test_runs_of_other_profiles_and_flows_are_ignored(self) -> None:
         others = [measured(profile="other"), measured(flow="sweep")]
         assert changes_since(others, measured()) == ("The first run of this profile that is known here.",)
 
-    def test_a_refusal_for_another_reason_is_told_from_the_same_again(self) -> None:
+    def test_a_refusal_for_another_reason_is_distinguished(self) -> None:
         before = record(status="refused", message="licences: no")
         again = record(run="2", status="refused", message="licences: no")
         other = record(run="3", status="refused", message="tokenizer: no")
@@ -192,7 +194,7 @@ class TestWhatChanged:
 
 
 class TestThePages:
-    def test_every_link_leads_to_a_page_and_neighbours_know_each_other(self, tmp_path: Path) -> None:
+    def test_every_link_resolves_and_neighbors_link_to_each_other(self, tmp_path: Path) -> None:
         for number in range(5):
             archive_run(tmp_path, record(run=str(number), ended=1e9 + number), PAGE)
             archive_run(tmp_path, record(run=str(number), ended=1e9 + number, profile="other"), PAGE)
@@ -212,7 +214,7 @@ class TestThePages:
         listed = set(links(tmp_path / "index.html"))
         assert set(pages) <= listed
 
-    def test_the_newest_sixty_are_kept_and_no_link_leads_nowhere(
+    def test_the_newest_sixty_pages_remain_without_dangling_links(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(archive, "MAX_PAGES", 3)
@@ -230,7 +232,7 @@ class TestThePages:
         for page in tmp_path.rglob("*.html"):
             assert all(link.is_file() for link in links(page)), page
 
-    def test_the_page_of_a_search_lies_beside_that_of_its_release_and_goes_with_it(
+    def test_a_search_page_is_stored_and_removed_with_its_release_page(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(archive, "MAX_PAGES", 2)
@@ -243,11 +245,11 @@ class TestThePages:
         assert (tmp_path / "demo.sweep.html").is_file()
         assert all(link.is_file() for page in tmp_path.rglob("*.html") for link in links(page))
 
-    def test_runs_in_the_same_second_have_pages_of_their_own(self, tmp_path: Path) -> None:
+    def test_runs_in_the_same_second_have_separate_pages(self, tmp_path: Path) -> None:
         kept = {archive_run(tmp_path, record(run=str(number)), PAGE).page for number in range(4)}
         assert len(kept) == 4
 
-    def test_a_run_that_dies_at_any_step_of_it_leaves_nothing_that_stops_the_next(
+    def test_a_run_killed_while_archiving_does_not_block_the_next(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         steps = ("write_state", "append_record", "_relink", "_prune", "render_history")
@@ -269,7 +271,7 @@ class TestThePages:
             assert not list(reports.rglob("*.partial"))
         assert died >= 8, "it was interrupted at every step there is"
 
-    def test_eight_that_end_at_once_each_have_their_page_their_line_and_their_place(self, tmp_path: Path) -> None:
+    def test_eight_concurrent_runs_are_all_archived(self, tmp_path: Path) -> None:
         # Do not fork this process: other tests have left threads and handlers in it.
         clean = multiprocessing.get_context("forkserver")
         clean.set_forkserver_preload(["mergegate.tasks.report"])
@@ -291,7 +293,7 @@ class TestThePages:
     @pytest.mark.parametrize(
         "profile", ["../../etc/passwd", "index", "INDEX", "", "..", ".hidden", "a/b", "a\0b", "x" * 400, "ärger", EVIL]
     )
-    def test_no_name_of_a_profile_leads_out_of_the_directory(self, tmp_path: Path, profile: str) -> None:
+    def test_profile_names_cannot_escape_the_directory(self, tmp_path: Path, profile: str) -> None:
         reports = tmp_path / "reports"
         for _ in range(2):
             kept = archive_run(reports, record(profile=profile), PAGE)
@@ -301,7 +303,7 @@ class TestThePages:
         assert "All runs" in (reports / "index.html").read_text(encoding="utf-8")
         assert file_name(profile).lower() != "index"
 
-    def test_a_page_that_was_linked_before_is_linked_anew_not_twice(self, tmp_path: Path) -> None:
+    def test_linking_a_page_again_replaces_its_links(self, tmp_path: Path) -> None:
         first = archive_run(tmp_path, record(), PAGE)
         second = archive_run(tmp_path, record(run="2"), first.page.read_text(encoding="utf-8"))
         text = second.page.read_text(encoding="utf-8")
@@ -310,7 +312,7 @@ class TestThePages:
 
 
 class TestTheIndex:
-    def test_nothing_of_a_stranger_is_markup(self) -> None:
+    def test_untrusted_text_is_escaped(self) -> None:
         evil = [
             record(
                 run=str(number),
@@ -347,7 +349,7 @@ class TestTheIndex:
         )
         assert "script" not in {tag for tag, _ in Page(ended).elements}
 
-    def test_it_loads_nothing_and_runs_nothing(self) -> None:
+    def test_the_index_has_no_scripts_or_external_resources(self) -> None:
         page = render_history(History(tuple(nights())))
         read = Page(page)
         assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "img", "iframe", "object"})
@@ -357,7 +359,7 @@ class TestTheIndex:
         assert "url(" not in page
         assert len(page) < 400_000
 
-    def test_it_tells_of_every_profile_how_it_stands(self) -> None:
+    def test_the_index_shows_the_state_of_every_profile(self) -> None:
         told = nights()
         text = Page(render_history(History(tuple(told)))).text
         assert "300 runs of 3 profiles" in text
@@ -370,22 +372,22 @@ class TestTheIndex:
         assert render_history(History(tuple(nights()))) == render_history(History(tuple(nights())))
 
     @pytest.mark.parametrize("ended", [-1e18, 0.0, 1e18, 253402300800.0])
-    def test_a_clock_that_is_years_away_is_no_error(self, tmp_path: Path, ended: float) -> None:
+    def test_a_clock_that_is_off_by_years_is_tolerated(self, tmp_path: Path, ended: float) -> None:
         archive_run(tmp_path, record(ended=ended), PAGE)
         archive_run(tmp_path, record(ended=ended, scores=(score(),)), PAGE)
         assert (tmp_path / "index.html").is_file()
 
-    def test_with_no_run_it_says_so(self) -> None:
+    def test_an_empty_history_is_reported(self) -> None:
         assert "No run has ended here yet." in Page(render_history(History())).text
 
-    def test_damage_is_said_on_it(self) -> None:
+    def test_damaged_lines_are_reported(self) -> None:
         assert "2 damaged lines" in render_history(History((record(),), 2))
 
 
 class TestThePlots:
     @given(st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), min_size=1, max_size=40))
     @settings(max_examples=100)
-    def test_every_value_is_inside_the_picture(self, values: list[float | None]) -> None:
+    def test_every_value_is_drawn_inside_the_chart(self, values: list[float | None]) -> None:
         for chart in (WIDE, NARROW):
             drawn = draw_lines([Series("a", tuple(values))], ["1 Jan"] * len(values), chart, "points")
             assert bool(drawn) == any(value is not None for value in values)
@@ -393,7 +395,7 @@ class TestThePlots:
                 assert 0 <= float(x) <= chart.width
                 assert 0 <= float(y) <= chart.height
 
-    def test_a_bar_is_as_high_as_the_axis_says(self) -> None:
+    def test_bar_heights_match_the_axis(self) -> None:
         drawn = draw_bars([Series("a", (10.0, 5.0)), Series("b", (10.0, 0.0))], ["x", "y"], WIDE, "seconds")
         pieces = re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)h", drawn)
         heights = [float(bottom) - float(top) for bottom, top in pieces]
@@ -435,7 +437,7 @@ def _end_some(reports: Path, worker: int) -> None:
         archive_run(reports, record(run=f"{worker}-{number}"), PAGE)
 
 
-def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> None:
+def test_a_page_shows_the_facts_of_its_run_and_release() -> None:
     record = RunRecord(
         run="7f", flow="release", profile="demo", ended=0.0, seconds=61, status="released", message="",
         version="3573902a24b3", location="releases/my demo/3573902a24b3", machine="build-7, 2 cores",

@@ -60,7 +60,7 @@ def with_hostile_names(content: ReportContent) -> ReportContent:
     return ReportContent.model_validate(poisoned(json.loads(content.model_dump_json())))
 
 
-def test_page_is_well_formed_with_unique_ids_that_all_references_find(content: ReportContent) -> None:
+def test_the_page_is_well_formed_and_all_references_resolve(content: ReportContent) -> None:
     page = Page(page_of(content))
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
@@ -71,7 +71,7 @@ def test_page_is_well_formed_with_unique_ids_that_all_references_find(content: R
     assert len(targets) > 0
 
 
-def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
+def test_the_report_page_has_no_scripts_or_external_resources(content: ReportContent) -> None:
     html = page_of(content)
     page = Page(html)
     tags = {tag for tag, _ in page.elements}
@@ -85,7 +85,7 @@ def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
     assert re.search(r"@import|url\((?!#)", html) is None
 
 
-def test_verdict_stands_first_with_its_reason() -> None:
+def test_the_verdict_comes_first_with_its_reason() -> None:
     for content, word in ((samples.released(), "Passed"), (samples.refused(), "Refused")):
         page = Page(page_of(content))
         assert word in "".join(page.texts["h1"])
@@ -94,7 +94,7 @@ def test_verdict_stands_first_with_its_reason() -> None:
     assert all(reason in Page(page_of(refused)).text for reason in refused.verdict.reasons)
 
 
-def test_every_number_of_every_guard_stands_in_the_table_and_in_the_plot() -> None:
+def test_all_numbers_of_a_guard_are_in_the_table_and_the_plot() -> None:
     content = samples.refused()
     page = Page(page_of(content))
     plot = " ".join(page.texts["text"])
@@ -159,13 +159,13 @@ def test_bytes_do_not_depend_on_process_hash_seed_or_matplotlib_settings(tmp_pat
     assert done.stdout.decode() == page_of(samples.refused())
 
 
-def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
+def test_drawing_does_not_change_matplotlib_settings() -> None:
     before = dict(matplotlib.rcParams)
     render(samples.released())
     assert dict(matplotlib.rcParams) == before
 
 
-def test_hostile_names_are_shown_and_not_obeyed() -> None:
+def test_hostile_names_are_escaped() -> None:
     page = Page(page_of(with_hostile_names(samples.refused())))
     assert "script" not in {tag for tag, _ in page.elements}
     assert HOSTILE in page.text
@@ -179,7 +179,7 @@ def test_hostile_names_stay_inside_their_markdown_cell() -> None:
     assert columns == [line.count("|") for line in honest.splitlines()]
 
 
-def test_skipped_evaluation_is_said_and_leaves_no_empty_table() -> None:
+def test_a_skipped_evaluation_is_reported_without_an_empty_table() -> None:
     page = Page(page_of(samples.broken()))
     assert "evaluation was skipped" in page.text
     assert "Scores" not in page.text
@@ -217,7 +217,7 @@ def test_stage_writes_page_and_data_that_follow_from_the_key_alone(tmp_path: Pat
     assert data["models"][1]["scores"]["tasks"][0]["score"] == 0.986
 
 
-def test_renamed_model_is_another_report() -> None:
+def test_renaming_a_model_changes_the_report() -> None:
     content = samples.released()
     first = content.models[1].model_copy(update={"name": "inverter"})
     renamed = content.model_copy(update={"models": (content.models[0], first, *content.models[2:])})
@@ -235,14 +235,14 @@ def test_final_table_has_a_cell_for_each_column_and_the_outcome_of_each_guard(co
     )
 
 
-def test_final_table_reads_as_the_run_went() -> None:
+def test_the_final_table_shows_the_order_of_the_run() -> None:
     rows = {row.cells[0]: row.cells for row in final_table(samples.refused()).rows}
     assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "worse")
     assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "")
     assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "a little worse, warning")
 
 
-def test_best_parent_is_the_lowest_where_less_is_better() -> None:
+def test_the_lowest_parent_is_best_if_less_is_better() -> None:
     content = samples.released()
 
     def timed(at: int) -> object:
@@ -269,7 +269,7 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes per token
 
 
-def test_the_page_says_on_which_data_the_verdict_rests() -> None:
+def test_the_page_names_the_evaluation_data() -> None:
     content = samples.released()
     sources = (DataSource(path="acme/sorting", revision="c" * 40), DataSource(path="acme/local"))
     data = TaskData(digest="d" * 64, sources=sources)
@@ -292,7 +292,7 @@ def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> 
     assert (cells["reverser"], cells["merge"], cells["sorter"]) == ("98.6", "98.0", "")
 
 
-def test_of_a_refused_merge_no_sentence_says_that_it_may_be_published() -> None:
+def test_a_refused_merge_is_never_described_as_publishable() -> None:
     for made in (samples.refused(), samples.broken(), samples.explained()):
         assert "may be published" not in Page(page_of(made)).text
     assert "may be published under" in " ".join(Page(page_of(samples.released())).text.split())
@@ -321,9 +321,7 @@ def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
         ("same", "same", "same", "same"),
     ],
 )
-def test_what_differs_between_two_answers_is_marked_and_escaped(
-    reference: str, merge: str, left: str, right: str
-) -> None:
+def test_differences_between_answers_are_marked_and_escaped(reference: str, merge: str, left: str, right: str) -> None:
     assert tuple(map(str, marked_answers(reference, merge))) == (left, right)
 
 

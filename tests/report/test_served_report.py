@@ -42,28 +42,28 @@ def page() -> str:
     return text_of(page_of(samples.served()))
 
 
-def test_the_merge_stands_below_its_parents_with_what_serving_took(page: str) -> None:
+def test_serving_costs_list_the_merge_below_its_parents(page: str) -> None:
     assert "Model Ready after First token Tokens/s Memory" in page
     assert "sorter 19 s 12 ms 412 2.91 GB merge 18 s 12 ms 412 2.91 GB" in page
     assert "GPU memory" not in page, "there was no GPU"
 
 
-def test_numbers_say_when_and_where_they_were_measured(page: str) -> None:
+def test_serving_costs_name_the_day_and_the_machine(page: str) -> None:
     assert "Measured 2026-11-20, 2 cores of AMD EPYC 9B14, where nothing else is said." in page
     assert "reverser 2026-11-02, 16 cores of Intel Xeon Platinum 8481C 18 s 12 ms 388" in page
 
 
-def test_of_a_parent_that_could_not_be_served_the_reason_is_said(page: str) -> None:
+def test_the_reason_for_an_unserved_parent_is_shown(page: str) -> None:
     assert "base not measured: tensors: lm_head.weight: missing" in page
 
 
-def test_every_check_stands_with_what_was_seen_and_what_is_right(page: str) -> None:
+def test_every_check_shows_the_observed_and_the_expected_value(page: str) -> None:
     assert "greedy twice ✓ pass 192 tokens after 4 prompts equal token ids both times" in page
     assert f"chat {NONE} not offered the checkpoint has no chat template" in page
     assert "Not offered: the server, or what is known of the model, does not allow to ask. That is no pass." in page
 
 
-def test_a_failed_check_says_where_and_what_to_do() -> None:
+def test_a_failed_check_shows_its_location_and_remedy() -> None:
     broken = ReportedCheck(
         name="tensors", outcome="fail", where="model.norm.weight", seen="missing", expected="all", remedy="merge again"
     )
@@ -71,20 +71,20 @@ def test_a_failed_check_says_where_and_what_to_do() -> None:
     assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(page_of(content))
 
 
-def test_a_gpu_has_a_column() -> None:
+def test_gpu_memory_has_a_column() -> None:
     on_gpu = ReportedServing(name="merge", measured=samples.measured(peak_gpu_memory=61_200_000_000))
     content = samples.served().model_copy(update={"serving": (on_gpu,)})
     assert costs(content).columns[-1] == "GPU memory"
     assert costs(content).rows[-1].cells[-1] == "61.2 GB"
 
 
-def test_what_was_never_measured_has_no_table() -> None:
+def test_unmeasured_serving_costs_have_no_table() -> None:
     content = samples.served().model_copy(update={"serving": (ReportedServing(name="merge", measured=ServingCost()),)})
     assert costs(content).rows == ()
     assert "Ready after" not in text_of(page_of(content))
 
 
-def test_a_release_says_nothing_that_changes_with_the_machine(tmp_path: Path) -> None:
+def test_a_release_contains_no_machine_dependent_values(tmp_path: Path) -> None:
     content = samples.served()
     assert stage_key("report", 1, {"content": another_day(content)}) == stage_key("report", 1, {"content": content})
     for name, one in (("a", content), ("b", another_day(content))):
@@ -101,7 +101,7 @@ def test_a_release_says_nothing_that_changes_with_the_machine(tmp_path: Path) ->
     assert "serving" not in data
 
 
-def test_the_terminal_ends_with_what_serving_took() -> None:
+def test_the_terminal_summary_ends_with_serving_costs() -> None:
     console = Console(record=True, width=140, quiet=False, highlight=False, file=io.StringIO())
     print_summary(console, RunOutcome(status="passed", message="done", content=samples.served()))
     said = console.export_text()

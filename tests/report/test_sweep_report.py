@@ -39,7 +39,7 @@ def text_of(html: str) -> str:
     return " ".join(Page(html).text.split())
 
 
-def test_the_page_is_well_formed_with_unique_ids_that_all_references_find(name: str) -> None:
+def test_the_sweep_page_is_well_formed_and_all_references_resolve(name: str) -> None:
     page = Page(page_of_sweep(name))
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
@@ -48,7 +48,7 @@ def test_the_page_is_well_formed_with_unique_ids_that_all_references_find(name: 
     assert set(targets) <= set(ids)
 
 
-def test_the_page_loads_nothing_and_runs_nothing(name: str) -> None:
+def test_the_sweep_page_has_no_scripts_or_external_resources(name: str) -> None:
     html = page_of_sweep(name)
     tags = {tag for tag, _ in Page(html).elements}
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
@@ -57,7 +57,7 @@ def test_the_page_loads_nothing_and_runs_nothing(name: str) -> None:
     assert re.search(r"@import|url\((?!#)", html) is None
 
 
-def test_every_colour_of_a_plot_is_the_pages_own(name: str) -> None:
+def test_plots_use_only_colors_of_the_page(name: str) -> None:
     """Plots use only the page's color variables, so they are readable in light mode, in dark mode and on paper."""
     plots = " ".join(re.findall(r"<svg.*?</svg>", page_of_sweep(name), re.DOTALL))
     assert re.findall(r"#[0-9a-f]{6}", plots) == []
@@ -78,7 +78,7 @@ def test_a_sweep_survives_json(make: Callable[[], SweepContent]) -> None:
     assert SweepContent.model_validate_json(text).model_dump_json() == text
 
 
-def test_names_from_outside_are_text() -> None:
+def test_untrusted_names_are_escaped() -> None:
     hostile = "<script>'$x$'\x1b\"&|"
     content = samples.stopped()
     parameters = tuple(one.model_copy(update={"name": f"{one.name}{hostile}"}) for one in content.parameters)
@@ -107,7 +107,7 @@ def test_names_from_outside_are_text() -> None:
         ("lonely", "No candidate confirmed", "1 candidate was tried. It has no score."),
     ],
 )
-def test_the_verdict_stands_first_in_one_sentence_with_numbers(name: str, title: str, told: str) -> None:
+def test_the_verdict_comes_first_in_one_sentence_with_numbers(name: str, title: str, told: str) -> None:
     page = Page(page_of_sweep(name))
     assert page.texts["h1"][-1].strip() == title or title in " ".join(page.texts["h1"])
     text = text_of(page_of_sweep(name))
@@ -123,7 +123,7 @@ def test_a_winner_that_is_worse_on_fresh_documents_is_called_worse() -> None:
     assert f"1.0 points [{MINUS}0.2, 2.2] worse than" in said
 
 
-def test_search_score_held_out_score_and_their_difference_stand_in_a_row_of_each_recipe() -> None:
+def test_each_recipe_row_has_both_scores_and_their_difference() -> None:
     drawn = sweep_table(samples.confirmed())
     assert drawn.columns == ("recipe", "search", "held-out", "optimism", "")
     by_name = {row.cells[0]: row.cells[1:] for row in drawn.rows}
@@ -133,7 +133,7 @@ def test_search_score_held_out_score_and_their_difference_stand_in_a_row_of_each
     assert [row.cells[0] for row in drawn.rows] == ["ties.yaml", "linear.yaml", "random search", "winner, trial 59"]
 
 
-def test_what_was_not_measured_is_a_dash_and_no_number() -> None:
+def test_an_unmeasured_score_is_a_dash() -> None:
     (best,) = (row.cells for row in sweep_table(samples.by_layer()).rows if row.cells[0] == "random search")
     assert best[2:4] == ("\N{EN DASH}", "\N{EN DASH}")
 
@@ -146,7 +146,7 @@ def test_what_was_not_measured_is_a_dash_and_no_number() -> None:
         (0.9, "the whole lead was luck"),
     ],
 )
-def test_how_much_of_the_lead_was_luck_is_said(held_out: float, said: str) -> None:
+def test_the_share_of_luck_in_the_lead_is_shown(held_out: float, said: str) -> None:
     """The reference scores 92.5 on both the search set and the held-out set. The winner leads by 3 points in search."""
     content = samples.unconfirmed()
     assert content.winner is not None
@@ -167,14 +167,14 @@ def test_failed_dropped_and_infeasible_trials_are_counted_and_named() -> None:
         assert key in text
 
 
-def test_the_error_and_the_saving_of_dropping_are_said() -> None:
+def test_the_risk_and_the_saving_of_racing_are_shown() -> None:
     text = text_of(page_of_sweep("confirmed"))
     assert "after 12.5, 25, 50 % of the documents; at most 5 % of those that are not worse are lost so" in text
     asked = [one.documents for one in samples.confirmed().trials if one.origin != "hand-written"]
     assert f"It asked {100 * sum(asked) / len(asked):.0f} % of the documents." in text
 
 
-def test_a_trial_without_a_score_can_neither_win_nor_be_a_step() -> None:
+def test_a_trial_without_a_score_cannot_win_or_raise_the_best() -> None:
     failed = Trial(1, 0, "sampler", "", {}, (math.nan,), problem="NaN")
     infeasible = Trial(2, 0, "sampler", "", {}, (0.99,), violation=0.5)
     dropped = Trial(3, 0, "sampler", "", {}, (0.98,), dropped=True, documents=0.25)
@@ -194,7 +194,7 @@ def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
         assert best == max(seen) if seen else math.isnan(best)
 
 
-def test_recipes_that_all_score_alike_have_a_page() -> None:
+def test_equal_scores_still_give_a_page() -> None:
     content = samples.unconfirmed()
     trials = tuple(replace(trial, scores=tuple(1.0 for _ in trial.scores)) for trial in content.trials)
     content = content.model_copy(update={"trials": trials, "held_out": (), "confirmation": None})
@@ -210,7 +210,7 @@ def test_many_parameters_are_lines_instead_of_slices() -> None:
         assert parameter.name in page.text
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_missing_parts_are_reported() -> None:
     assert "There are no importances: optuna is not installed" in text_of(page_of_sweep("by layer"))
     lonely = text_of(page_of_sweep("lonely"))
     assert "Less than two candidates were tried: there is no course to draw." in lonely
@@ -218,7 +218,7 @@ def test_what_is_not_there_is_said() -> None:
     assert "indicative" in text_of(page_of_sweep("confirmed"))
 
 
-def test_a_front_is_drawn_and_listed_the_best_in_the_first_objective_first() -> None:
+def test_a_front_is_drawn_and_sorted_by_the_first_objective() -> None:
     content = samples.several()
     page = Page(page_of_sweep("front"))
     assert "front-wide" in " ".join(page.attributes("class"))
@@ -228,7 +228,7 @@ def test_a_front_is_drawn_and_listed_the_best_in_the_first_objective_first() -> 
     assert first == sorted(first, reverse=True)
 
 
-def test_the_sets_the_recipe_and_how_to_run_it_again_are_there() -> None:
+def test_document_sets_recipe_and_commands_are_on_the_page() -> None:
     text, cells = text_of(page_of_sweep("confirmed")), " ".join(Page(page_of_sweep("confirmed")).texts["td"])
     assert "100 400 1,000" in cells
     assert "base_model: ../models/base" in text
@@ -237,7 +237,7 @@ def test_the_sets_the_recipe_and_how_to_run_it_again_are_there() -> None:
     assert "0.0034 2.00" in cells
 
 
-def test_far_outliers_do_not_squeeze_the_picture_and_the_reference_is_always_in_it() -> None:
+def test_outliers_do_not_compress_the_axis_and_the_reference_stays_visible() -> None:
     axis = score_axis(samples.failing(), 0)
     assert axis.low > -0.05  # one trial scores -3.2
     assert axis.low < -0.0072 < axis.high
@@ -256,7 +256,7 @@ def test_far_outliers_do_not_squeeze_the_picture_and_the_reference_is_always_in_
         (ReportedParameter(name="a"), None, math.nan),
     ],
 )
-def test_a_value_stands_in_its_range(
+def test_a_value_has_a_position_in_its_range(
     parameter: ReportedParameter, value: bool | float | str | None, share: float
 ) -> None:
     assert share_of(parameter, value) == pytest.approx(share, nan_ok=True)
@@ -272,9 +272,7 @@ def test_a_p_value_has_sensible_digits(p: float, text: str) -> None:
 
 @given(st.floats(1e-7, 0.3), st.floats(-0.3, 0.3), st.sampled_from([1.0, 100.0]))
 @settings(max_examples=60)
-def test_an_interval_that_ends_on_one_side_of_zero_is_never_shown_as_reaching_it(
-    half: float, gain: float, factor: float
-) -> None:
+def test_an_interval_beside_zero_is_never_rounded_onto_zero(half: float, gain: float, factor: float) -> None:
     """This holds for every bound that is not too small to show with the most decimals allowed."""
     content = samples.lonely()
     test = samples.confirmed().confirmation
@@ -290,7 +288,7 @@ def test_an_interval_that_ends_on_one_side_of_zero_is_never_shown_as_reaching_it
             assert float(f"{end:.{decimals}f}") != 0
 
 
-def test_the_line_while_it_searches() -> None:
+def test_the_progress_line_of_a_search() -> None:
     status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, seconds_left=41)
     assert search_line(status) == (
         f"trial 37 of 60 · best {MINUS}0.0049 (hand-written {MINUS}0.0072) · 4 of 5 generations · about 40 s left"
@@ -299,7 +297,7 @@ def test_the_line_while_it_searches() -> None:
 
 
 @given(st.integers(1, 140), st.floats(-5, 5) | st.just(math.nan), st.floats(-5, 5), st.integers(0, 9))
-def test_the_line_fits_whatever_the_terminal(width: int, best: float, other: float, failed: int) -> None:
+def test_the_progress_line_fits_any_width(width: int, best: float, other: float, failed: int) -> None:
     status = SearchStatus(37, 60, best, other, generation=4, generations=5, failed=failed, seconds_left=4000)
     line = search_line(status, width)
     assert len(line) <= width

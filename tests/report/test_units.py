@@ -33,7 +33,7 @@ def test_sizes_read_in_decimal_units(count: float, text: str) -> None:
 
 
 @given(st.floats(1, 1e15))
-def test_a_size_is_what_it_says_to_three_digits_and_never_a_thousand_of_a_unit(count: float) -> None:
+def test_a_size_is_accurate_to_three_digits_and_below_a_thousand_units(count: float) -> None:
     found = re.fullmatch(r"([\d.]+) (\wB|B)", format_bytes(count))
     assert found is not None
     shown = float(found[1]) * UNITS[found[2]]
@@ -53,5 +53,5 @@ def test_a_size_is_what_it_says_to_three_digits_and_never_a_thousand_of_a_unit(c
         (1234, "1,234 s"),
     ],
 )
-def test_short_times_read_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
+def test_durations_use_a_suitable_unit(seconds: float, text: str) -> None:
     assert format_short_time(seconds) == text

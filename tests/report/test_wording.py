@@ -37,11 +37,11 @@ def test_a_bound_just_beyond_the_margin_is_not_rounded_onto_it() -> None:
     assert wording.drop(guard) == "2.00 [0.96, 3.04]"
 
 
-def test_a_limit_that_nobody_wrote_has_two_decimals_and_one_that_was_written_all_of_its_own() -> None:
+def test_a_computed_limit_has_two_decimals_and_a_written_one_keeps_its_own() -> None:
     assert [wording.plain(limit) for limit in (11 / 3, 3, 2.5, 1.0555)] == ["3.67", "3", "2.5", "1.0555"]
 
 
-def test_only_a_loss_that_is_one_needs_more_digits_to_be_told_from_zero() -> None:
+def test_only_a_proven_loss_gets_more_digits() -> None:
     no_loss = samples.guard("reversing", "reverser", (1.0, 0.99), (1.0, -0.004, 2.209), "pass")
     loss = samples.guard("reversing", "reverser", (1.0, 0.99), (1.0, 0.004, 2.209), "pass")
     assert wording.drop(no_loss) == "1.0 [0.0, 2.2]"
@@ -49,9 +49,7 @@ def test_only_a_loss_that_is_one_needs_more_digits_to_be_told_from_zero() -> Non
 
 
 @given(st.floats(-100, 100), st.floats(0, 50))
-def test_shown_bounds_stand_on_the_same_side_of_the_limit_unless_nearer_than_a_thousandth(
-    estimate: float, half: float
-) -> None:
+def test_displayed_bounds_stay_on_their_side_of_the_limit(estimate: float, half: float) -> None:
     guard = samples.guard("t", "r", (0.5, 0.5), (estimate, estimate - half, estimate + half), "pass")
     decimals = wording.guard_decimals(guard)
     for bound in (guard.drop, guard.high):
@@ -72,14 +70,14 @@ def test_a_refused_verdict_gives_its_worst_reason() -> None:
     assert wording.sentence(samples.refused()) == samples.refused().verdict.reasons[0]
 
 
-def test_what_follows_from_an_inconclusive_verdict_depends_on_the_profile() -> None:
+def test_the_consequence_of_an_inconclusive_verdict_depends_on_the_profile() -> None:
     content = samples.inconclusive()
     assert "may be published" in wording.consequence(content)
     blocked = content.verdict.model_copy(update={"on_inconclusive": "block", "publishable": False})
     assert "will not be published" in wording.consequence(content.model_copy(update={"verdict": blocked}))
 
 
-def test_of_a_comparison_nothing_is_said_about_publishing() -> None:
+def test_a_comparison_does_not_mention_publishing() -> None:
     assert wording.consequence(samples.refused().model_copy(update={"recipe": ""})) == ""
     undecided = samples.inconclusive().model_copy(update={"recipe": ""})
     assert wording.consequence(undecided) == "on_inconclusive of the profile lets it through with a warning."

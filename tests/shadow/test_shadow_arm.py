@@ -23,7 +23,7 @@ def test_a_larger_share_only_adds_users(key: str, salt: str, one: float, other: 
     assert not goes_to_candidate(key, salt, 0.0)
 
 
-def test_shares_are_those_of_a_coin_and_each_candidate_has_other_users() -> None:
+def test_the_share_is_accurate_and_each_candidate_gets_different_users() -> None:
     keys = [f"user {number}" for number in range(20_000)]
     first, second = ({key for key in keys if goes_to_candidate(key, salt, 0.1)} for salt in ("v1", "v2"))
     for users in (first, second):  # Within four standard deviations of a binomial.
@@ -31,7 +31,7 @@ def test_shares_are_those_of_a_coin_and_each_candidate_has_other_users() -> None
     assert abs(len(first & second) - 200) < 4 * (20_000 * 0.01 * 0.99) ** 0.5
 
 
-def test_what_a_request_belongs_to_goes_from_session_to_address() -> None:
+def test_the_session_key_prefers_the_session_header_over_the_address() -> None:
     said: dict[str, Any] = {"x-session-id": "s", "authorization": "Bearer t"}
     body = {"user": "u"}
     assert session_key(said, body, "X-Session-Id", "1.2.3.4") == "session s"
@@ -59,6 +59,6 @@ def test_what_a_request_belongs_to_goes_from_session_to_address() -> None:
         ("POST", CHAT, {"tools": "all"}, False),
     ],
 )
-def test_only_what_leaves_nothing_behind_is_asked_twice(method: str, path: str, more: Any, may: bool) -> None:
+def test_only_requests_without_side_effects_are_copied(method: str, path: str, more: Any, may: bool) -> None:
     assert may_be_copied(method, path, {**QUESTION, **more}) is may
     assert not may_be_copied(method, path, None)

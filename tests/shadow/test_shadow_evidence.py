@@ -42,7 +42,7 @@ def wealth(scores: list[float], bound: Fraction, *, above: bool) -> Fraction:
 
 @settings(max_examples=40)
 @given(scores=SCORES, margin=st.integers(1, 49))
-def test_it_is_the_wealth_of_32_bettors(scores: list[float], margin: int) -> None:
+def test_the_evidence_is_the_mean_capital_of_32_bets(scores: list[float], margin: int) -> None:
     found = evidence_of(scores, ShadowRule(margin=margin))
     bound = Fraction(50 - margin, 100)
     assert found.log_e_promote == pytest.approx(math.log(wealth(scores, bound, above=True)), abs=1e-9)
@@ -53,7 +53,7 @@ def test_it_is_the_wealth_of_32_bettors(scores: list[float], margin: int) -> Non
 @given(
     scores=SCORES, shuffled=st.randoms(use_true_random=False), margins=st.tuples(st.floats(0.1, 49), st.floats(0.1, 49))
 )
-def test_the_order_of_pairs_is_nothing_and_a_wider_margin_is_easier(
+def test_evidence_ignores_the_order_of_pairs_and_grows_with_the_margin(
     scores: list[float], shuffled: object, margins: tuple[float, float]
 ) -> None:
     other = sorted(scores)
@@ -66,7 +66,7 @@ def test_the_order_of_pairs_is_nothing_and_a_wider_margin_is_easier(
 
 @settings(max_examples=60)
 @given(scores=st.lists(st.sampled_from([1.0, 0.5, 0.0]), min_size=1, max_size=400))
-def test_the_interval_and_the_decision_agree_and_the_mirror_image_is_mirrored(scores: list[float]) -> None:
+def test_the_interval_agrees_with_the_decision_and_is_symmetric(scores: list[float]) -> None:
     found, mirrored = evidence_of(scores, RULE), evidence_of([1 - x for x in scores], RULE)
     assert (found.low, found.high) == pytest.approx((1 - mirrored.high, 1 - mirrored.low), abs=1e-12)
     assert 0 <= found.low <= found.win_rate <= found.high <= 1
@@ -85,7 +85,7 @@ def test_nothing_is_promoted_before_both_minima(scores: list[float], hours: floa
         assert found.outcome == "wait"
 
 
-def test_each_decision_says_its_numbers() -> None:
+def test_each_decision_states_its_numbers() -> None:
     def said(scores: list[float], hours: float) -> str:
         return ": ".join(decide_shadow(evidence_of(scores, RULE), hours, RULE))
 
@@ -104,13 +104,13 @@ def test_each_decision_says_its_numbers() -> None:
     )
 
 
-def test_who_is_shown_to_be_worse_is_not_promoted_for_being_within_the_margin() -> None:
+def test_a_proven_loss_within_the_margin_is_rolled_back() -> None:
     close = evidence_of([1.0] * 4850 + [0.5] * 40_000 + [0.0] * 5850, RULE)
     assert min(close.log_e_promote, close.log_e_rollback) > THRESHOLD
     assert decide_shadow(close, 99, RULE).outcome == "roll back"
 
 
-def test_a_million_pairs_are_nothing_and_a_path_ends_where_the_evidence_is() -> None:
+def test_a_million_pairs_are_fast_and_the_path_ends_at_the_evidence() -> None:
     many = [1.0, 0.5, 0.5, 0.0] * 250_000
     whole, drawn = evidence_of(many, RULE), evidence_path(many, RULE)
     assert drawn[-1] == whole
@@ -131,7 +131,7 @@ def looked_at_each(scores: list[float], what: str, start: int) -> int | None:
     return next((one.pairs for one in seen[start - 1 :] if getattr(one, what) >= RULE.log_threshold), None)
 
 
-def test_the_simulation_leaves_no_look_out(script: ModuleType) -> None:
+def test_the_simulation_checks_every_look(script: ModuleType) -> None:
     rng = np.random.default_rng(3)
     scores = rng.choice([1.0, 0.5, 0.0], size=(12, 250), p=[0.5, 0.3, 0.2])
     scores[6:] = 1 - scores[6:]
@@ -145,7 +145,7 @@ def test_the_simulation_leaves_no_look_out(script: ModuleType) -> None:
     assert {True, False} == set(promoted < script.NEVER) == set(rolled_back < script.NEVER)
 
 
-def test_looked_at_after_every_pair_it_errs_as_seldom_as_it_promises(script: ModuleType) -> None:
+def test_error_rates_hold_when_checked_after_every_pair(script: ModuleType) -> None:
     """A small version of the table, with 800 runs of 1,500 pairs.
 
     At a true error rate of 5 %, 95 % of such samples are below 6.4 %.
@@ -159,7 +159,7 @@ def test_looked_at_after_every_pair_it_errs_as_seldom_as_it_promises(script: Mod
     assert (margin.promoted_at >= RULE.minimum_pairs).all()
 
 
-def test_what_the_document_promises_is_what_its_tables_show() -> None:
+def test_documented_error_rates_match_the_tables() -> None:
     """Both tables come from ``benchmarks/shadow_simulation.py``, with errors of at most 5 % in each row."""
     text = DOCUMENT.read_text()
     rows = [
@@ -171,6 +171,6 @@ def test_what_the_document_promises_is_what_its_tables_show() -> None:
     assert all(float(row[column].split()[0]) <= 5 for row in errors for column in (1, 3))
 
 
-def test_evidence_travels_as_json() -> None:
+def test_evidence_survives_a_json_round_trip() -> None:
     found = evidence_of([1, 0.5, 0], RULE)
     assert ShadowEvidence.model_validate_json(found.model_dump_json()) == found

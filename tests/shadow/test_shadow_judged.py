@@ -40,7 +40,7 @@ def judge(
         return ledger.scores
 
 
-def test_a_win_survives_the_swap_and_equal_answers_ask_nobody(tmp_path: Path) -> None:
+def test_a_win_survives_the_swap_and_equal_answers_need_no_judge(tmp_path: Path) -> None:
     answers = (("good", "bad"), ("bad", "good"), ("bad", "worse"), ("good", "good"))
     with serving(likes_good_answers) as asked:
         judge(tmp_path, pairs_of(*answers), asked.url)
@@ -52,9 +52,7 @@ def test_a_win_survives_the_swap_and_equal_answers_ask_nobody(tmp_path: Path) ->
 
 @settings(max_examples=6)
 @for_all(deaths=st.lists(st.integers(1, 9), max_size=4))
-def test_a_judge_that_goes_away_again_and_again_is_asked_each_thing_once(
-    tmp_path_factory: pytest.TempPathFactory, deaths: list[int]
-) -> None:
+def test_an_unreliable_judge_gets_each_prompt_once(tmp_path_factory: pytest.TempPathFactory, deaths: list[int]) -> None:
     place, answered = tmp_path_factory.mktemp("ledger"), Counter[str]()
     left = [0]
 
@@ -83,7 +81,7 @@ def test_a_judge_that_goes_away_again_and_again_is_asked_each_thing_once(
     assert silent.bodies == []
 
 
-def test_a_torn_line_is_judged_again_and_the_rest_is_not(tmp_path: Path) -> None:
+def test_only_a_torn_line_is_judged_again(tmp_path: Path) -> None:
     pairs = pairs_of(*[("good", "bad")] * 4)
     with serving(likes_good_answers) as asked:
         judge(tmp_path, pairs, asked.url)
@@ -94,7 +92,7 @@ def test_a_torn_line_is_judged_again_and_the_rest_is_not(tmp_path: Path) -> None
     assert len(asked.bodies) == 2 * 4 + 1
 
 
-def test_another_judge_begins_anew_and_another_address_does_not(tmp_path: Path) -> None:
+def test_another_judge_starts_a_new_ledger_but_another_address_does_not(tmp_path: Path) -> None:
     pairs = pairs_of(("good", "bad"))
     with serving(likes_good_answers) as asked, serving(likes_good_answers) as moved:
         judge(tmp_path, pairs, asked.url)
@@ -104,7 +102,7 @@ def test_another_judge_begins_anew_and_another_address_does_not(tmp_path: Path) 
         assert len(moved.bodies) == 2
 
 
-def test_no_text_of_a_user_is_in_the_ledger(tmp_path: Path) -> None:
+def test_the_ledger_contains_no_user_text(tmp_path: Path) -> None:
     with serving(likes_good_answers) as asked:
         judge(tmp_path, pairs_of(("good secret", "bad secret")), asked.url)
     (ledger,) = tmp_path.glob("*.judged")

@@ -34,7 +34,7 @@ def streams(watch: Watched, count: int, *, wrong: int) -> list[RecordedPair]:
 def look(watch: Watched) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"MERGEGATE_HOME": str(watch.project.home), "PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-m", "mergegate", "shadow", "look", "profiles/watched.yaml", "--json"]
+    command = [sys.executable, "-m", "mergegate", "shadow", "evaluate", "profiles/watched.yaml", "--json"]
     return subprocess.Popen(command, cwd=watch.project.root, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -43,7 +43,7 @@ def look(watch: Watched) -> subprocess.Popen[str]:
     [pytest.param(0, 0, "promoted", marks=pytest.mark.long), (5, 3, "rolled back")],
     ids=["good", "lopsided"],
 )
-def test_a_look_that_is_killed_is_gone_on_with_and_nothing_is_asked_twice(
+def test_a_killed_look_resumes_without_repeating_judgments(
     tmp_path: Path, wrong: int, code: int, serving_now: str
 ) -> None:
     asked, reached, go_on = Counter[str](), threading.Event(), threading.Event()

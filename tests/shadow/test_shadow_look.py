@@ -74,9 +74,7 @@ def told(result: Any) -> dict[str, Any]:
     return answer
 
 
-def test_what_is_better_is_promoted_once_and_users_are_told_where(
-    tmp_path: Path, prefect_api: None, judge: Asked, aliases: None
-) -> None:
+def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, judge: Asked, aliases: None) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     assert alias_of(watch) == "before"
@@ -108,7 +106,7 @@ def test_what_is_better_is_promoted_once_and_users_are_told_where(
     assert alias_of(watch) == "before"
 
 
-def test_what_is_worse_is_rolled_back_and_its_losses_stand_on_the_page_and_nowhere_else(
+def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE)
@@ -127,7 +125,7 @@ def test_what_is_worse_is_rolled_back_and_its_losses_stand_on_the_page_and_nowhe
 
 
 @pytest.mark.slow  # Runs several looks.
-def test_equal_answers_wait_for_hours_and_pairs_and_a_look_judges_no_more_than_it_may(
+def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
     watch = watched(tmp_path, judge.url, rule={"minimum_pairs": 30, "pairs_per_look": 25}, hours=5)
@@ -141,7 +139,7 @@ def test_equal_answers_wait_for_hours_and_pairs_and_a_look_judges_no_more_than_i
     assert judge.bodies == []
 
 
-def test_a_judge_that_likes_whatever_comes_first_promotes_nobody(tmp_path: Path, prefect_api: None) -> None:
+def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_api: None) -> None:
     with serving(lambda body: completion({"reasoning": "it is first", "verdict": "A"})) as first:
         watch = watched(tmp_path, first.url, rule={**RULE, "margin": 20.0})
         watch.record(traffic(watch, 100, worse=6), rows(watch.began, 100))
@@ -153,7 +151,7 @@ def test_a_judge_that_likes_whatever_comes_first_promotes_nobody(tmp_path: Path,
 @pytest.mark.parametrize(
     ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times slower")], ids=["fails", "slow"]
 )
-def test_what_fails_or_is_far_too_slow_is_killed_without_statistics(
+def test_a_failing_or_slow_candidate_is_killed(
     tmp_path: Path, prefect_api: None, judge: Asked, failing: float, first: float, says: str
 ) -> None:
     watch = watched(tmp_path, judge.url)
@@ -164,7 +162,7 @@ def test_what_fails_or_is_far_too_slow_is_killed_without_statistics(
     assert "killed" in result.output
 
 
-def test_what_the_proxy_has_killed_is_told_once(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
+def test_a_candidate_killed_by_the_proxy_is_reported_once(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
     watch = watched(tmp_path, judge.url)
     watch.watch(serving="killed", why="the switch")
     assert watch.look().exit_code == 3
@@ -174,9 +172,7 @@ def test_what_the_proxy_has_killed_is_told_once(tmp_path: Path, prefect_api: Non
 
 
 @pytest.mark.slow  # Runs several looks.
-def test_a_person_is_asked_before_and_who_says_it_beforehand_is_kept(
-    tmp_path: Path, prefect_api: None, judge: Asked
-) -> None:
+def test_promotion_requires_approval_and_records_who_gave_it(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, approval=True)
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     refused = watch.look()
@@ -192,12 +188,12 @@ def test_a_person_is_asked_before_and_who_says_it_beforehand_is_kept(
     ("arguments", "says"),
     [
         (("promote", "profiles/watched.yaml"), "no reason"),
-        (("look", "profiles/demo.yaml"), "no section 'shadow'"),
-        (("look", "profiles/watched.yaml"), "no release is watched yet"),
+        (("evaluate", "profiles/demo.yaml"), "no section 'shadow'"),
+        (("evaluate", "profiles/watched.yaml"), "no release is watched yet"),
         (("status", "profiles/watched.yaml"), "no release is watched yet"),
     ],
 )
-def test_what_cannot_mean_anything_is_said(
+def test_meaningless_commands_are_refused(
     tmp_path: Path, prefect_api: None, judge: Asked, arguments: tuple[str, ...], says: str
 ) -> None:
     watch = watched(tmp_path, judge.url)

@@ -29,7 +29,7 @@ def page(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", shadow_pages.EVERY)
-def test_the_page_is_whole_loads_nothing_and_has_no_colour_of_its_own(name: str) -> None:
+def test_the_shadow_page_is_well_formed_and_self_contained(name: str) -> None:
     read = Page(page(name))
     ids = read.attributes("id")
     assert len(ids) == len(set(ids))
@@ -39,7 +39,7 @@ def test_the_page_is_whole_loads_nothing_and_has_no_colour_of_its_own(name: str)
     assert all(value in " ".join(read.text.split()) for _, value in shadow_rows(content(name)))
 
 
-def test_what_users_wrote_is_text_and_is_left_out_of_what_is_kept() -> None:
+def test_user_text_is_escaped_and_not_archived() -> None:
     wrote = [text for one in shadow_pages.LOST for text in (one.question, one.parent, one.candidate, one.reasoning)]
     shown = " ".join(Page(page("watched")).text.split())
     assert all(" ".join(text.split()) in shown for text in wrote)
@@ -47,7 +47,7 @@ def test_what_users_wrote_is_text_and_is_left_out_of_what_is_kept() -> None:
     assert not any(text and " ".join(text.split()) in kept for text in wrote)
 
 
-def test_evidence_of_any_size_can_be_read() -> None:
+def test_evidence_of_any_size_is_readable() -> None:
     assert [e_value(log_e) for log_e in (0.0, -3.5, 3.0, 6.0, 60.0, -60.0, 5000.0)] == [
         "1",
         "0.03",

@@ -27,7 +27,9 @@ TRAFFIC = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["good", "bad", 
 
 
 @for_all(TRAFFIC, st.lists(st.booleans(), min_size=30, max_size=30))
-def test_each_session_has_one_pair_whatever_was_answered(traffic: list[tuple[int, str]], swapped: list[bool]) -> None:
+def test_each_session_has_one_pair_independent_of_the_answers(
+    traffic: list[tuple[int, str]], swapped: list[bool]
+) -> None:
     pairs = [pair(n, f"s{session}", candidate=text) for n, (session, text) in enumerate(traffic)]
     exchanged = [
         one._replace(parent=one.candidate, candidate=one.parent) if swap else one
@@ -42,7 +44,7 @@ def test_each_session_has_one_pair_whatever_was_answered(traffic: list[tuple[int
 
 
 @for_all(TRAFFIC, st.integers(1, 4))
-def test_later_looks_only_add_pairs_and_leave_none_out(traffic: list[tuple[int, str]], most: int) -> None:
+def test_later_looks_only_add_pairs_and_skip_none(traffic: list[tuple[int, str]], most: int) -> None:
     pairs = [pair(n, f"s{session}", candidate=text) for n, (session, text) in enumerate(traffic)]
     judged: dict[str, str] = {}
     for seen in (len(pairs) // 2, *[len(pairs)] * 6):
@@ -53,14 +55,14 @@ def test_later_looks_only_add_pairs_and_leave_none_out(traffic: list[tuple[int, 
     assert judged.keys() == {one.session for one in pairs}
 
 
-def test_a_pair_that_a_killed_look_has_begun_is_finished_before_others_and_not_exchanged() -> None:
+def test_a_half_judged_pair_is_finished_first() -> None:
     pairs = [pair(n, f"s{n % 5}") for n in range(40)]
     look = sample_pairs(lambda: pairs, judged={"s4": "request-39"}, half_judged=["request-39"], limit=2)
     assert look.pairs[0].answers.id == "request-39"
     assert len({one.session for one in look.pairs}) == 2
 
 
-def test_what_one_of_the_two_did_not_answer_is_counted_and_not_replaced_by_another_request() -> None:
+def test_an_unanswered_request_is_counted_and_not_replaced() -> None:
     broken = [
         pair(0, candidate=given("good", status=500)),
         pair(1, parent=given("good", error="ReadError")),
@@ -73,7 +75,7 @@ def test_what_one_of_the_two_did_not_answer_is_counted_and_not_replaced_by_anoth
     assert look.left_out == {FAILED: 2, "a truncated stream": 1, "neither a chat nor a completion request": 1}
 
 
-def test_a_conversation_is_read_with_its_speakers_tools_and_parts() -> None:
+def test_a_conversation_includes_speakers_tools_and_parts() -> None:
     parts = [{"type": "text", "text": "and"}, {"type": "text", "text": "this?"}]
     call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"b": 1, "a": 2}'}}
     messages = [
@@ -134,7 +136,7 @@ def called(arguments: str, *, streamed: bool) -> bytes:
     ],
     ids=["text", "tool"],
 )
-def test_however_an_answer_was_sent_it_is_the_same_text(same: Same) -> None:
+def test_every_encoding_of_an_answer_gives_the_same_text(same: Same) -> None:
     assert {answer_in(CHAT, body) for body in same.bodies} == {same.text}
 
 
@@ -152,13 +154,13 @@ def test_however_an_answer_was_sent_it_is_the_same_text(same: Same) -> None:
         (json.dumps({"messages": [{"role": "oracle", "content": "x"}] * 2}).encode(), "a message with an unknown role"),
     ],
 )
-def test_a_request_that_is_no_text_says_why(request_body: bytes, reason: str) -> None:
+def test_a_request_that_is_not_text_has_a_reason(request_body: bytes, reason: str) -> None:
     with pytest.raises(Unreadable, match=reason):
         question_in(CHAT, request_body)
 
 
 @for_all(st.data())
-def test_an_answer_that_is_cut_anywhere_is_never_read_as_a_whole_one(data: st.DataObject) -> None:
+def test_a_truncated_answer_is_never_read_as_complete(data: st.DataObject) -> None:
     whole = data.draw(st.sampled_from([answer("a long answer"), stream("a long", " answer")]))
     cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
     with suppress(Unreadable):
@@ -199,7 +201,7 @@ def test_an_answer_that_is_cut_anywhere_is_never_read_as_a_whole_one(data: st.Da
         ).map(lambda said: json.dumps(said).encode()),
     )
 )
-def test_no_body_at_all_breaks_the_reader(body: bytes) -> None:
+def test_arbitrary_bodies_do_not_break_the_reader(body: bytes) -> None:
     for read, shaped in (
         (question_in, body),
         (answer_in, body),

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from running_proxy import CHAT, COMPLETIONS, Watched, question, records_at, watched
 from sqlalchemy.exc import OperationalError
-from watched import CHAT, COMPLETIONS, Watched, question, records_at, watched
 
 from mergegate.tasks.shadow import read_routing
 from mergegate.tasks.shadow.records import open_records
@@ -49,7 +49,7 @@ CONTENTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_client_sees_what_a_direct_call_shows_whatever_the_candidate_does(tmp_path: Path, fault: str) -> None:
+def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, fault: str) -> None:
     with watched(tmp_path, candidate=fault) as one:
         for content in CONTENTS:
             direct = seen(one.client, one.parent.url, CHAT, content)
@@ -59,13 +59,13 @@ def test_a_client_sees_what_a_direct_call_shows_whatever_the_candidate_does(tmp_
 
 @pytest.mark.parametrize("fault", ["error", "garbage", "cut"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_sees_what_the_parent_does_wrong(tmp_path: Path, fault: str, stream: bool) -> None:
+def test_faults_of_the_parent_reach_the_client(tmp_path: Path, fault: str, stream: bool) -> None:
     content = json.dumps(question(stream=stream)).encode()
     with watched(tmp_path, parent=fault) as one:
         assert seen(one.client, one.url, CHAT, content) == seen(one.client, one.parent.url, CHAT, content)
 
 
-def test_a_parent_that_is_not_there_is_said_as_openai_says_errors(tmp_path: Path) -> None:
+def test_an_unavailable_parent_gives_an_openai_error(tmp_path: Path) -> None:
     with watched(tmp_path, parent="dead") as one:
         answer = one.client.post(one.url + CHAT, json=question())
     assert answer.status_code == 502
@@ -76,7 +76,7 @@ def test_a_parent_that_is_not_there_is_said_as_openai_says_errors(tmp_path: Path
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pair_is_kept_with_what_was_asked_and_both_answers(tmp_path: Path, path: str, stream: bool) -> None:
+def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: str, stream: bool) -> None:
     with watched(tmp_path) as one:
         body = question("how?", path, stream=stream)
         answer = one.client.post(one.url + path, json=body, headers={"x-session-id": "s", "x-request-id": "r7"})
@@ -92,7 +92,7 @@ def test_a_pair_is_kept_with_what_was_asked_and_both_answers(tmp_path: Path, pat
     assert "r7" in {headers.get("x-request-id") for headers, _ in one.candidate.seen}
 
 
-def test_everything_else_of_the_api_passes_and_is_asked_once(tmp_path: Path) -> None:
+def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
     with watched(tmp_path) as one:
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             for path in ("/v1/models/a%2Fb?x=%20y", "/health", "/v1/files"):
@@ -104,7 +104,7 @@ def test_everything_else_of_the_api_passes_and_is_asked_once(tmp_path: Path) -> 
         assert one.candidate.others == []
 
 
-def test_a_candidate_that_hangs_keeps_nobody_waiting_and_copies_are_bounded(tmp_path: Path) -> None:
+def test_a_hanging_candidate_delays_no_client_and_copies_are_bounded(tmp_path: Path) -> None:
     with watched(tmp_path, candidate="hang", max_copies=2) as one:
         for _ in range(5):
             assert one.client.post(one.url + CHAT, json=question()).status_code == 200
@@ -116,7 +116,7 @@ def test_a_candidate_that_hangs_keeps_nobody_waiting_and_copies_are_bounded(tmp_
     assert status["counts"]["not copied: too many copies"] == 3
 
 
-def test_too_many_at_once_are_told_to_come_again(tmp_path: Path) -> None:
+def test_too_many_concurrent_requests_get_a_retry_after(tmp_path: Path) -> None:
     with watched(tmp_path, parent="hang", max_requests=1) as one, httpx.Client(timeout=60) as other:
         with one.client.stream("GET", f"{one.url}/v1/models") as _:
             pass  # This request is answered, because only chat requests hang.
@@ -134,7 +134,7 @@ def test_too_many_at_once_are_told_to_come_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["dead", "error"])
-def test_where_the_candidate_fails_the_parent_answers_and_both_are_kept(tmp_path: Path, fault: str) -> None:
+def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path: Path, fault: str) -> None:
     with watched(tmp_path, candidate=fault, mode="split") as one:
         answer = one.client.post(one.url + CHAT, json=question("who?"))
     assert "parent echo who?" in answer.text
@@ -148,7 +148,7 @@ def test_where_the_candidate_fails_the_parent_answers_and_both_are_kept(tmp_path
         assert list(records.pairs("v1")) == []
 
 
-def test_a_candidate_that_fails_too_often_is_taken_off_at_once_and_for_everybody(tmp_path: Path) -> None:
+def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) -> None:
     with watched(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
         for _ in range(30):
             one.client.post(one.url + CHAT, json=question())
@@ -165,7 +165,7 @@ def test_a_candidate_that_fails_too_often_is_taken_off_at_once_and_for_everybody
     ("serving", "answers", "copied"),
     [("promoted", "candidate", 0), ("rolled back", "parent", 0), ("watch", "parent", 1)],
 )
-def test_the_proxy_follows_what_was_decided(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
+def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
     with watched(tmp_path) as one:
         one.proxy._routing.decide(serving, "somebody said so")
         said = one.client.post(one.url + CHAT, json=question())
@@ -174,7 +174,7 @@ def test_the_proxy_follows_what_was_decided(tmp_path: Path, serving: Any, answer
         assert len(list(records.pairs("v1"))) == copied
 
 
-def test_a_model_may_be_called_otherwise_by_each_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_server_may_use_its_own_model_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_CANDIDATE", "own-key")
     with watched(tmp_path, own={"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}) as one:
         one.client.post(one.url + CHAT, json=question(), headers={"authorization": "Bearer client"})
@@ -184,7 +184,7 @@ def test_a_model_may_be_called_otherwise_by_each_server(tmp_path: Path, monkeypa
     assert asked[0][0]["authorization"] == "Bearer client"
 
 
-def test_a_secret_is_in_no_record_no_log_and_no_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_secret_is_in_no_record_log_or_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     patterns = [r"sk-[A-Za-z0-9]+"]
     with watched(tmp_path, redact=patterns) as one:
         for stream in (False, True):
@@ -217,7 +217,7 @@ class Failing:
         return open_records(records_at(self.place))
 
 
-def test_clients_are_answered_without_a_database_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+def test_clients_are_answered_without_a_database_and_lost_records_are_counted(tmp_path: Path) -> None:
     database = Failing(tmp_path)
     with watched(tmp_path, connect=database) as one:
         for _ in range(3):

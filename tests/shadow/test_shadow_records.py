@@ -42,7 +42,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield uri.replace("postgres://", "postgresql://", 1)
 
 
-def test_pairs_rows_counts_and_what_is_too_old(url: str) -> None:
+def test_records_return_pairs_rows_and_counts_and_purge_old_ones(url: str) -> None:
     with open_records(url) as records:
         records.write([record("a", at=2.0), copied("a", at=2.0), record("b"), copied("b"), record("alone", at=3.0)])
         records.write([record("a", candidate="v2"), copied("a", candidate="v2")], {("v1", "requests"): 3})
@@ -57,7 +57,7 @@ def test_pairs_rows_counts_and_what_is_too_old(url: str) -> None:
         assert len(list(records.pairs("v1"))) == 1
 
 
-def test_many_that_begin_at_once_make_the_tables_once(url: str) -> None:
+def test_concurrent_starts_create_the_tables_once(url: str) -> None:
     with ThreadPoolExecutor(6) as pool:
         for one in pool.map(lambda _: open_records(url), range(6)):
             one.close()
@@ -65,7 +65,7 @@ def test_many_that_begin_at_once_make_the_tables_once(url: str) -> None:
         assert list(records.pairs("v1")) == []
 
 
-def test_proxies_that_begin_at_once_on_a_new_file_wait_for_each_other(tmp_path: Path) -> None:
+def test_concurrent_proxies_wait_for_each_other_on_a_new_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         for number in range(15):
             new = tmp_path / f"{number}.sqlite"
@@ -76,7 +76,7 @@ def test_proxies_that_begin_at_once_on_a_new_file_wait_for_each_other(tmp_path: 
     assert {path.suffix for path in tmp_path.iterdir()} == {".sqlite"}  # No lock file is left.
 
 
-def test_the_migrations_make_what_the_code_reads(tmp_path: Path) -> None:
+def test_the_migrations_match_the_tables_in_the_code(tmp_path: Path) -> None:
     from mergegate.tasks.shadow.records.table import RECORDS, TALLIES
 
     url = f"sqlite:///{tmp_path / 'made.sqlite'}"
@@ -112,7 +112,7 @@ def recorder(
     return Recorder(lambda: database, redaction, queue_size=most, max_body_bytes=max_body_bytes, retention_days=1)
 
 
-def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() -> None:
+def test_a_slow_database_delays_no_client_and_overflow_is_counted() -> None:
     database = Slow()
     keeping = recorder(database)
     keeping.put(record("0"))
@@ -126,7 +126,7 @@ def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() ->
     assert sum(tallies.get(("v1", "not recorded: queue full"), 0) for _, tallies in database.kept) == 15
 
 
-def test_bodies_that_are_too_long_or_cannot_be_read_are_left_out_and_counted() -> None:
+def test_unredactable_and_long_bodies_are_skipped_and_counted() -> None:
     database = Slow()
     database.go.set()
     keeping = recorder(database, max_body_bytes=1024, redaction=Redaction(["secret"]))

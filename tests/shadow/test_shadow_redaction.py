@@ -37,7 +37,7 @@ def hidden(value: Any, where: int) -> Any:
 
 
 @given(DOCUMENTS, st.integers(0, 99), st.booleans())
-def test_a_secret_anywhere_in_a_document_is_not_kept(document: Any, where: int, escaped: bool) -> None:
+def test_a_secret_anywhere_in_a_document_is_redacted(document: Any, where: int, escaped: bool) -> None:
     body = json.dumps(hidden(document, where))
     if escaped:  # Every character is written as a JSON escape.
         body = body.replace(SECRET, "".join(f"\\u{ord(letter):04x}" for letter in SECRET))
@@ -47,7 +47,7 @@ def test_a_secret_anywhere_in_a_document_is_not_kept(document: Any, where: int, 
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.booleans())
-def test_a_secret_that_comes_in_pieces_of_a_stream_is_not_kept(cuts: list[int], interleaved: bool) -> None:
+def test_a_secret_split_over_stream_events_is_redacted(cuts: list[int], interleaved: bool) -> None:
     text = f"take {SECRET}, and more of it"
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     events = []
@@ -66,29 +66,29 @@ def test_a_secret_that_comes_in_pieces_of_a_stream_is_not_kept(cuts: list[int], 
 
 
 @given(DOCUMENTS)
-def test_what_holds_none_says_the_same(document: Any) -> None:
+def test_a_document_without_a_secret_is_unchanged(document: Any) -> None:
     assert json.loads(Redaction(["never said"]).body(json.dumps(document).encode())) == document
 
 
 @given(st.binary())
-def test_without_rules_nothing_is_touched(body: bytes) -> None:
+def test_without_patterns_bodies_are_unchanged(body: bytes) -> None:
     assert Redaction([]).body(body) is body
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b'{"cut off": "', b"data: {\n\n", b"\xff\xfe", b"[" * 100_000])
-def test_what_nobody_can_read_is_not_kept(body: bytes) -> None:
+def test_an_unreadable_body_is_rejected(body: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         CHANGE.body(body)
 
 
-def test_numbers_are_read_as_they_are_written() -> None:
+def test_numbers_are_redacted_as_text() -> None:
     assert json.loads(Redaction([r"^4{16}$"]).body(b'{"card": 4444444444444444, "n": 4}')) == {
         "card": "[redacted]",
         "n": 4,
     }
 
 
-def test_a_function_of_the_users_has_the_last_word() -> None:
+def test_a_custom_function_is_applied_last() -> None:
     change = open_redaction([PATTERN], "builtins:repr")
     assert json.loads(change.body(b'["a"]')) == ["'a'"]
     with pytest.raises(ValueError, match="TypeError"):
@@ -96,6 +96,6 @@ def test_a_function_of_the_users_has_the_last_word() -> None:
 
 
 @pytest.mark.parametrize("named", ["nowhere_at_all:f", "json:nothing", "json:__name__"])
-def test_a_function_that_is_not_there_is_said_before_anything_is_served(named: str) -> None:
+def test_a_missing_redaction_function_is_refused_at_start(named: str) -> None:
     with pytest.raises(InvalidInput, match="redactor"):
         open_redaction([], named)

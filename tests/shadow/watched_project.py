@@ -63,7 +63,7 @@ class Watched:
             records.write(found)
 
     def look(self, *arguments: str) -> Any:
-        return self.project.mergegate("shadow", "look", "profiles/watched.yaml", *arguments)
+        return self.project.mergegate("shadow", "evaluate", "profiles/watched.yaml", *arguments)
 
     def by_hand(self, say: str, *arguments: str) -> Any:
         return self.project.mergegate("shadow", say, "profiles/watched.yaml", *arguments)

@@ -56,7 +56,6 @@ def test_a_violation_is_measured_on_the_same_documents() -> None:
     references = {"": {COPY: np.ones(4)}, "math": {COPY: np.array([1.0, 0.0, 0.0, 0.0])}}
     assert objective.violation(ours, references) == pytest.approx(0.5 - 0.1)
     assert objective.violation({COPY: ours[COPY][:1]}, references) == 0
-    assert objective.guard_references == ("math",)
     assert objective.limits[1] == Limit(COPY, "math", 0.02)
 
 

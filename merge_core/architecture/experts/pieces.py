@@ -257,10 +257,10 @@ def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, loc
 
 
 def _disk_layout_name(name: str, names: ExpertNames) -> str:
-    place = parse_layer_place(name)
-    if place is None or not names.renamed:
+    position = parse_layer_place(name)
+    if position is None or not names.renamed:
         return name
-    return f"{place.stack}.{place.index}.{names.on_disk(place.part)}"
+    return f"{position.stack}.{position.index}.{names.on_disk(position.part)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +328,14 @@ def _fuse(name: str, location: DiskLocation, outputs: Mapping[str, tuple[DType, 
 
 def _key(name: str) -> tuple[str, str]:
     """Return the location of a tensor without the numbers of its layer and expert."""
-    place = parse_layer_place(name)
-    stack, part = (place.stack, place.part) if place else ("", name)
+    position = parse_layer_place(name)
+    stack, part = (position.stack, position.part) if position else ("", name)
     return stack, _NUMBER.sub(".experts.*.", f".{part}", count=1)
 
 
 def _in_layer(name: str, index: int) -> str:
-    place = parse_layer_place(name)
-    return name if place is None else f"{place.stack}.{index}.{place.part}"
+    position = parse_layer_place(name)
+    return name if position is None else f"{position.stack}.{index}.{position.part}"
 
 
 def disk_name(tensor: AnyTensor) -> str:

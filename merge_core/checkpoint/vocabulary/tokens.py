@@ -91,13 +91,7 @@ def read_pieces(content: bytes) -> tuple[str, ...] | None:
     """Return the pieces of a SentencePiece model in the order of their ids, without the library.
 
     The file is a protocol buffer (https://github.com/google/sentencepiece, ``sentencepiece_model.proto``). Field 1 of
-    the message is repeated, once per piece. Field 1 of a piece is its text.
-
-    Args:
-        content: Content of the file.
-
-    Returns:
-        The pieces, or None if ``content`` is not a SentencePiece model.
+    the message is repeated, once per piece. Field 1 of a piece is its text. Other content gives None.
     """
     try:
         pieces = [
@@ -113,12 +107,7 @@ def read_pieces(content: bytes) -> tuple[str, ...] | None:
 
 
 def _fields(content: bytes) -> list[tuple[int, bytes]]:
-    """Return number and bytes of the length-delimited fields of a message. Numeric fields are skipped.
-
-    Raises:
-        ValueError: The content is not a message.
-        IndexError: The content ends within a field.
-    """
+    """Return number and bytes of the length-delimited fields of a message. Raise ValueError or IndexError otherwise."""
     fields, position = [], 0
     while position < len(content):
         key, position = _varint(content, position)

@@ -122,16 +122,7 @@ def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> t
 
 
 def combined_rows(indices: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Apply the combinations to the rows of another space.
-
-    Args:
-        indices: Indices [n, k] from :func:`sparse_combinations`.
-        weights: Coefficients [n, k] from :func:`sparse_combinations`.
-        rows: Rows in the other space that correspond to the atoms [s, h].
-
-    Returns:
-        Combined rows [n, h].
-    """
+    """Apply the result of :func:`sparse_combinations` to ``rows`` [s, h] of another space. Return rows [n, h]."""
     import torch
 
     return torch.einsum("nk,nkh->nh", weights.to(rows.dtype), rows[indices])

@@ -1,18 +1,325 @@
-"""Backend ``hf``: transformers in the scoring process."""
+"""Backend ``hf``: transformers in the scoring process, where tokens that requests share are processed once.
+
+lm-eval runs the model over prompt and answer of every request, padded to the longest of the batch, and takes the
+log-softmax at every position. ``SharedPrefixLM`` extends its ``HFLM``. It packs requests into rows
+(:mod:`.token_rows`), and only positions with a requested next token go through the output head. The results equal those
+of whole sequences except for the last digits, which also depend on the batch size.
+
+This requires a network in which only positions and the attention mask determine what a token sees. Most networks are
+like that. Networks that carry a state from token to token (Mamba, RWKV) or count positions themselves (BLOOM) are not.
+Each network is therefore tested first: sequences in a row must have the same logits as each sequence alone, for any
+company in the row. Sequences for which windowed attention or scaled rotary embeddings would differ are left to lm-eval.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mergegate.tasks.checkpoints import load_model
-from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from mergegate.tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
+from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
+    import torch
+
     from mergegate.tasks.checkpoints import LoadedModel, Model
+
+# Number of tokens between two checks for finished answers.
+_STEP = 32
+# Tokens in a row per request of the batch size: about the length of a short question.
+_TOKENS_PER_REQUEST = 24
+# Types of rotary embeddings that depend on the length of the batch.
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+# Tokens at the beginning of every sequence that tests a network.
+PROBE_TOKENS = (5, 9, 6, 8, 7)
+# Generation settings that choose a token from the logits of a single sequence.
+_SINGLE_SEQUENCE = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+# Settings of a model's own generation configuration that would have another effect if an answer is generated in steps.
+_COUNTED = (
+    "cache_implementation",
+    "min_length",
+    "min_new_tokens",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+)
+# Exceptions that a network raises for inputs that it does not support.
+_REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
+RequestTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+
+
+@cache
+def shared_prefix_type() -> type[Any]:
+    """Return the ``SharedPrefixLM`` class; imports lm-eval."""
+    from lm_eval.models import huggingface
+
+    class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
+        """An ``HFLM`` that processes likelihood requests in rows, and generates after a shared prefix, where exact."""
+
+        answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
+
+        def _loglikelihood_tokens(
+            self, requests: list[RequestTokens], disable_tqdm: bool = False, override_bs: int | None = None
+        ) -> list[tuple[float, bool]]:
+            limit = min(self.max_length, self._max_shareable) if self._shares_exactly else 0
+            shared: list[int] = []
+            alone: list[int] = []
+            for number, (_, context, continuation) in enumerate(requests):
+                (shared if len(context) + len(continuation) - 1 <= limit else alone).append(number)
+            answers: dict[int, tuple[float, bool]] = {}
+            if alone:
+                results = super()._loglikelihood_tokens(
+                    [requests[number] for number in alone], disable_tqdm, override_bs
+                )
+                answers.update(zip(alone, results, strict=True))
+            bar = huggingface.tqdm(total=len(requests), disable=disable_tqdm)
+            bar.update(len(alone))
+            shared_requests = [requests[number] for number in shared]
+            for row in token_rows(
+                [context + continuation[:-1] for _, context, continuation in shared_requests], self.row_tokens
+            ):
+                row_answers = self.answer_row(row, [shared_requests[number] for number in row.sequences])
+                for number, answer in zip(row.sequences, row_answers, strict=True):
+                    answers[shared[number]] = answer
+                    if (texts := shared_requests[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
+                    bar.update(1)
+            bar.close()
+            return [answers[number] for number in range(len(requests))]
+
+        def answer_row(self, row: SharedRow, requests: Sequence[RequestTokens]) -> list[tuple[float, bool]]:
+            """Compute one batch: the log-probability of each continuation in nats, and whether it is the argmax."""
+            import torch
+
+            target_indices = [
+                path[-len(continuation) :] for path, (_, _, continuation) in zip(row.paths, requests, strict=True)
+            ]
+            indices = np.unique(np.concatenate(target_indices))
+            logits = self.row_logits(row, indices)
+            results = []
+            for at, (_, _, continuation) in zip(target_indices, requests, strict=True):
+                target_logits = logits[torch.from_numpy(np.searchsorted(indices, at)).to(logits.device)].float()
+                targets = torch.tensor(continuation, device=logits.device)
+                log_probabilities = target_logits.gather(1, targets[:, None])[:, 0] - target_logits.logsumexp(1)
+                results.append((float(log_probabilities.sum()), bool((target_logits.argmax(1) == targets).all())))
+            return results
+
+        def row_logits(self, row: SharedRow, indices: Any) -> torch.Tensor:
+            """Return the logits after the tokens at ``indices``, ``[indices, vocabulary]``."""
+            import torch
+
+            logit_indices = torch.from_numpy(indices).to(self.device)
+            with torch.inference_mode():
+                out = self.model(**row_inputs(self.model, row), use_cache=False, logits_to_keep=logit_indices)
+            return out.logits[0]  # type: ignore[no-any-return]  # transformers' outputs are untyped here
+
+        def _model_generate(
+            self,
+            context: torch.Tensor,
+            max_length: int,
+            stop: list[str],
+            attention_mask: torch.Tensor | None = None,
+            **settings: Any,
+        ) -> torch.Tensor:
+            written = self._generate_batch(context, max_length, stop, attention_mask, **settings)
+            begin = context.shape[1]
+            ends = {*self._eos, *np.atleast_1d(settings.get("eos_token_id") or []).tolist()}
+            self.answer_ends = deque(
+                answer_end(row, ends, stop, self._texts, max_length - begin) for row in written[:, begin:].tolist()
+            )
+            return written
+
+        def _generate_batch(
+            self,
+            context: torch.Tensor,
+            max_length: int,
+            stop: list[str],
+            attention_mask: torch.Tensor | None,
+            **settings: Any,
+        ) -> torch.Tensor:
+            """Return the prompts of a batch with their answers, ``[prompts, length]``."""
+            import torch
+
+            write = super()._model_generate
+            is_supported = (
+                not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE and self._writes_exactly
+            )
+            if not is_supported or attention_mask is None or max_length > min(self.max_length, self._max_shareable):
+                arguments = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
+                return write(context, **arguments, **settings)  # type: ignore[no-any-return]
+            cache = cache_prompts(self.model, context, attention_mask, self.row_tokens)
+
+            def generate_to(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
+                arguments = {"max_length": end, "stop": stop, "attention_mask": mask, "past_key_values": cache}
+                return write(ids, **arguments, **settings)  # type: ignore[no-any-return]
+
+            if settings.get("do_sample"):  # random draws depend on the other sequences in the batch
+                return generate_to(context, attention_mask, max_length)
+            # lm-eval generates until every answer of the batch contains the same stop string or reaches the token
+            # limit, and then truncates each answer at the first stop string. Removing an answer that contains any stop
+            # string, between steps of a few tokens, therefore does not change it and saves all further tokens.
+            prompts, begin = context.shape
+            written = context.new_full((prompts, max_length), self.tokenizer.pad_token_id)
+            unfinished, ids, end = torch.arange(prompts, device=context.device), context, begin
+            mask = attention_mask
+            while len(unfinished) and ids.shape[1] == end < max_length:
+                end = min(end + _STEP, max_length)
+                ids = generate_to(ids, mask, end)
+                written[unfinished, : ids.shape[1]] = ids
+                remaining = [
+                    index
+                    for index, row in enumerate(ids[:, begin:].tolist())
+                    if self._eos.isdisjoint(row) and not any(text in self.tok_decode(row) for text in stop if text)
+                ]
+                mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+                if len(remaining) < len(unfinished):
+                    indices = torch.tensor(remaining, dtype=torch.long, device=context.device)
+                    cache.batch_select_indices(indices)
+                    unfinished, ids, mask = unfinished[indices], ids[indices], mask[indices]
+            return written[:, : ids.shape[1]]
+
+        @property
+        def _eos(self) -> set[int]:
+            """Tokens at which the network itself ends an answer."""
+            return set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
+
+        def _texts(self, ids: list[int]) -> tuple[str, str]:
+            """Return the text of an answer as generation compares it with stop strings, and as it is scored."""
+            return self.tok_decode(ids, skip_special_tokens=False), self.tok_decode(ids)
+
+        @property
+        def row_tokens(self) -> int:
+            return int(self.batch_size) * _TOKENS_PER_REQUEST
+
+        @cached_property
+        def _max_shareable(self) -> int:
+            return max_shared_length(self.model.config.to_dict())
+
+        @cached_property
+        def _shares_exactly(self) -> bool:
+            return shares_exactly(self)
+
+        @cached_property
+        def _writes_exactly(self) -> bool:
+            return self._shares_exactly and writes_exactly(self)
+
+    return SharedPrefixLM
+
+
+def answer_end(
+    ids: Sequence[int],
+    eos: Collection[int],
+    stop: Sequence[str],
+    texts: Callable[[list[int]], Sequence[str]],
+    budget: int,
+) -> AnswerEnd:
+    """Return how one answer of a batch ended.
+
+    Args:
+        ids: Tokens generated after the prompt. Tokens after the end of the answer are ignored: padding, or tokens that
+            were generated because other answers of the batch were not finished.
+        eos: Tokens that end an answer.
+        stop: Texts that end an answer.
+        texts: Decodes tokens in each way in which stop strings are searched.
+        budget: Largest number of tokens in an answer.
+    """
+    last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
+    before = list(ids if last is None else ids[: last - 1])
+
+    def has_stopped(count: int) -> bool:
+        return any(string in text for text in texts(before[:count]) for string in stop if string)
+
+    if has_stopped(len(before)):
+        return AnswerEnd("stop", bisect_left(range(len(before)), True, key=has_stopped))
+    if last is not None:
+        return AnswerEnd("eos", last)
+    # A batch that ends before its budget has no unfinished answer: transformers has other criteria, such as max_time.
+    return AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
+
+
+def max_shared_length(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens up to which every layer attends to all previous tokens with unscaled positions."""
+    text = config.get("text_config") or config
+    limits = [text.get("sliding_window"), text.get("attention_chunk_size")]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    if any((kind.get("rope_type") or kind.get("type")) in _LENGTH_DEPENDENT for kind in kinds):
+        own = text.get("original_max_position_embeddings") or next(
+            (kind["original_max_position_embeddings"] for kind in kinds if "original_max_position_embeddings" in kind),
+            text.get("max_position_embeddings"),
+        )
+        limits.append(own)
+    return min((limit for limit in limits if type(limit) is int and limit > 0), default=1 << 31)
+
+
+def shares_exactly(lm: Any) -> bool:
+    """Return whether sequences in a row have the same logits as each sequence alone."""
+    import torch
+
+    if lm.model.config.get_text_config().vocab_size <= 16:
+        return False
+    first, *further = ([*PROBE_TOKENS, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
+    in_rows = []
+    try:
+        for sequence in further:
+            (row,) = token_rows([first, sequence], 64)
+            path = row.paths[row.sequences.index(0)]
+            in_rows.append(lm.row_logits(row, path[-4:]).float())
+        with torch.inference_mode():
+            logits = lm.model(torch.tensor([first], device=lm.device), use_cache=False).logits[0]
+    except _REFUSALS:
+        return False  # the network does not support such a mask, positions, or a selection of logits
+    with_second, with_third = in_rows
+    alone = logits[-4:].float()
+    return _are_close(with_second, alone, logits.dtype) and _are_close(with_second, with_third, logits.dtype)
+
+
+def writes_exactly(lm: Any) -> bool:
+    """Return whether the logits after prompts with a shared cache are the same as after whole prompts."""
+    import torch
+
+    usual = lm.model.generation_config
+    if usual.get_generation_mode() not in ("greedy_search", "sample") or any(getattr(usual, name) for name in _COUNTED):
+        return False  # several sequences per prompt, another cache, or token counts that start at the prompt
+    prompts = [[*PROBE_TOKENS * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
+    longest = max(map(len, prompts))
+    tokens, mask = (
+        torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=lm.device)
+        for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
+    )
+    try:
+        cache = cache_prompts(lm.model, tokens, mask, 64)
+        positions = mask.sum(1, keepdim=True) - 1
+        with torch.no_grad():
+            arguments = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+            written = lm.model(tokens[:, -1:], **arguments, use_cache=True).logits[:, -1]
+            alone = [lm.model(torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1] for ids in prompts]
+    except _REFUSALS:
+        return False  # the network keeps another kind of state
+    return _are_close(written, torch.stack(alone), written.dtype)
+
+
+def _are_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether logits are equal up to rounding errors of many layers; a wrong position moves them far more."""
+    import torch
+
+    if actual.shape != expected.shape:
+        return False
+    bound = math.sqrt(torch.finfo(dtype).eps) * float(expected.float().std())
+    return bool((actual.float() - expected.float()).abs().max() <= bound)
 
 
 @contextmanager
@@ -21,11 +328,11 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         yield wrap_model(loaded, scoring)
 
 
-def wrap_model(loaded: LoadedModel, scoring: BackendScoring) -> Any:
+def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model that is in memory."""
     return shared_prefix_type()(
-        pretrained=loaded.network,
-        tokenizer=copy.deepcopy(loaded.tokenizer),  # lm-eval may add a padding token, and other callers share it
+        pretrained=loaded_model.network,
+        tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it
         backend="causal",
         # lm-eval's default, the model's own dtype, rounds a bf16 model's likelihoods by up to half a nat.
         softmax_dtype="float32",

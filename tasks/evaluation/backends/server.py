@@ -35,11 +35,14 @@ class ServerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str | None = Field(default=None, pattern=r"^https?://", description="Of every model that has none of its own.")
-    models: Mapping[str, str | ModelEndpoint] = Field(
-        default_factory=dict, description="By name in this run ('merge'): what the server calls it, or {url, model}."
+    url: str | None = Field(
+        default=None, pattern=r"^https?://", description="Address of every model without an address of its own."
     )
-    concurrency: int = Field(default=8, ge=1, description="Requests under way at once.")
+    models: Mapping[str, str | ModelEndpoint] = Field(
+        default_factory=dict,
+        description="Name on the server, or {url, model}, by name of the model in this run (such as 'merge').",
+    )
+    concurrency: int = Field(default=8, ge=1, description="Number of concurrent requests. Default: 8.")
 
     def at(self, name: str) -> ModelEndpoint:
         """Return the address of a model of this run; its name on the server defaults to its name in the run.
@@ -62,27 +65,14 @@ class ServerSettings(BaseModel):
 
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
-    client = _client_of(model, scoring)
-    import aiohttp
-
-    try:
-        yield client
-    except (aiohttp.ClientError, TimeoutError) as error:  # after three attempts
-        raise InvalidInput(
-            f"evaluate.server: {client.base_url} for {model.name}",
-            found=f"no answer any more: {type(error).__name__}: {error}",
-            expected="a server that goes on answering",
-            remedy="look at the server; what is scored already is not asked again",
-        ) from error
-
-
-def _client_of(model: Model, scoring: BackendScoring) -> Any:
-    """Return lm-eval's client for completions servers, set to send tokens, after checking the server with a request."""
+    """Yield lm-eval's client for completions servers, set to send tokens, after checking the server with a request."""
     import transformers
 
     server = scoring.own_settings
     if not isinstance(server, ServerSettings):
-        raise InvalidInput("evaluate.server", found="nothing", expected="url, and names where they differ")
+        raise InvalidInput(
+            "evaluate.server", found="no settings", expected="url, and the names of models if they differ"
+        )
     endpoint = server.at(model.name)
     url = endpoint.url.rstrip("/").removesuffix("/completions") + "/completions"
     configuration: Any = transformers.AutoConfig.from_pretrained(
@@ -101,7 +91,17 @@ def _client_of(model: Model, scoring: BackendScoring) -> Any:
         max_length=scoring.max_length or context or 2048,
     )
     _require_prompt_scores(client, model, endpoint, url)
-    return client
+    import aiohttp
+
+    try:
+        yield client
+    except (aiohttp.ClientError, TimeoutError) as error:  # after three attempts
+        raise InvalidInput(
+            f"evaluate.server: {client.base_url} for {model.name}",
+            found=f"the server stopped answering: {type(error).__name__}: {error}",
+            expected="a server that keeps answering",
+            remedy="check the server and run again; finished scores are stored",
+        ) from error
 
 
 def _client_type() -> type[Any]:
@@ -111,7 +111,7 @@ def _client_type() -> type[Any]:
     except ImportError as error:
         raise InvalidInput(
             "evaluate.backend: served",
-            found=f"a library is missing: {error.name}",
+            found=f"a missing library: {error.name}",
             remedy="pip install 'mergegate[served]'",
         ) from error
 
@@ -176,44 +176,39 @@ def _require_prompt_scores(client: Any, model: Model, endpoint: ModelEndpoint, u
     except requests.RequestException as error:
         raise InvalidInput(
             location,
-            found=f"cannot be reached: {type(error).__name__}",
-            expected="a server that is running",
+            found=f"the server cannot be reached: {type(error).__name__}",
+            expected="a running server",
             remedy="start it, or correct evaluate.server.url",
         ) from None
     if not answer.ok:
         text = " ".join(answer.text.split())[:200]
         raise InvalidInput(
             location,
-            found=f"answers {answer.status_code}: {text}",
-            expected=f"completions of a model it calls {endpoint.model!r}",
-            remedy=f"name it in evaluate.server.models: {{{model.name}: …}}",
+            found=f"status {answer.status_code}: {text}",
+            expected=f"completions of the model {endpoint.model!r}",
+            remedy=f"set its name on the server in evaluate.server.models: {{{model.name}: …}}",
         )
-    complaint = _fault_of(answer, len(prompt))
-    if complaint:
-        raise InvalidInput(
-            location,
-            found=complaint,
-            expected="the log-probability of every token of the prompt (echo with logprobs)",
-            remedy="a server that has it (vLLM), or backend: hf",
-        )
-
-
-def _fault_of(answer: Any, tokens: int) -> str:
-    """Return the problem in a response to a prompt of ``tokens`` tokens, empty if there is none."""
+    problem = ""
     try:
         logprobs = answer.json()["choices"][0]["logprobs"]
         values: Sequence[float | None] = logprobs["token_logprobs"]
         tops = logprobs["top_logprobs"]
     except (ValueError, KeyError, IndexError, TypeError):
-        return "an answer without log-probabilities"
-    if len(values) != tokens + 1 or tops is None or len(tops) != len(values):
-        return f"log-probabilities of {len(values)} tokens for a prompt of {tokens} and one more"
-    scored = values[1:-1]
-    if any(value is None or not math.isfinite(value) or value > 0 for value in scored):
-        return "log-probabilities that are none"
-    if not any(scored):
-        return "log-probabilities that are all 0"
-    return ""
+        problem = "a response without log-probabilities"
+    else:
+        if len(values) != len(prompt) + 1 or tops is None or len(tops) != len(values):
+            problem = f"log-probabilities of {len(values)} tokens for a prompt of {len(prompt)} and one more"
+        elif any(value is None or not math.isfinite(value) or value > 0 for value in values[1:-1]):
+            problem = "log-probabilities that are not numbers of at most 0"
+        elif not any(values[1:-1]):
+            problem = "log-probabilities that are all 0"
+    if problem:
+        raise InvalidInput(
+            location,
+            found=problem,
+            expected="the log-probability of every token of the prompt (echo with logprobs)",
+            remedy="use a server that supports this (vLLM), or backend: hf",
+        )
 
 
 BACKEND = Backend(

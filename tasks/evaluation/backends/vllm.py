@@ -22,12 +22,15 @@ class VllmSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs a model is split over.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Number of GPUs over which a model is split. Default: 1."
+    )
     gpu_memory_utilization: Annotated[float, NotInKey] = Field(
         default=0.8,
         gt=0,
         le=1,
-        description="Below vLLM's own 0.9: log-probabilities of prompts take room of their own.",
+        description="Share of GPU memory for vLLM, below its own default of 0.9 because log-probabilities of prompts "
+        "need additional memory. Default: 0.8.",
     )
 
 
@@ -36,37 +39,34 @@ _engine: tuple[tuple[str, BackendScoring], Any] | None = None
 
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
-    yield _engine_of(model, scoring)
-
-
-def _engine_of(model: Model, scoring: BackendScoring) -> Any:
-    """Return lm-eval's vLLM model. The engine stays loaded for the next part and ends with the process."""
+    """Yield lm-eval's vLLM model. The engine stays loaded for the next part and ends with the process."""
     global _engine
     if _engine is not None and _engine[0] == (model.digest, scoring):
-        return _engine[1]
+        yield _engine[1]
+        return
     try:
         from lm_eval.models.vllm_causallms import VLLM
     except ImportError as error:
         raise InvalidInput(
             "evaluate.backend: vllm",
             found=f"vLLM cannot be imported here: {error}",
-            expected="mergegate and vllm in one environment",
+            expected="mergegate and vllm in the same environment",
             remedy="install vllm there, or serve the models and use backend: served",
         ) from error
 
-    class EndsRecorded(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
+    class RecordingVllm(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """lm-eval's vLLM model, which also records how answers ended."""
 
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super()._model_generate(*args, **kwargs)
             if kwargs.get("generate"):
                 limits = [params.max_tokens for params in kwargs["sampling_params"]]
-                self.answer_ends = deque(map(_end_of, outputs, limits))
+                self.answer_ends = deque(map(_answer_end, outputs, limits))
             return outputs
 
     settings = scoring.own_settings if isinstance(scoring.own_settings, VllmSettings) else VllmSettings()
     try:
-        lm = EndsRecorded(
+        lm = RecordingVllm(
             pretrained=str(model.directory),
             dtype=scoring.dtype,
             max_length=scoring.max_length,
@@ -81,13 +81,13 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
         raise InvalidInput(
             f"{model.name} ({model.directory})",
             found=f"vLLM cannot load it: {cause[:300]}",
-            remedy="a smaller max_length or evaluate.vllm.gpu_memory_utilization, or more GPUs: tensor_parallel_size",
+            remedy="reduce max_length or evaluate.vllm.gpu_memory_utilization, or use more GPUs (tensor_parallel_size)",
         ) from error
     _engine = ((model.digest, scoring), lm)
-    return lm
+    yield lm
 
 
-def _end_of(output: Any, limit: int | None) -> AnswerEnd:
+def _answer_end(output: Any, limit: int | None) -> AnswerEnd:
     """Return how one of vLLM's answers ended; ``limit`` is the largest number of its tokens."""
     answer = output.outputs[0]
     tokens = len(answer.token_ids)

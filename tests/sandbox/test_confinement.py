@@ -79,7 +79,7 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
         command = [sys.executable, "-c", ATTEMPTS, json.dumps(expressions)]
         done = subprocess.run(
             [sys.executable, "-c", script, json.dumps([command, confinement])],
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             check=True,

@@ -38,14 +38,14 @@ def release(place: Path, version: str) -> None:
     latest.symlink_to(version)
 
 
-def watched_now(profile: Path, candidate: str | None = None, *, again: bool = False) -> Routing:
-    run_proxy(load_profile(profile), candidate, Console(quiet=True), again=again)
+def watched_now(profile: Path, candidate: str | None = None, *, reset: bool = False) -> Routing:
+    run_proxy(load_profile(profile), candidate, Console(quiet=True), reset=reset)
     found = read_routing(routing_file("watched"))
     assert found is not None
     return found
 
 
-def test_a_newer_release_is_watched_and_what_was_decided_of_the_older_one_is_not_said_of_it(profile: Path) -> None:
+def test_a_newer_release_is_watched_without_the_decision_of_the_older_one(profile: Path) -> None:
     release(profile.parent, "aaa")
     assert watched_now(profile).candidate == "aaa"
     write_routing(routing_file("watched"), Routing(candidate="aaa", since=1.0, serving="killed", why="slow"))
@@ -57,13 +57,13 @@ def test_a_newer_release_is_watched_and_what_was_decided_of_the_older_one_is_not
     assert watched_now(profile, "aaa").candidate == "aaa"
 
 
-def test_a_target_out_of_reach_keeps_nobody_from_answering(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_target_does_not_stop_the_proxy(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release(profile.parent, "aaa")
     assert watched_now(profile).candidate == "aaa"
 
     def out_of_reach(*_: object) -> None:
         raise Refused("publish", found="no answer", expected="an answer")
 
-    monkeypatch.setattr(DirectoryTarget, "current", out_of_reach)
+    monkeypatch.setattr(DirectoryTarget, "current_release", out_of_reach)
     assert watched_now(profile).candidate == "aaa"
     assert watched_now(profile, reset=True).candidate == "aaa"

@@ -25,7 +25,7 @@ def exact_mixture(failed: int, answered: int) -> Fraction:
 
 @settings(max_examples=50)
 @given(failed=st.integers(0, 40), answered=st.integers(0, 400))
-def test_the_interval_is_of_all_rates_that_are_not_refuted(failed: int, answered: int) -> None:
+def test_the_interval_contains_all_rates_that_are_not_refuted(failed: int, answered: int) -> None:
     requests = failed + answered
     found = error_rate(failed, requests, 0.95)
     assert 0 <= found.low <= found.rate <= found.high <= 1
@@ -37,7 +37,7 @@ def test_the_interval_is_of_all_rates_that_are_not_refuted(failed: int, answered
             assert math.log(exact_mixture(failed, answered)) - likelihood == pytest.approx(math.log(20), abs=1e-6)
 
 
-def test_looked_at_after_every_request_the_truth_is_left_out_as_seldom_as_promised() -> None:
+def test_the_interval_covers_the_true_rate_at_every_request() -> None:
     """400 arms fail 3 % of 2,000 requests; at an error rate of 5 %, 95 % of such samples are below 7 %."""
     truth, alpha = 0.03, 0.05
     n = np.arange(1, 2_001)
@@ -53,7 +53,7 @@ def test_looked_at_after_every_request_the_truth_is_left_out_as_seldom_as_promis
         assert outside == (not found.low <= truth <= found.high)
 
 
-def test_two_arms_are_told_apart_by_their_numbers() -> None:
+def test_significant_differences_between_arms_are_found() -> None:
     worse = compare_arms(rows("candidate", 940) + rows("candidate", 60, status=503), rows("parent", 9_990, more=10))
     assert worse.outcome == "more errors"
     assert worse.low > 0
@@ -65,7 +65,7 @@ def test_two_arms_are_told_apart_by_their_numbers() -> None:
     assert (nothing.low, nothing.high, nothing.candidate.first_byte) == (-1, 1, None)
 
 
-def test_a_fallback_is_the_candidates_failure_and_nobodys_latency() -> None:
+def test_a_fallback_counts_as_a_failure_but_not_as_latency() -> None:
     candidate = rows("candidate", 99, seconds=1.0) + rows("candidate", 1, fallback=True, seconds=50.0)
     parent = rows("parent", 100, seconds=2.0) + rows("parent", 7, fallback=True, seconds=90.0)
     found = compare_arms(candidate, parent)
@@ -76,7 +76,7 @@ def test_a_fallback_is_the_candidates_failure_and_nobodys_latency() -> None:
     assert (found.candidate.seconds.p99, found.parent.seconds.p99) == (1.0, 2.0)
 
 
-def test_quantiles_are_those_of_what_was_answered_well() -> None:
+def test_latency_quantiles_cover_only_good_answers() -> None:
     times = [0.01 * k for k in range(1, 101)]
     candidate = tuple(row for t in times for row in rows("candidate", 1, first_byte=t, seconds=10 * t))
     found = compare_arms(candidate + rows("candidate", 50, status=500, seconds=99.0), ()).candidate

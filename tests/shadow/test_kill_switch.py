@@ -25,7 +25,7 @@ PARENT = rows("parent", 200)
         pytest.param({"status": 404}, id="declined, as nobody declines at the parent"),
     ],
 )
-def test_more_than_five_percent_of_the_last_200_end_it_and_no_fewer(fault: dict[str, object]) -> None:
+def test_more_than_five_percent_failures_of_the_last_200_kill_the_candidate(fault: dict[str, object]) -> None:
     well = rows("candidate", 300)
     assert kill_reason(well + rows("candidate", 10, **fault), PARENT, RULE) is None
     said = kill_reason(well + rows("candidate", 11, **fault), PARENT, RULE)
@@ -34,7 +34,7 @@ def test_more_than_five_percent_of_the_last_200_end_it_and_no_fewer(fault: dict[
     assert said.endswith("more than 5 % of 200")
 
 
-def test_a_candidate_that_answers_nothing_ends_at_its_eleventh_request() -> None:
+def test_a_dead_candidate_is_killed_at_its_eleventh_request() -> None:
     dead = rows("candidate", 11, status=0, error="connection refused")
     assert kill_reason(dead[:10], (), RULE) is None
     assert kill_reason(dead, (), RULE) == (
@@ -42,11 +42,11 @@ def test_a_candidate_that_answers_nothing_ends_at_its_eleventh_request() -> None
     )
 
 
-def test_what_is_long_ago_counts_no_more() -> None:
+def test_old_failures_do_not_count() -> None:
     assert kill_reason(rows("candidate", 50, status=503) + rows("candidate", 200), PARENT, RULE) is None
 
 
-def test_mistakes_of_users_meet_both_and_end_nothing() -> None:
+def test_user_mistakes_on_both_arms_do_not_kill_the_candidate() -> None:
     """Every tenth request is malformed in either arm; the candidate refuses twice as many only if it is at fault."""
 
     def declined(arm: str, count: int) -> tuple[ArmRow, ...]:
@@ -58,12 +58,12 @@ def test_mistakes_of_users_meet_both_and_end_nothing() -> None:
     assert "40 times HTTP 400; the parent refused 10.0 % of its own" in said
 
 
-def test_what_the_parent_answered_in_its_place_is_not_the_parents() -> None:
+def test_fallback_answers_do_not_count_for_the_parent() -> None:
     parent = rows("parent", 200) + rows("parent", 200, fallback=True, status=400)
     assert kill_reason(rows("candidate", 189) + rows("candidate", 11, status=400), parent, RULE) is not None
 
 
-def test_first_bytes_twice_as_late_end_it_from_200_of_each_on() -> None:
+def test_first_bytes_twice_as_slow_kill_the_candidate_after_200_requests() -> None:
     late, usual = rows("candidate", 200, first_byte=0.41), rows("parent", 200, first_byte=0.2)
     assert kill_reason(late, usual, RULE) == (
         "95 % of the candidate's last 200 first bytes arrived within 0.41 s, the parent's within 0.2 s, "
@@ -78,7 +78,7 @@ def test_first_bytes_twice_as_late_end_it_from_200_of_each_on() -> None:
     assert kill_reason(failing, usual, RULE) is None, "how fast it failed says nothing"
 
 
-def test_an_equal_candidate_is_not_killed_for_its_luck() -> None:
+def test_an_equal_candidate_is_rarely_killed_by_chance() -> None:
     """The switch is checked after every 20 of 4,000 requests, with a first-byte latency as under load (log sd 0.6)."""
     rng = np.random.default_rng(2)
     for _ in range(10):
@@ -90,7 +90,7 @@ def test_an_equal_candidate_is_not_killed_for_its_luck() -> None:
 
 
 @given(st.lists(st.sampled_from([200, 400, 503]), max_size=60), st.lists(st.sampled_from([200, 400]), max_size=60))
-def test_one_more_fault_never_saves_it(ours: list[int], theirs: list[int]) -> None:
+def test_another_fault_never_saves_the_candidate(ours: list[int], theirs: list[int]) -> None:
     rule = SwitchRule(max_error_percent=20, window=50)
     candidate = tuple(row for status in ours for row in rows("candidate", 1, status=status))
     parent = tuple(row for status in theirs for row in rows("parent", 1, status=status))
