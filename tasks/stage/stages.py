@@ -36,6 +36,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
@@ -53,6 +54,7 @@ from mergegate.tasks.stage.project import home, shared_store
 from mergegate.tasks.stage.usage import note_artifact, record_stage
 from mergegate.tasks.store import (
     Artifact,
+    BuildCallbacks,
     Store,
     StoredValue,
     StoreMiss,
@@ -266,7 +268,7 @@ class DeclaredStage(Generic[P, V, A]):
     def _build(self, call: StageCall) -> tuple[A, StageStatus]:
         raise NotImplementedError
 
-    def _store_callbacks(self, call: StageCall) -> tuple[dict[str, Callable[..., None]], list[str]]:
+    def _store_callbacks(self, call: StageCall) -> tuple[BuildCallbacks, list[str]]:
         """Return callbacks that log damage and waiting, and the list that collects the damage."""
         damage: list[str] = []
 
@@ -278,7 +280,7 @@ class DeclaredStage(Generic[P, V, A]):
             log.info("another run is building %s; waiting for it", call.label)
             detail("another run is building %s; waiting for it", call.label)
 
-        return {"on_damage": on_damage, "on_wait": on_wait}, damage
+        return BuildCallbacks(on_wait, on_damage), damage
 
 
 class Stage(DeclaredStage[P, V, Artifact[V]]):
@@ -353,9 +355,8 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
                 lambda: self.work(out, *call.inputs.args, **call.inputs.kwargs),
                 discard_output=lambda: _empty(out),
             ),
-            hashes_of=self._hashes_of,
             resumable=self._resumable,
-            **callbacks,
+            callbacks=replace(callbacks, hashes_of=self._hashes_of),
         )
         return artifact, _status(is_new, damage)
 
@@ -377,7 +378,7 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
                 store().hashes,
                 lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
             ),
-            **callbacks,
+            callbacks,
         )
         return value, _status(is_new, damage)
 

@@ -18,9 +18,17 @@ from variants import DEMO, STATIC, model_in, zeroed_norm
 
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
-from mergegate.tasks.serve.launch import PYTHON, Launch, compile_server, context_of, dtype_of, find_server, launch
-from mergegate.tasks.serve.reference import Reference, make_reference
-from mergegate.tasks.serve.smoke import smoke_checkpoint
+from mergegate.tasks.serve.launch import (
+    PYTHON,
+    Launch,
+    compile_server,
+    context_length,
+    find_server,
+    launch,
+    serving_dtype,
+)
+from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
+from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import ServeVerdict
 
 pytestmark = real_server
@@ -50,19 +58,14 @@ LIVE: dict[str, dict[str, str]] = {
 def reference(merge: Path) -> Reference:
     """Return the answers of the intact merge in transformers."""
     checkpoint = open_checkpoint(merge)
-    return make_reference(
-        model_in(merge),
-        SETTINGS.texts,
-        SETTINGS.prompts[0],
-        dtype=dtype_of(SETTINGS, checkpoint),
-        device="cpu",
-        longest=context_of(SETTINGS, checkpoint),
-    )
+    dtype, longest = serving_dtype(SETTINGS, checkpoint), context_length(SETTINGS, checkpoint)
+    request = ReferenceRequest(tuple(SETTINGS.texts), SETTINGS.prompts[0], dtype, "cpu", longest)
+    return make_reference(model_in(merge), request)
 
 
 def smoke(checkpoint: Path, log: Path) -> ServeVerdict:
     server = find_server(SETTINGS, PROJECT)
-    return smoke_checkpoint(model_in(checkpoint), SETTINGS, server, device="cpu", log=log)
+    return smoke_checkpoint(model_in(checkpoint), SETTINGS, SmokeSetup(server, "cpu", log))
 
 
 def failures(verdict: ServeVerdict) -> dict[str, str]:

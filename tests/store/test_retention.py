@@ -43,7 +43,7 @@ runs = st.lists(
         started=st.floats(0, NOW),
         status=st.sampled_from([RELEASED, "nothing new", "refused", "invalid", ""]),
         judged=st.booleans(),
-        live=st.booleans(),
+        is_live=st.booleans(),
         used=st.dictionaries(st.integers(0, 11).map(name_of), st.just("")),
     ),
     max_size=8,
@@ -66,10 +66,10 @@ def test_everything_is_decided_once_and_the_bytes_add_up(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int
 ) -> None:
     plan = planned(entries, known, rule, beside)
-    assert sorted(one.name for one, _ in (*plan.goes, *plan.stays)) == sorted(one.name for one in entries)
+    assert sorted(one.name for one, _ in (*plan.removals, *plan.retained)) == sorted(one.name for one in entries)
     assert plan.bytes_before == beside + sum(one.bytes for one in entries)
-    assert plan.bytes_after == beside + sum(one.bytes for one, _ in plan.stays)
-    assert all(why for _, why in (*plan.goes, *plan.stays))
+    assert plan.bytes_after == beside + sum(one.bytes for one, _ in plan.retained)
+    assert all(why for _, why in (*plan.removals, *plan.retained))
 
 
 @relaxed
@@ -77,8 +77,8 @@ def test_everything_is_decided_once_and_the_bytes_add_up(
 def test_what_a_counting_run_used_never_goes(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
 ) -> None:
-    gone = {one.made_by for one, _ in planned(entries, known, rule).goes if one.kind in ("artifact", "value")}
-    live = [run for run in known if run.live]
+    gone = {one.entry_name for one, _ in planned(entries, known, rule).removals if one.kind in ("artifact", "value")}
+    live = [run for run in known if run.is_live]
     for profile in ("demo", "other"):
         for flow in ("release", "sweep"):
             those = sorted(
@@ -102,7 +102,7 @@ def test_the_quota_holds_unless_what_is_needed_alone_exceeds_it(
         assert plan.over_quota == 0
         return
     needed = needed_by(known, runs_that_count(known))
-    kept = [one for one in entries if one.made_by in needed and one.kind not in ("set aside", "left over")]
+    kept = [one for one in entries if one.entry_name in needed and one.kind not in ("set aside", "left over")]
     if plan.over_quota:
         assert plan.bytes_after == sum(one.bytes for one in kept) > rule.quota
     else:
@@ -115,8 +115,8 @@ def test_the_least_recently_used_goes_first_and_no_more_than_has_to(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
 ) -> None:
     plan = planned(entries, known, rule)
-    went = [one for one, _ in plan.goes]
-    spared = [one for one, why in plan.stays if why in ("in its grace period", "within the quota")]
+    went = [one for one, _ in plan.removals]
+    spared = [one for one, why in plan.retained if why in ("in its grace period", "within the quota")]
     assert all(old.used <= young.used for old in went for young in spared)
     if went and rule.quota is not None and (rule.grace_s is None or NOW - went[-1].used < rule.grace_s):
         assert plan.bytes_after + went[-1].bytes > rule.quota, "the last one had to go"

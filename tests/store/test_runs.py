@@ -26,10 +26,10 @@ def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) 
     with open_run(tmp_path / "runs", "one", "release", "demo") as opened:
         assert record_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
         (run,) = read_runs(tmp_path / "runs")
-        assert (run.live, run.status, run.used) == (True, "", {NAME: "reverser"})
+        assert (run.is_live, run.status, run.used) == (True, "", {NAME: "reverser"})
         opened.end("released", judged=True)
     (run,) = read_runs(tmp_path / "runs")
-    assert (run.live, run.status, run.judged, run.profile, run.flow) == (False, "released", True, "demo", "release")
+    assert (run.is_live, run.status, run.judged, run.profile, run.flow) == (False, "released", True, "demo", "release")
 
 
 def test_without_a_registered_run_nothing_is_noted(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ with open_run(runs, "killed", "release", "demo"):
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path.cwd()) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"noted\n"
-        assert [run.live for run in read_runs(tmp_path)] == [True]
+        assert [run.is_live for run in read_runs(tmp_path)] == [True]
         prune_runs(tmp_path)
         assert forget_profile(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
     (run,) = read_runs(tmp_path)
-    assert (run.live, run.status, set(run.used)) == (False, "", {NAME})
+    assert (run.is_live, run.status, set(run.used)) == (False, "", {NAME})
 
 
 def test_a_suspended_run_goes_on_with_its_record(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_suspended_run_goes_on_with_its_record(tmp_path: Path) -> None:
     with open_run(tmp_path, "one", "release", "demo"):
         record_use(tmp_path, "one", "gate", KEY, "")
         (run,) = read_runs(tmp_path)
-        assert run.live
+        assert run.is_live
         assert run.status == ""
         assert set(run.used) == {NAME, EntryName("gate", KEY[:32])}
 
@@ -115,7 +115,7 @@ def test_of_each_profile_the_runs_that_count_stay(tmp_path: Path) -> None:
 
 def test_a_command_without_a_profile_leaves_no_record(tmp_path: Path) -> None:
     with open_run(tmp_path, "process-1", "command", ""):
-        assert [run.live for run in read_runs(tmp_path)] == [True]
+        assert [run.is_live for run in read_runs(tmp_path)] == [True]
     assert list(tmp_path.iterdir()) == []
 
 

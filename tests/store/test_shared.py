@@ -34,7 +34,7 @@ class Machine:
     """A machine with a store of its own."""
 
     def __init__(self, root: Path, address: str, **options: Any) -> None:
-        self.shared = SharedStore(address, root, **{"most_bytes": 1 << 30, "lease_s": 0.1, **options})
+        self.shared = SharedStore(address, root, **{"max_bytes": 1 << 30, "lease_s": 0.1, **options})
         self.store = Store(root, self.shared)
         self.made = 0
 
@@ -194,7 +194,7 @@ def test_no_name_in_a_manifest_leads_out_of_the_store(tmp_path: Path, address: s
 
 
 def test_what_is_too_large_stays_where_it_was_made(tmp_path: Path, address: str) -> None:
-    one, two = Machine(tmp_path / "1", address, most_bytes=10), Machine(tmp_path / "2", address)
+    one, two = Machine(tmp_path / "1", address, max_bytes=10), Machine(tmp_path / "2", address)
     one.build()
     two.build()
     assert (one.made, two.made) == (1, 1)
@@ -209,7 +209,7 @@ def test_a_store_that_is_down_is_left_alone_for_a_minute(
     machine.value()
     assert failing.count == 1
     assert len(caplog.records) == 1
-    assert "going on without it" in caplog.text
+    assert "continuing without it" in caplog.text
 
 
 def test_a_stage_that_fails_gives_its_turn_back(tmp_path: Path, address: str) -> None:
@@ -328,7 +328,7 @@ def look_at_bucket(bucket: Any, one: Machine, two: Machine) -> None:
     assert one.build().digest == two.build().digest
     assert one.value() == two.value()
     assert (one.made, two.made) == (2, 0)
-    assert (one.shared.arrived.total(), two.shared.arrived.total()) == (0, 2)
+    assert (one.shared.fetch_counts.total(), two.shared.fetch_counts.total()) == (0, 2)
     assert len(two.store.family("evaluate", KEY[:16], Said)) == 1
     assert [key for key in bucket.objects() if key.endswith(".lease")] == []
     taken, other = (lease_of(machine) for machine in (one, two))
@@ -361,7 +361,7 @@ def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.Mo
     found = shared_store(tmp_path)
     assert found is not None
     assert found is shared_store(tmp_path)
-    assert (found.address, found.most_bytes) == ("memory://somewhere", 10**9)
+    assert (found.address, found.max_bytes) == ("memory://somewhere", 10**9)
     for address in ("somewhere", "s4://bucket"):
         monkeypatch.setenv("MERGEGATE_SHARED_STORE", address)
         with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE"):

@@ -15,7 +15,7 @@ import pytest
 from patience import HANG_S
 from pydantic import BaseModel
 
-from mergegate.tasks.store.store import MANIFEST, Store, StoreMiss
+from mergegate.tasks.store.store import MANIFEST, BuildCallbacks, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 
@@ -83,7 +83,7 @@ def damage_the_value(directory: Path) -> None:
         (damage_by_deleting, "is missing"),
         (damage_by_truncating, "2 bytes instead of 3"),
         (damage_by_altering, "was altered"),
-        (damage_by_adding, "not of this artifact"),
+        (damage_by_adding, "not part of this artifact"),
         (damage_the_manifest, "cannot be read"),
         (damage_the_value, "instead of|was altered"),
     ],
@@ -153,7 +153,9 @@ def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
         results.append(Store(tmp_path).build("merge", KEY, Value, slow)[1])
 
     def second() -> None:
-        results.append(Store(tmp_path).build("merge", KEY, Value, never, on_wait=waits.set)[1])
+        results.append(
+            Store(tmp_path).build("merge", KEY, Value, never, callbacks=BuildCallbacks(on_wait=waits.set))[1]
+        )
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
