@@ -126,7 +126,7 @@ class TestRunsOfStages:
 
         outcome, said = night(10, disturb=lose)
         assert outcome.status == "passed"
-        assert [line for line in said.lines if "gone from the store" in line]
+        assert [line for line in said.lines if "removed from the store" in line]
         assert grow.find(10) == lost[0]
 
     def test_an_artifact_that_is_altered_under_a_run_is_refused_as_before(self) -> None:
@@ -209,7 +209,7 @@ def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: t
     assert "needed" in project.mergegate("store", "du").output
     verified = told(project, "verify")
     assert (verified["status"], verified["read"], verified["damaged"]) == ("sound", len(entries), [])
-    assert "stays" in project.mergegate("store", "gc", "--older-than", "0", "--dry-run").output
+    assert "kept" in project.mergegate("store", "gc", "--older-than", "0", "--dry-run").output
     assert told(project, "gc", "--older-than", "0", "--quota", "0")["goes"] == []
     again = project.mergegate("run", "profiles/demo.yaml")
     assert "nothing new" in again.output
