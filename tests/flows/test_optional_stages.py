@@ -35,7 +35,7 @@ def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(everything: tu
 
 
 @pytest.mark.slow
-def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Released) -> None:
+def test_a_judge_that_prefers_the_first_position_is_inconclusive(released: Released) -> None:
     project, _ = released
     with serving(lambda body: says("A")) as asked:
         biased = project.mergegate("run", profile(project, "judged", judge=asks_a_judge(project, asked.url)), "--json")
@@ -49,7 +49,7 @@ def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Rel
     assert "judge-1" in Path(outcome(biased)["report"]).read_text()
 
 
-def test_a_judge_that_is_held_against_no_parent_is_found_at_once(project: Project) -> None:
+def test_a_judge_without_an_existing_reference_is_refused_first(project: Project) -> None:
     name = profile(project, "unknown", judge={**asks_a_judge(project, "http://localhost:1/v1"), "guarded_by": "shiftr"})
     result = project.mergegate("run", name)
     assert result.exit_code == 2
@@ -68,7 +68,7 @@ def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Rele
     assert asked.bodies == []
 
 
-def test_a_server_that_is_not_there_is_found_before_anything_is_merged(project: Project) -> None:
+def test_a_missing_server_is_reported_before_the_merge(project: Project) -> None:
     result = project.mergegate("run", profile(project, "nowhere", serve={"python": "nowhere/bin/python"}))
     assert result.exit_code == 2
     assert "serve.python" in result.output

@@ -177,7 +177,7 @@ def test_a_step_is_never_cached() -> None:
     assert len(done) == 2
 
 
-def test_a_look_does_no_step_that_is_not_done() -> None:
+def test_a_dry_pass_does_no_work() -> None:
     done: list[str] = []
 
     class Done:

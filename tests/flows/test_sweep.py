@@ -146,7 +146,7 @@ def _likelihoods(model: Path, rows: list[dict[str, str]]) -> NDArray[np.float64]
     return np.array(found)
 
 
-def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: Project) -> None:
+def test_a_sweep_choice_that_must_not_be_merged_is_refused_first(project: Project) -> None:
     recipe = {
         "merge_method": "$method",
         "base_model": "demo/models/base",
@@ -172,7 +172,7 @@ def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: 
     assert not project.artifacts("merge")
 
 
-def test_a_profile_without_a_sweep_is_told_what_to_write(project: Project) -> None:
+def test_a_profile_without_a_sweep_section_is_refused_with_a_remedy(project: Project) -> None:
     result = project.mergegate("sweep", "profiles/demo.yaml")
     assert result.exit_code == 2
     assert "no section 'sweep'" in result.output
