@@ -103,9 +103,7 @@ def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
         if file not in LINUX
         and (names := {name for kind, name in asked if kind == "linux"} - CTYPES_TOO.get(file, set()) - ADDRESSES)
     }
-    assert stray == {}, (
-        "move it to merge_core/system.py, with a fallback for other systems"
-    )
+    assert stray == {}, "move it to merge_core/system.py, with a fallback for other systems"
 
 
 ADDRESSES = {"/runs/flow-run/"}  # URLs of Prefect's pages, not paths on a disk.
