@@ -22,7 +22,7 @@ from mergegate.tasks.checkpoints import (
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
-from mergegate.tasks.serve.reference import Reference, make_reference
+from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
 from mergegate.tasks.store import digest
 
 DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"
@@ -58,7 +58,7 @@ def own(tmp_path: Path) -> Path:
 
 def answer_of(model: Model) -> Reference:
     """Return the model's answer, computed in the model process."""
-    asked = (model, ("the old pig",), "rev: abcd>", "float32", "cpu", 64)
+    asked = (model, ReferenceRequest(("the old pig",), "rev: abcd>", "float32", "cpu", 64))
     return call_model_process(make_reference, asked, location=model.name, models=[model])
 
 

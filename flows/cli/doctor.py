@@ -21,12 +21,12 @@ from mergegate.tasks.report import HISTORY, mend_history, read_history
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import (
     StateFinding,
+    damaged_finding,
     directory_bytes,
     examine_database,
     examine_store,
-    is_leftover,
+    leftover_finding,
     mend_state,
-    set_aside_count,
 )
 
 _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
@@ -60,7 +60,7 @@ def doctor_command(
                 {
                     "kind": finding.kind,
                     "path": str(finding.path),
-                    "what": finding.what,
+                    "what": finding.explanation,
                     "bytes": finding.bytes,
                     "done": action,
                 }
@@ -73,7 +73,7 @@ def doctor_command(
             console.print(f"{directory}: {listed or 'empty'}")
             for finding, action in pairs:
                 ending = f" → {action}" if action else ""
-                details = f"{finding.path} ({format_bytes(finding.bytes)}): {finding.what}{ending}"
+                details = f"{finding.path} ({format_bytes(finding.bytes)}): {finding.explanation}{ending}"
                 console.print(f"  {finding.kind:<10}  {details}", markup=False)
             if not findings:
                 console.print("  no damaged and no leftover files")
@@ -87,27 +87,27 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
         return
     for entry in sorted(directory.iterdir()):
         if ASIDE not in entry.name and entry.name in _FOLDERS and not entry.is_dir():
-            yield set_aside_count(entry, "not a directory")
-        elif (finding := is_leftover(entry)) is not None:
+            yield damaged_finding(entry, "not a directory")
+        elif (finding := leftover_finding(entry)) is not None:
             yield finding
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
     for damage in damaged_anchor_records():
-        yield set_aside_count(damage.path, damage.reason)
+        yield damaged_finding(damage.path, damage.reason)
     for folder in ("anchors", "prefect", "reports", "runs"):
         if (directory / folder).is_dir():
             for entry in sorted((directory / folder).iterdir()):
-                if (finding := is_leftover(entry)) is not None:
+                if (finding := leftover_finding(entry)) is not None:
                     yield finding
                 elif entry.suffix == ".html" and (entry.is_symlink() or not entry.is_file()):
-                    yield set_aside_count(entry, "not a file")
+                    yield damaged_finding(entry, "not a file")
     reports = directory / "reports"
     if not reports.is_dir():
         return
     if history_damage := read_history(reports).damage_sentence():
-        yield set_aside_count(reports / HISTORY, history_damage.rstrip("."))
+        yield damaged_finding(reports / HISTORY, history_damage.rstrip("."))
     for page in sorted(reports.glob("*/*")):
-        if (finding := is_leftover(page)) is not None:
+        if (finding := leftover_finding(page)) is not None:
             yield finding
         elif page.is_symlink() or not page.is_file():
-            yield set_aside_count(page, "not a file")
+            yield damaged_finding(page, "not a file")

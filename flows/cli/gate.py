@@ -40,7 +40,7 @@ from mergegate.tasks.evaluation import (
     score_table,
     write_document_scores,
 )
-from mergegate.tasks.gate import Guard, distinct_guards, gate, reference_models
+from mergegate.tasks.gate import GatePlan, Guard, distinct_guards, gate, reference_models
 from mergegate.tasks.report import ReportContent, ReportedModel
 from mergegate.tasks.store import Artifact, digest
 
@@ -115,7 +115,7 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
         console.print("! perplexity is not judged, because lm-eval's output does not include it", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
         scores = _as_artifacts(results, Path(scratch))
-        verdict = gate.work(guards, scores, {}, None, profile.evaluate.gate_rule, MERGE)
+        verdict = gate.work(guards, scores, {}, None, GatePlan(profile.evaluate.gate_rule, MERGE))
         models = [
             ReportedModel(
                 name=name,

@@ -23,7 +23,16 @@ from mergegate.tasks.checkpoints import (
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
+from mergegate.tasks.serve import (
+    STEPS,
+    RunningServer,
+    ServeSettings,
+    ServeVerdict,
+    SmokeSetup,
+    find_server,
+    smoke_checkpoint,
+    smoke_url,
+)
 from mergegate.tasks.stage import device_kind, home, store
 from mergegate.tasks.store import digest
 
@@ -65,13 +74,12 @@ def smoke_command(
                 status.update(f"{done} of {STEPS}: {step}")
 
             if is_url:
+                key = os.environ.get(api_key_env, "") if api_key_env else ""
                 verdict = smoke_url(
-                    target,
+                    RunningServer(target, model, key),
                     settings,
-                    model=model,
                     checkpoint=_pinned(str(checkpoint))[0] if checkpoint else None,
                     device=device_kind(),
-                    key=os.environ.get(api_key_env, "") if api_key_env else "",
                     on_progress=show,
                 )
             else:
@@ -81,9 +89,8 @@ def smoke_command(
                 log = home() / "logs" / f"smoke-{served.directory.name}.log"
                 log.parent.mkdir(parents=True, exist_ok=True)
                 log.unlink(missing_ok=True)  # log of an earlier run
-                verdict = smoke_checkpoint(
-                    served, settings, server, device=device_kind(), log=log, adapted=adapted, on_progress=show
-                )
+                setup = SmokeSetup(server, device_kind(), log)
+                verdict = smoke_checkpoint(served, settings, setup, adapted=adapted, on_progress=show)
         if as_json:
             print_answer(
                 str(verdict.outcome) if hasattr(verdict, "outcome") else "asked",

@@ -31,7 +31,7 @@ def status_command(as_json: JsonOption = False) -> None:
     """Show active runs, schedules, the last result of each profile and the store."""
     with command_context(as_json) as console:
         now = time.time()
-        running = [run for run in read_runs(runs_directory()) if run.live]
+        running = [run for run in read_runs(runs_directory()) if run.is_live]
         last = {record.profile: record for record in read_history(home() / "reports").records}
         schedule_file = Path(SCHEDULES_FILE)
         scheduled = load_schedules(schedule_file).profiles if schedule_file.is_file() else ()

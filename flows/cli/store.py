@@ -62,7 +62,7 @@ def store_ls_command(as_json: JsonOption = False) -> None:
         needed, now = explain_retention(runs_directory()), time.time()
         subjects = {name: subject for run in read_runs(runs_directory()) for name, subject in run.used.items()}
         entries = sorted(list_store(home() / "store"), key=lambda entry: (entry.stage, -entry.used, entry.name))
-        rows_by_entry = [(entry, subjects.get(entry.made_by, ""), _reason(entry, needed)) for entry in entries]
+        rows_by_entry = [(entry, subjects.get(entry.entry_name, ""), _reason(entry, needed)) for entry in entries]
         if as_json:
             rows = [{**_plain(entry, now), "subject": subject, "why": why} for entry, subject, why in rows_by_entry]
             print_answer("listed", f"{len(rows)} artifacts", {"home": str(home()), "entries": rows})
@@ -120,12 +120,14 @@ def store_verify_command(as_json: JsonOption = False) -> None:
         with console.status(f"reading {format_bytes(sum(entry.bytes for entry in entries))}"):
             damaged = [finding for finding in examine_store(home() / "store", deep=True) if finding.kind == "damaged"]
         if as_json:
-            rows = [{"path": str(finding.path), "what": finding.what, "bytes": finding.bytes} for finding in damaged]
+            rows = [
+                {"path": str(finding.path), "what": finding.explanation, "bytes": finding.bytes} for finding in damaged
+            ]
             message = f"{len(rows)} of {len(entries)} artifacts are damaged"
             print_answer("damaged" if damaged else "sound", message, {"read": len(entries), "damaged": rows})
         else:
             for finding in damaged:
-                console.print(f"  damaged  {finding.path}: {finding.what}", markup=False)
+                console.print(f"  damaged  {finding.path}: {finding.explanation}", markup=False)
             if damaged:
                 console.print("  the next run that needs them rebuilds them; mergegate doctor --repair sets them aside")
             else:
@@ -134,7 +136,9 @@ def store_verify_command(as_json: JsonOption = False) -> None:
 
 
 def store_gc_command(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the entries to remove, without removing them.")
+    ] = False,
     older_than: Annotated[
         float | None,
         typer.Option(
@@ -149,7 +153,7 @@ def store_gc_command(
     ] = None,
     forget: Annotated[
         list[str] | None,
-        typer.Option(help="Profile that is no longer run. Nothing is kept for it. Repeatable."),
+        typer.Option(help="Profile that is no longer run, so that its artifacts may be removed. Repeatable."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -183,18 +187,18 @@ def store_gc_command(
             plan, freed = RetentionPlan((), (), 0, 0, limit), 0
         if as_json:
             now = time.time()
-            removed = [{**_plain(entry, now), "why": why} for entry, why in plan.goes]
-            kept = [{**_plain(entry, now), "why": why} for entry, why in plan.stays]
+            removed = [{**_plain(entry, now), "why": why} for entry, why in plan.removals]
+            kept = [{**_plain(entry, now), "why": why} for entry, why in plan.retained]
             sizes = {"before": plan.bytes_before, "after": plan.bytes_after, "over_quota": plan.over_quota}
             more = {"dry_run": dry_run, "bytes_freed": freed, **sizes, "goes": removed, "stays": kept}
             print_answer("planned" if dry_run else "collected", f"{format_bytes(freed)} freed", more)
             return
-        for entry, why in plan.goes:
+        for entry, why in plan.removals:
             name = f"{entry.stage}/{entry.name}" if entry.stage else entry.name
             verb = "would remove" if dry_run else "removed"
             console.print(f"  {verb}  {name} ({format_bytes(entry.bytes)}): {why}", markup=False)
         reasons: dict[str, list[int]] = defaultdict(list)
-        for entry, why in plan.stays:
+        for entry, why in plan.retained:
             reasons[why].append(entry.bytes)
         for why, entry_sizes in sorted(reasons.items(), key=lambda item: -sum(item[1])):
             console.print(f"  kept  {len(entry_sizes)} ({format_bytes(sum(entry_sizes))}): {why}", markup=False)
@@ -206,7 +210,9 @@ def store_gc_command(
 
 def _reason(entry: StoreEntry, needed: Mapping[EntryName, str]) -> str:
     """Return the reason why an entry is kept."""
-    return needed.get(entry.made_by, _NOT_NEEDED) if entry.kind in ("artifact", "value", "unfinished") else _NOT_NEEDED
+    return (
+        needed.get(entry.entry_name, _NOT_NEEDED) if entry.kind in ("artifact", "value", "unfinished") else _NOT_NEEDED
+    )
 
 
 def _plain(entry: StoreEntry, now: float) -> dict[str, object]:

@@ -16,7 +16,7 @@ from mergegate.merge_core.architecture.architecture import (
     with_dtype,
     with_vocabulary,
 )
-from mergegate.merge_core.architecture.families import described_families, find_family, text_part
+from mergegate.merge_core.architecture.families import described_families, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
 from mergegate.merge_core.architecture.meaning import differing_settings
@@ -50,7 +50,6 @@ __all__ = [
     "described_families",
     "differing_settings",
     "dtype_in",
-    "find_family",
     "find_tensor",
     "has_own_head",
     "has_vocabulary_rows",

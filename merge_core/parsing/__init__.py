@@ -20,7 +20,7 @@ from mergegate.merge_core.parsing.files import (
     read_plain,
     read_text,
 )
-from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable, require_type
+from mergegate.merge_core.parsing.input_errors import parsing_errors
 from mergegate.merge_core.parsing.json_text import (
     JsonBounds,
     line_location,
@@ -44,7 +44,6 @@ from mergegate.merge_core.parsing.yaml_text import (
 __all__ = [
     "MAX_CODE_BYTES",
     "MAX_DATA_BYTES",
-    "MAX_DIGITS",
     "MAX_YAML_BYTES",
     "JsonBounds",
     "LocalPath",
@@ -72,7 +71,5 @@ __all__ = [
     "read_text",
     "read_yaml",
     "read_yaml_mapping",
-    "require_printable",
-    "require_type",
     "with_overrides",
 ]

@@ -98,9 +98,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     choice = recipe.tokenizer
     if choice is None:
         return None
-    merged = list(
-        dict.fromkeys(str(s.model) for module in recipe.modules for cut in module.slices for s in cut.sources)
-    )
+    merged = list(dict.fromkeys(str(source.model) for source in recipe.sources))
     names = list(dict.fromkeys([*merged, donor]))
     tokenizer_name = donor if choice.source in ("base", "union") else str(choice.source)
     needed = list(dict.fromkeys([tokenizer_name, *names]))

@@ -153,9 +153,7 @@ def unused_tensors(
             used.setdefault(item.model, set()).add(item.tensor.name)
     # Tensors that another model lacks.
     reported_names = {location.partition(": ")[2] for location in finding_locations}
-    is_sliced = any(
-        source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources
-    )
+    is_sliced = any(source.layers for source in plan.recipe.sources)
     produced = {job.output.name for job in plan.jobs}
     for model, names in used.items():
         if any(entry.startswith(f"{model}: ") for entry in finding_locations):

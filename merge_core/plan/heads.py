@@ -8,7 +8,7 @@ whether its head is its own (:mod:`merge_core.checkpoint.heads`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mergegate.merge_core.architecture import has_own_head, is_base_class, is_embedding, is_head
@@ -17,49 +17,36 @@ from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.recipe import Recipe
 
 
-def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
-    """Return ``donor`` with the head and the tie flag that the result needs.
+def with_head(
+    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
+) -> tuple[Checkpoint, list[Finding]]:
+    """Return ``donor`` with the head and the tie flag that the result needs, and findings about heads that are lost.
 
     If a merged model has a head of its own and the donor has none, the donor's embedding becomes its head, under the
-    name that the head has in the other model. If no model has a head of its own, and another model is flagged as tied
-    while the donor has no flag, the result is flagged as tied. Models that name their embeddings differently are
-    reported elsewhere.
+    name that the head has in the other model. If the donor has no counterpart, the head is lost. If no model has a head
+    of its own, and another model is flagged as tied while the donor has no flag, the result is flagged as tied. Models
+    that name their embeddings differently are reported elsewhere.
     """
     if has_own_head(donor):
-        return donor
-    merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
-    if ties_embeddings(donor.config) is None and any(ties_embeddings(checkpoints[name].config) for name in merged):
+        return donor, []
+    names = dict.fromkeys(str(source.model) for source in recipe.sources)
+    if ties_embeddings(donor.config) is None and any(ties_embeddings(checkpoints[name].config) for name in names):
         donor = replace(donor, config=with_tie(donor.config, value=True))
-    for name in _untied_models(recipe, donor, checkpoints):
+    untied = [] if is_base_class(donor.class_name) else [name for name in names if has_own_head(checkpoints[name])]
+    tables = [tensor for tensor in donor.tensors.values() if is_embedding(tensor.name)]
+    for name in untied:
         head = next(tensor for tensor in checkpoints[name].tensors if is_head(tensor))
-        tables = [tensor for tensor in donor.tensors.values() if is_embedding(tensor.name)]
         table = donor.tensors.get(head) or (tables[0] if len(tables) == 1 else None)
-        if table is None or table.name not in checkpoints[name].tensors:
-            continue
-        tensors = {**donor.tensors, head: replace(table, name=head)}
-        return replace(donor, tensors=tensors, config=with_tie(donor.config, value=False))
-    return donor
-
-
-def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield a finding for each model whose own head the result cannot have, because the donor has no counterpart."""
-    if has_own_head(donor):
-        return
-    for name in _untied_models(recipe, donor, checkpoints):
-        yield Finding(
+        if table is not None and table.name in checkpoints[name].tensors:
+            tensors = {**donor.tensors, head: replace(table, name=head)}
+            return replace(donor, tensors=tensors, config=with_tie(donor.config, value=False)), []
+    return donor, [
+        Finding(
             "block",
             f"{name}: config.json: tie_word_embeddings",
             found="the model has an output head of its own",
             expected=f"an embedding in {donor.directory.name} that can replace the head",
             remedy=f"set base_model: {name}",
         )
-
-
-def _untied_models(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
-    """Yield the merged models that have a head of their own, in the order of the recipe.
-
-    Yield none if the donor is a base network.
-    """
-    merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
-    if not is_base_class(donor.class_name):
-        yield from (name for name in dict.fromkeys(merged) if has_own_head(checkpoints[name]))
+        for name in untied
+    ]

@@ -44,7 +44,7 @@ from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
-from mergegate.merge_core.plan.heads import lost_heads, with_head
+from mergegate.merge_core.plan.heads import with_head
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
 from mergegate.merge_core.plan.layout import OutputTensor, lay_out
 from mergegate.merge_core.plan.mixture import plan_mixture
@@ -155,8 +155,8 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         return _build_plan(recipe, donor, mixture_jobs, mixture_config, checkpoints, None)
     checkpoints = {model: rename_to_layout(donor, checkpoint) for model, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
-    donor = with_head(recipe, donor, checkpoints)
-    problems += lost_heads(recipe, donor, checkpoints)
+    donor, lost_heads = with_head(recipe, donor, checkpoints)
+    problems += lost_heads
     structure: Mapping[str, Any] = donor.config
     if (sliced := config_of_slices(recipe, donor, checkpoints)) is not None:
         structure = sliced[0]

@@ -143,16 +143,12 @@ def _compare_aligned(
         definition = alignment.vocabularies[name]
         findings += _misnumbered_findings(name, definition)
         if name != alignment.tokenizer_name:
-            model_findings = [
-                _difference_finding(difference, alignment.tokenizer_name, name, accepted, decided=True)
-                for difference in compare_tokenizers(target, definition)
-            ]
-            relevant = [
-                finding
-                for finding, difference in zip(model_findings, compare_tokenizers(target, definition), strict=True)
-                if difference.changes_ids
-            ]
-            findings += model_findings
+            relevant = []
+            for difference in compare_tokenizers(target, definition):
+                finding = _difference_finding(difference, alignment.tokenizer_name, name, accepted, decided=True)
+                findings.append(finding)
+                if difference.changes_ids:
+                    relevant.append(finding)
             if relevant and target.has_pipeline and definition.has_pipeline:
                 pairs.append(TokenizerPair(relevant[0], definition.content, content, name))
         elif alignment.model_changed:

@@ -104,9 +104,8 @@ def lost_filters(recipe: Recipe, jobs: Sequence[TensorJob]) -> Iterator[Finding]
 
 def _filtered_conditions(recipe: Recipe) -> tuple[Condition, ...]:
     """Return the conditions of one recipe document that apply to some tensors only."""
-    cuts = [cut for module in recipe.modules for cut in module.slices]
-    scopes = [recipe.parameters, *(module.parameters for module in recipe.modules), *(cut.parameters for cut in cuts)]
-    scopes += [source.parameters for cut in cuts for source in cut.sources]
+    scopes = [recipe.parameters, *(module.parameters for module in recipe.modules)]
+    scopes += [*(cut.parameters for cut in recipe.slices), *(source.parameters for source in recipe.sources)]
     conditions = (condition for scope in scopes for setting in scope.settings for condition in setting.conditions)
     return tuple(condition for condition in conditions if condition.filter is not None)
 

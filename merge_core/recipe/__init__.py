@@ -3,7 +3,6 @@
 Parsing is strict and happens once. Later code does not validate a recipe again.
 """
 
-from mergegate.merge_core.recipe.adapter_output import AdapterOutput
 from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
 from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
 from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
@@ -27,11 +26,10 @@ from mergegate.merge_core.recipe.reference import (
     resolve_local,
 )
 from mergegate.merge_core.recipe.schema import recipe_schema
-from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
+from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
 
 __all__ = [
     "CLIENT_KEYS",
-    "AdapterOutput",
     "CalibrationReading",
     "CalibrationRequest",
     "CheckpointRef",
@@ -47,7 +45,6 @@ __all__ = [
     "RowOrigin",
     "Slice",
     "Source",
-    "TokenRow",
     "TokenizerChoice",
     "apply_overrides",
     "expand_user_path",

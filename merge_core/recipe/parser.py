@@ -494,7 +494,7 @@ def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
 
 def _check_texts(recipe: Recipe, method: Method) -> None:
     """Check that each model has a text, and the same text in every slice."""
-    for cut in (cut for module in recipe.modules for cut in module.slices):
+    for cut in recipe.slices:
         base = cut.base if method.base in ("required", "optional") else None
         sources = [source for source in cut.sources if source.model != base]
         for source in sources:

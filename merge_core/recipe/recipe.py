@@ -143,9 +143,14 @@ class Recipe:
         return find_method(self.merge_method, f"{self.location}: merge_method")
 
     @property
+    def slices(self) -> tuple[Slice, ...]:
+        """All slices of this document, in order."""
+        return tuple(cut for module in self.modules for cut in module.slices)
+
+    @property
     def sources(self) -> tuple[Source, ...]:
         """All sources of this document, in order."""
-        return tuple(source for module in self.modules for cut in module.slices for source in cut.sources)
+        return tuple(source for cut in self.slices for source in cut.sources)
 
     @property
     def needs_distances(self) -> bool:
@@ -220,7 +225,7 @@ class Recipe:
         states: dict[str, None] = {}
         for document in (*self.steps, self):
             first = None if document.mixture is not None else document.method.traits.first_state
-            for cut in (cut for module in document.modules for cut in module.slices if first is not None):
+            for cut in document.slices if first is not None else ():
                 base = cut.base or document.base
                 models = [str(source.model) for source in cut.sources if source.model != base]
                 states |= dict.fromkeys(models[first:])
@@ -238,8 +243,8 @@ class Recipe:
 
     def own_references(self) -> tuple[CheckpointRef, ...]:
         """Return all models that this document names: first the sources, then the base and the tokenizer's model."""
-        references = [source.model for module in self.modules for cut in module.slices for source in cut.sources]
-        references += [cut.base for module in self.modules for cut in module.slices if cut.base]
+        references = [source.model for source in self.sources]
+        references += [cut.base for cut in self.slices if cut.base]
         if self.base:
             references.append(self.base)
         if self.tokenizer and isinstance(self.tokenizer.source, CheckpointRef):
@@ -263,7 +268,7 @@ class Recipe:
         for document in (*self.steps, self):
             method = document.method
             only_origin = method.base in ("required", "optional") and not method.traits.merges_base
-            for cut in (cut for module in document.modules for cut in module.slices):
+            for cut in document.slices:
                 base = cut.base or document.base
                 merged |= {source.model: None for source in cut.sources if not (only_origin and source.model == base)}
                 if base is not None and method.traits.merges_base:
@@ -272,13 +277,13 @@ class Recipe:
 
     def summary(self) -> str:
         """Return a short description, for example ``ties of 2 over llama-base``."""
-        models = {source.model for module in self.modules for cut in module.slices for source in cut.sources}
+        models = {source.model for source in self.sources}
         if self.mixture is not None:
             shared = f" and {len(self.mixture.shared)} shared" if self.mixture.shared else ""
             return f"mixture of {len(self.mixture.experts)} experts{shared} over {self.base.name if self.base else ''}"
         others = models - {self.base} if self.base else models
         base = f" over {self.base.name}" if self.base and self.method.base in ("required", "optional") else ""
-        cuts = sum(len(module.slices) for module in self.modules)
+        cuts = len(self.slices)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
         inputs = " adapters" if self.output else ""

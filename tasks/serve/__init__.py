@@ -8,17 +8,19 @@ to the server. ``smoke`` runs all steps in order, and ``stage`` turns them into 
 from mergegate.tasks.serve.launch import find_server
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
+from mergegate.tasks.serve.smoke import STEPS, RunningServer, SmokeSetup, smoke_checkpoint, smoke_url
 from mergegate.tasks.serve.stage import check_server, serve_models
 from mergegate.tasks.serve.verdict import SERVED_AS_LORA, ServedModels, ServeVerdict
 
 __all__ = [
     "SERVED_AS_LORA",
     "STEPS",
+    "RunningServer",
     "ServeSettings",
     "ServeVerdict",
     "ServedModels",
     "ServingCost",
+    "SmokeSetup",
     "check_server",
     "find_server",
     "serve_models",

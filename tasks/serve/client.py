@@ -15,7 +15,6 @@ class Completion:
     """A parsed continuation.
 
     Args:
-        text: Generated text.
         identity: Value that must be equal when the request is repeated: the token ids, or else the tokens as text, or
             else the text.
         exact: Whether ``identity`` holds token ids.
@@ -48,14 +47,6 @@ class Client:
     def __init__(self, url: str, timeout: float, key: str = "") -> None:
         self._http = JsonClient(url.rstrip("/").removesuffix("/v1"), timeout, key)
 
-    def health(self) -> int:
-        """Return the HTTP status of ``/health``."""
-        return self.request("/health").status
-
-    def models(self) -> dict[str, int | None]:
-        """Return the served models and the longest request of each in tokens, None if the server does not report it."""
-        return models_of(self.request("/v1/models"))
-
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         """Send a GET request, or POST ``body``. Do not retry, because a missing answer is itself a test result.
 
@@ -65,8 +56,11 @@ class Client:
         return self._http.request(path, body)
 
 
-def models_of(answer: Answer) -> dict[str, int | None]:
-    """Return the models in an answer to ``/v1/models``, or an empty dict for any other answer."""
+def parse_models(answer: Answer) -> dict[str, int | None]:
+    """Return the longest request of each model in tokens from an answer to ``/v1/models``.
+
+    It is None if the server does not report it. For any other answer, return an empty dict.
+    """
     listed = answer.body.get("data") if answer.status == 200 and isinstance(answer.body, Mapping) else None
     return {
         str(model["id"]): model.get("max_model_len")
@@ -75,7 +69,7 @@ def models_of(answer: Answer) -> dict[str, int | None]:
     }
 
 
-def completion_of(answer: Answer) -> Completion | None:
+def parse_completion(answer: Answer) -> Completion | None:
     """Return the first choice of an answer to ``/v1/completions``, or None for any other answer."""
     choice = _first_choice(answer)
     if choice is None:
@@ -85,46 +79,39 @@ def completion_of(answer: Answer) -> Completion | None:
     tokens, ids = token_data.get("tokens"), choice.get("token_ids")
     identity = ids if ids is not None else tokens if tokens is not None else [text]
     usage = answer.body.get("usage") or {}
-    logprobs = _numbers(token_data.get("token_logprobs"))
+    # vLLM's format for the prompt: log-probabilities by token id for each position except the first, the prompt's own
+    # id first.
+    positions = choice.get("prompt_logprobs")
     token_count = usage.get("completion_tokens")
     return Completion(
         text=text,
         identity=tuple(identity),
         exact=ids is not None,
-        logprobs=logprobs,
-        prompt_logprobs=_prompt_logprobs(choice),
+        logprobs=_numbers(token_data.get("token_logprobs")),
+        prompt_logprobs=_numbers([next(iter(entry.values()))["logprob"] for entry in positions if entry])
+        if isinstance(positions, Sequence)
+        else None,
         finish_reason=str(choice.get("finish_reason") or ""),
         tokens=int(token_count) if token_count is not None else len(ids or tokens or ()),
     )
 
 
-def chat_text_of(answer: Answer) -> str | None:
-    """Return the text of an answer to ``/v1/chat/completions``, including reasoning, or None for any other answer."""
-    choice = _first_choice(answer)
-    message = choice.get("message") if choice else None
+def parse_chat(answer: Answer) -> tuple[str | None, tuple[float, ...] | None]:
+    """Return the text of an answer to ``/v1/chat/completions``, including reasoning, and its tokens' log-probabilities.
+
+    The text is None for any other answer, and the log-probabilities are None if the server does not offer them.
+    """
+    choice = _first_choice(answer) or {}
+    message, content = choice.get("message"), (choice.get("logprobs") or {}).get("content")
     if not isinstance(message, Mapping):
-        return None
-    return "".join(str(message.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
-
-
-def chat_logprobs_of(answer: Answer) -> tuple[float, ...] | None:
-    """Return the log-probabilities of a chat answer's tokens, or None if the server does not offer them."""
-    choice = _first_choice(answer)
-    content = ((choice or {}).get("logprobs") or {}).get("content")
-    return None if content is None else _numbers([entry.get("logprob") for entry in content])
+        return None, None
+    text = "".join(str(message.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
+    return text, None if content is None else _numbers([entry.get("logprob") for entry in content])
 
 
 def _first_choice(answer: Answer) -> Mapping[str, Any] | None:
     choices = answer.body.get("choices") if answer.status == 200 and isinstance(answer.body, Mapping) else None
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else None
-
-
-def _prompt_logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
-    """Parse vLLM's format: for each position except the first, log-probabilities by token id, the prompt's id first."""
-    listed = choice.get("prompt_logprobs")
-    if not isinstance(listed, Sequence):
-        return None
-    return _numbers([next(iter(entry.values()))["logprob"] for entry in listed if entry])
 
 
 def _numbers(values: Sequence[Any] | None) -> tuple[float, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,11 +51,6 @@ class Launch:
         """Return the command with port and served name filled in."""
         return [word.replace("{port}", str(port)).replace("{name}", name) for word in self.command]
 
-    @property
-    def takes_a_name(self) -> bool:
-        """Whether the command sets the name of the served model."""
-        return any("{name}" in word for word in self.command)
-
 
 def find_server(settings: ServeSettings, root: Path) -> ServerKind:
     """Return the server that ``settings`` select and its version, without starting it.
@@ -66,8 +61,12 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
     Raises:
         InvalidInput: vLLM is not installed in the selected environment.
     """
-    if settings.command is not None:
-        return ServerKind(f"{_name_of(settings.command)} {settings.version}".strip())
+    if (command := settings.command) is not None:
+        program = Path(command[0]).name
+        if re.fullmatch(r"python[\d.]*", program):  # `python -m llama_cpp.server`: name the module
+            target = next((word for word in command[1:] if not word.startswith("-")), program)
+            program = program if "{" in target else Path(target).name
+        return ServerKind(f"{program} {settings.version}".strip())
     python = root / settings.python if settings.python else PYTHON.absolute()
     for distribution in _DISTRIBUTIONS:
         for directory in _installed(python, f"{distribution}-*.dist-info"):
@@ -76,24 +75,15 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
             return ServerKind(f"{distribution.replace('_', '-')} {version}", python, on_cpu)
     raise InvalidInput(
         "serve.python" if settings.python else "serve",
-        found=f"no vLLM beside {python}",
+        found=f"vLLM is not installed in the environment of {python}",
         expected="the interpreter of an environment in which vLLM is installed",
-        remedy="make serve-env, or serve.command for another server",
+        remedy="run 'make serve-env', or set serve.command for another server",
     )
 
 
 def _installed(python: Path, pattern: str) -> list[Path]:
     """Return the matching packages in the interpreter's environment."""
     return sorted(python.parent.parent.glob(f"lib/python*/site-packages/{pattern}"))
-
-
-def _name_of(command: Sequence[str]) -> str:
-    """Return the program of a command, or the module that its interpreter runs (``python -m llama_cpp.server``)."""
-    name = Path(command[0]).name
-    if not re.fullmatch(r"python[\d.]*", name):
-        return name
-    target = next((word for word in command[1:] if not word.startswith("-")), name)
-    return name if "{" in target else Path(target).name
 
 
 def compile_server(kind: ServerKind) -> None:
@@ -140,8 +130,8 @@ def launch(
         "--host": "127.0.0.1",
         "--port": "{port}",
         "--served-model-name": "{name}",
-        "--dtype": dtype_of(settings, checkpoint),
-        "--max-model-len": str(context_of(settings, checkpoint)),
+        "--dtype": serving_dtype(settings, checkpoint),
+        "--max-model-len": str(context_length(settings, checkpoint)),
         "--tensor-parallel-size": str(settings.tensor_parallel_size),
         "--max-num-seqs": "4",
         "--seed": "0",
@@ -160,7 +150,7 @@ def launch(
     return Launch(tuple(command), environment | settings.environment)
 
 
-def dtype_of(settings: ServeSettings, checkpoint: Checkpoint) -> str:
+def serving_dtype(settings: ServeSettings, checkpoint: Checkpoint) -> str:
     """Return the name of the dtype in which both the server and the reference compute.
 
     It is the dtype from the settings, or else that of most weights. float32 replaces float64.
@@ -175,7 +165,7 @@ def dtype_of(settings: ServeSettings, checkpoint: Checkpoint) -> str:
     return "float32" if most == "float64" else most
 
 
-def context_of(settings: ServeSettings, checkpoint: Checkpoint) -> int:
+def context_length(settings: ServeSettings, checkpoint: Checkpoint) -> int:
     """Return the longest request in tokens: the setting, or else the model's own limit, but at most 4096."""
     if settings.max_model_len is not None:
         return settings.max_model_len

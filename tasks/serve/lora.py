@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.adapters import CONFIG_FILE, Adapter, open_adapter
@@ -20,10 +20,9 @@ from mergegate.merge_core.architecture import parse_layer_place, vocabulary_size
 from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.serve.launch import ServerKind, dtype_of
+from mergegate.tasks.serve.launch import ServerKind, serving_dtype
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.static_checks import check_finite
-from mergegate.tasks.serve.verdict import SERVED_AS_LORA, Check
+from mergegate.tasks.serve.verdict import SERVED_AS_LORA
 
 # Values that --max-lora-rank accepts.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -31,7 +30,6 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _MOST_TOKENS = 258_048
 # Arguments with which a profile itself configures the adapters to serve and their names.
 _LORA_OPTIONS = ("--lora-modules", "--enable-lora", "--no-enable-lora", "--lora-target-modules")
-_BIASES = ("own_bias", "b_bias")
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class ServedAdapter:
     """A base and an adapter that vLLM can serve as LoRA.
 
     Args:
-        base: Model that vLLM loads.
-        adapter: Adapter that vLLM applies to it.
         max_rank: Value of ``--max-lora-rank``.
     """
 
@@ -59,14 +55,9 @@ class ServedAdapter:
             "--lora-modules": module,
         }
 
-    def static_check(self) -> Check:
-        """Check that every factor is finite."""
-        factors = replace(self.base, tensors={tensor.name: tensor for tensor in self.adapter.stored})
-        return check_finite(factors).model_copy(update={"name": "finite factors"})
-
     @property
-    def way(self) -> str:
-        """Description of how the adapter is served, in one line for a verdict."""
+    def description(self) -> str:
+        """How the adapter is served, in one line for a verdict."""
         return f"{SERVED_AS_LORA} on its base: factors of rank {highest_rank(self.adapter)}, room for {self.max_rank}"
 
 
@@ -75,7 +66,7 @@ def base_name(name: str) -> str:
     return f"{name}-base"
 
 
-def as_lora(adapted: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
+def plan_lora(adapted: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
     """Return the base and the adapter if vLLM can serve them as LoRA, or else the reason why it cannot.
 
     Raises:
@@ -89,10 +80,10 @@ def as_lora(adapted: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings
     conflicts = [word for word in settings.arguments if word.partition("=")[0] in _LORA_OPTIONS]
     if conflicts:
         return f"serve.arguments has {conflicts[0].partition('=')[0]}"
-    if not kind.on_cpu and dtype_of(settings, base) == "float32":
-        return "on GPUs, vLLM takes LoRA in bfloat16 and float16 only"
-    if reason := why_not_lora(base, adapter):
-        return reason
+    if not kind.on_cpu and serving_dtype(settings, base) == "float32":
+        return "on GPUs, vLLM supports LoRA only in bfloat16 and float16"
+    if problem := lora_problem(base, adapter):
+        return problem
     rank = highest_rank(adapter)
     return ServedAdapter(base, adapter, next(limit for limit in _RANKS if rank <= limit))
 
@@ -102,55 +93,36 @@ def highest_rank(adapter: Adapter) -> int:
     return max([adapter.config.rank, *adapter.config.rank_pattern.values()])
 
 
-def why_not_lora(base: Checkpoint, adapter: Adapter) -> str:
+def lora_problem(base: Checkpoint, adapter: Adapter) -> str:
     """Return why vLLM cannot serve ``adapter`` on ``base`` as LoRA, judging by configurations and names, or ''."""
-    for reason in (_configuration_problem(adapter), _base_problem(base), _tensor_problem(base, adapter)):
-        if reason:
-            return reason
-    return ""
-
-
-def _configuration_problem(adapter: Adapter) -> str:
     config = adapter.config
     content: Mapping[str, Any] = read_json(adapter.directory / CONFIG_FILE)
-    if config.dora:
-        return "vLLM takes no DoRA"
-    if content.get("modules_to_save"):
-        return "vLLM takes no whole modules (modules_to_save)"
-    if config.bias != "none" or config.lora_bias:
-        return "vLLM takes no biases of an adapter"
-    if config.tokens is not None:
-        return "vLLM takes no trained tokens (trainable_token_indices)"
-    if config.parameters:
-        return "factors of experts (target_parameters) were not tried in vLLM"
-    if (rank := highest_rank(adapter)) > _RANKS[-1]:
-        return f"vLLM takes ranks up to {_RANKS[-1]}, not {rank}"
-    return ""
-
-
-def _base_problem(base: Checkpoint) -> str:
     parts = [key for key, value in base.config.items() if key.endswith("_config") and isinstance(value, dict)]
-    if any(key != "quantization_config" for key in parts):
-        return "adapters of models with several parts were not tried in vLLM"
     tokens = vocabulary_size(base.config)
-    if tokens is not None and tokens > _MOST_TOKENS:
-        return f"with LoRA, vLLM takes up to {_MOST_TOKENS:,} tokens, not {tokens:,}"
-    return ""
-
-
-def _tensor_problem(base: Checkpoint, adapter: Adapter) -> str:
-    """Return why vLLM would refuse or ignore a tensor. vLLM identifies modules by their full name."""
-    if adapter.full_tensors:
-        return f"vLLM takes no whole tensors ({next(iter(adapter.full_tensors))})"
-    for module in adapter.modules.values():
+    rank = highest_rank(adapter)
+    problems = {
+        "vLLM does not support DoRA": config.dora,
+        "vLLM does not support whole modules (modules_to_save)": content.get("modules_to_save"),
+        "vLLM does not support biases of an adapter": config.bias != "none" or config.lora_bias,
+        "vLLM does not support trained tokens (trainable_token_indices)": config.tokens is not None,
+        "factors of experts (target_parameters) are not tested in vLLM": config.parameters,
+        f"vLLM supports ranks up to {_RANKS[-1]}, not {rank}": rank > _RANKS[-1],
+        "adapters of models with several parts are not tested in vLLM": set(parts) - {"quantization_config"},
+        f"with LoRA, vLLM supports up to {_MOST_TOKENS:,} tokens, not {tokens or 0:,}": (tokens or 0) > _MOST_TOKENS,
+        f"vLLM does not support full tensors ({next(iter(adapter.full_tensors), '')})": adapter.full_tensors,
+    }
+    for problem, is_present in problems.items():
+        if is_present:
+            return problem
+    for module in adapter.modules.values():  # vLLM identifies modules by their full name
         if parse_layer_place(f"{module.name}.weight") is None:
-            return f"factors outside of the layers were not tried in vLLM ({module.name})"
-        if any(kind in module.tensors for kind in _BIASES):
-            return f"vLLM takes no biases of an adapter ({module.name})"
+            return f"factors outside of the layers are not tested in vLLM ({module.name})"
+        if any(kind in module.tensors for kind in ("own_bias", "b_bias")):
+            return f"vLLM does not support biases of an adapter ({module.name})"
         if more := module.tensors.keys() - {"a", "b"}:
-            return f"vLLM takes factors only ({module.name} has {min(more)})"
+            return f"vLLM supports only factors ({module.name} has {min(more)})"
         if "experts" in module.name.split("."):
-            return f"factors of experts were not tried in vLLM ({module.name})"
+            return f"factors of experts are not tested in vLLM ({module.name})"
         if f"{module.name}.weight" not in base.tensors:
-            return f"vLLM would look for {module.name} in vain: the base's files call it otherwise"
+            return f"vLLM would not find {module.name}, because the base's files use another name"
     return ""

@@ -79,9 +79,6 @@ class ServingCost(BaseModel):
         return " · ".join(part for part in parts if part)
 
 
-NOTHING = ServingCost()
-
-
 def token_rate(tokens_per_second: float) -> str:
     """Format a rate as '410 tokens/s' or '3.2 tokens/s'."""
     digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
@@ -97,7 +94,11 @@ def machine_name(device: str) -> str:
     """Return the hardware behind the measurements: cores, processor, and GPUs if ``device`` is ``cuda``."""
     cores = cores_of_process()
     description = f"{cores} core{'' if cores == 1 else 's'}"
-    if processor := _processor():
+    # The name of the processor as the kernel reports it, without trademarks and clock rate.
+    processor = next((line.partition(":")[2] for line in kernel_lines("cpuinfo") if line.startswith("model name")), "")
+    for noise in ("(R)", "(TM)", " CPU", " Processor"):
+        processor = processor.replace(noise, "")
+    if processor := " ".join(processor.partition("@")[0].split()):
         description += f" of {processor}"
     if device != "cuda":
         return description
@@ -106,11 +107,3 @@ def machine_name(device: str) -> str:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     counted = (f"{names.count(name)} of {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names))
     return ", ".join([*counted, description])
-
-
-def _processor() -> str:
-    """Return the name of the processor as the kernel reports it, without trademarks and clock rate."""
-    name = next((line.partition(":")[2] for line in kernel_lines("cpuinfo") if line.startswith("model name")), "")
-    for noise in ("(R)", "(TM)", " CPU", " Processor"):
-        name = name.replace(noise, "")
-    return " ".join(name.partition("@")[0].split())

@@ -28,9 +28,9 @@ from mergegate.tasks.sandbox import (
     SupervisedProcess,
     acquire_gpus,
 )
-from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import Launch
-from mergegate.tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
+from mergegate.tasks.serve.server_log import Blame, assign_blame, port_was_taken, root_cause
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.stage import home, memory_of_child
 
@@ -110,15 +110,17 @@ class ServerProcess:
                     self.stop()
                     self._start()
                     continue
-                raise self.ended()
-            if self._is_ready():
+                raise self.diagnose()
+            if self._find_model():
                 self.seconds_to_ready = time.monotonic() - self._began
                 self._answered = True
                 return
             if time.monotonic() - began > self._settings.startup_timeout:
                 cause = root_cause(self._text())  # read before stopping the server, which adds lines of its own
                 self.stop()
-                raise ServerEnded(f"not ready in {self._settings.startup_timeout:g} s; last: {cause}", "machine", None)
+                raise ServerEnded(
+                    f"not ready within {self._settings.startup_timeout:g} s; last log line: {cause}", "machine", None
+                )
             time.sleep(_PAUSE)
 
     @property
@@ -134,17 +136,17 @@ class ServerProcess:
         """
         return self._process is None or self._process.ends(within)
 
-    def ended(self) -> ServerEnded:
+    def diagnose(self) -> ServerEnded:
         """Stop the server and return the reason why it ended."""
         self.stop()
         returncode = self._end.returncode
         if self._end.reason == "limit":
             limit = self._settings.timeout
-            return ServerEnded(f"took longer than {limit:g} s altogether", "machine", returncode)
+            return ServerEnded(f"the checks took longer than {limit:g} s", "machine", returncode)
         if self._not_started:
             return ServerEnded(self._not_started, "machine", None)
         cause = root_cause(self._text())
-        return ServerEnded(cause, blame(cause, returncode, had_answered=self._answered), returncode)
+        return ServerEnded(cause, assign_blame(cause, returncode, had_answered=self._answered), returncode)
 
     def stop(self) -> None:
         """End the server and all of its children, if it runs."""
@@ -183,15 +185,16 @@ class ServerProcess:
                 self._gpus.release()
                 self._not_started = str(error)
 
-    def _is_ready(self) -> bool:
+    def _find_model(self) -> bool:
+        """Set ``model`` to the name of the served model. Return whether the server answers and lists it."""
         client = Client(self.url, timeout=min(5.0, self._settings.request_timeout))
         try:
-            if client.health() not in (200, 404):  # 404: the server has no such page
+            if client.request("/health").status not in (200, 404):  # 404: the server has no such page
                 return False
-            models = client.models()
+            models = parse_models(client.request("/v1/models"))
         except Unreachable:
             return False
-        if self._launch.takes_a_name:
+        if any("{name}" in word for word in self._launch.command):
             return self.name in models
         self.model = next(iter(models), self.name)
         return bool(models)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ class ScoredText:
     """A fixed text and its likelihood.
 
     Args:
-        text: Original text.
         ids: Token ids, including the tokens that the tokenizer prepends.
         logprobs: Log-probability of each token except the first, given its predecessors, in nats. Shape [len(ids) - 1].
     """
@@ -34,7 +33,6 @@ class Chat:
     """A conversation, rendered with the tokenizer's template up to the assistant's answer.
 
     Args:
-        messages: Messages of the conversation.
         ids: Token ids; empty if the template cannot be rendered.
         turn_ends: Id and text of the special token that ends an assistant's turn, if any.
         problem: Error that the template raised; empty if it can be rendered.
@@ -61,38 +59,48 @@ class Reference:
     ends: tuple[int, ...]
 
 
-def make_reference(
-    model: Model,
-    texts: Sequence[str],
-    question: str,
-    dtype: str,
-    device: str,
-    longest: int,
-    on_progress: TellProgress = lambda done, total: None,
-) -> Reference:
-    """Load the model, score ``texts``, render a chat with ``question``, and free the memory for the server.
+@dataclass(frozen=True)
+class ReferenceRequest:
+    """What to compute with transformers.
 
     Args:
+        texts: Texts to score.
+        question: Message of the user in the chat to render.
         dtype: Name of the torch dtype in which both transformers and the server compute.
         longest: Longest request that the server accepts, in tokens; longer texts are cut.
+    """
+
+    texts: tuple[str, ...]
+    question: str
+    dtype: str
+    device: str
+    longest: int
+
+
+def make_reference(
+    model: Model, request: ReferenceRequest, on_progress: TellProgress = lambda done, total: None
+) -> Reference:
+    """Load the model, score the texts, render the chat, and free the memory for the server.
+
+    Args:
         on_progress: Never called, because the work takes only seconds.
 
     Raises:
         InvalidInput: transformers cannot load the model, or the memory does not suffice.
     """
-    with load_model(model, dtype=dtype, device=device) as loaded:
-        scored = tuple(_scored(loaded, text, longest) for text in texts)
+    with load_model(model, dtype=request.dtype, device=request.device) as loaded:
+        scored = tuple(_score_text(loaded, text, request.longest) for text in request.texts)
         reference = Reference(
             texts=tuple(text for text in scored if len(text.ids) > 1),
-            chat=_chat(loaded.tokenizer, question) if loaded.tokenizer.chat_template else None,
-            ends=_ends(model.directory, loaded.tokenizer),
+            chat=_render_chat(loaded.tokenizer, request.question) if loaded.tokenizer.chat_template else None,
+            ends=_find_ends(model.directory, loaded.tokenizer),
         )
         del loaded  # the last reference to the model
     unload_models()
     return reference
 
 
-def _scored(loaded: LoadedModel, text: str, longest: int) -> ScoredText:
+def _score_text(loaded: LoadedModel, text: str, longest: int) -> ScoredText:
     import torch
 
     ids = [int(token) for token in loaded.tokenizer(text)["input_ids"]][: longest - 1]
@@ -105,7 +113,7 @@ def _scored(loaded: LoadedModel, text: str, longest: int) -> ScoredText:
     return ScoredText(text, tuple(ids), tuple(float(value) for value in token_logprobs))
 
 
-def _chat(tokenizer: Any, question: str) -> Chat:
+def _render_chat(tokenizer: Any, question: str) -> Chat:
     messages = ({"role": "user", "content": question},)
     try:
         ids = tokenizer.apply_chat_template(
@@ -124,7 +132,7 @@ def _chat(tokenizer: Any, question: str) -> Chat:
     return Chat(messages, tuple(int(token) for token in ids), turn_ends)
 
 
-def _ends(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+def _find_ends(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         try:

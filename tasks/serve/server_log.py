@@ -10,7 +10,7 @@ Blame = Literal["model", "machine", "settings"]
 
 # Prefixes that loggers put before a message: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
 _PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:[A-Z]+\s+\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\s+)?(?:\[[^\]]*\]\s*)?")
-_NO_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
+_NOT_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
 _RAISED = re.compile(
     r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$|"
     r"^(\w.* died unexpectedly \(exit code: -\d+\))"
@@ -48,7 +48,7 @@ def root_cause(log: str) -> str:
     """Return the line that says why a server ended: the first error that is not a consequence, else the last line."""
     errors = []
     for line in log.splitlines():
-        if _NO_ERROR.search(line[:80]):
+        if _NOT_ERROR.search(line[:80]):
             continue
         if match := _RAISED.search(_PREFIX.sub("", line.strip())):
             errors.append((match[1] or match[2]).strip())
@@ -56,10 +56,10 @@ def root_cause(log: str) -> str:
     if causes or errors:
         return (causes or errors)[0][:_LONGEST]
     lines = [line.strip() for line in log.splitlines() if line.strip() and not _PRINTED_AT_EXIT.search(line)]
-    return _PREFIX.sub("", lines[-1])[:_LONGEST] if lines else "it said nothing"
+    return _PREFIX.sub("", lines[-1])[:_LONGEST] if lines else "the log is empty"
 
 
-def blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
+def assign_blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
     """Decide whether the machine, the settings or the model is to blame for the end of a server.
 
     The machine is to blame if it lacks memory, a GPU or the server itself, and also for SIGKILL, which the kernel sends

@@ -1,63 +1,90 @@
-"""Run the smoke test: static checks, reference, server, questions and verdict."""
+"""Run the smoke test: static checks, reference, server, its answers and verdict."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, call_model_process
 from mergegate.tasks.http import Unreachable
 from mergegate.tasks.serve import checks
-from mergegate.tasks.serve.checks import ServedSubject, ServerQuestion
-from mergegate.tasks.serve.client import Client, models_of
-from mergegate.tasks.serve.launch import ServerKind, compile_server, context_of, dtype_of, launch
-from mergegate.tasks.serve.lora import ServedAdapter, as_lora, base_name
+from mergegate.tasks.serve.checks import ServedSubject, ServerCheck
+from mergegate.tasks.serve.client import Client, parse_models
+from mergegate.tasks.serve.launch import ServerKind, compile_server, context_length, launch, serving_dtype
+from mergegate.tasks.serve.lora import ServedAdapter, base_name, plan_lora
 from mergegate.tasks.serve.measurements import ServingCost, machine_name, today
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess
-from mergegate.tasks.serve.reference import Reference, make_reference
+from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.speed import Speed, measure_speed
-from mergegate.tasks.serve.static_checks import static_checks
+from mergegate.tasks.serve.static_checks import check_finite, static_checks
 from mergegate.tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, serve_verdict
 
 LOG = "server.log"
-_KNOWS_NO_LORA = re.compile(r"(\w+) does not support LoRA")  # vLLM's message about an architecture
-_QUESTIONS: tuple[tuple[str, ServerQuestion], ...] = (
-    ("text", checks.ask_generation),
-    ("parity", checks.ask_parity),
-    ("the adapter's part", checks.ask_adapter),
-    ("tokenizer", checks.ask_tokenizer),
-    ("chat", checks.ask_chat),
-    ("end of sequence", checks.ask_end),
-    ("over-long prompt", checks.ask_too_long),
+_LORA_UNSUPPORTED = re.compile(r"(\w+) does not support LoRA")  # vLLM's message about an architecture
+_CHECKS: tuple[tuple[str, ServerCheck], ...] = (
+    ("text", checks.check_generation),
+    ("parity", checks.check_parity),
+    ("the effect of the adapter", checks.check_adapter),
+    ("tokenizer", checks.check_tokenizer),
+    ("chat", checks.check_chat),
+    ("end of sequence", checks.check_ends),
+    ("over-long prompt", checks.check_length_limit),
 )
-STEPS = len(_QUESTIONS) + 4  # static, reference, ready, throughput
+_SEE_LOG = "see the log for details"
+STEPS = len(_CHECKS) + 4  # static, reference, ready, throughput
 
 OnStep = Callable[[int, str], None]  # receives the number of finished steps out of ``STEPS``, and the current step
+
+
+@dataclass(frozen=True)
+class SmokeSetup:
+    """Where a checkpoint is served.
+
+    Attributes:
+        kind: Server to start, from ``find_server``.
+        device: Device on which transformers computes the reference.
+        log: File for the output of the server.
+    """
+
+    kind: ServerKind
+    device: str
+    log: Path
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that is already running.
+
+    Attributes:
+        url: Address of the server, with or without ``/v1``.
+        model: Name of the model on the server; None for the first model that the server lists.
+        key: Bearer token.
+    """
+
+    url: str
+    model: str | None = None
+    key: str = ""
 
 
 def smoke_checkpoint(
     model: Model,
     settings: ServeSettings,
-    kind: ServerKind,
+    setup: SmokeSetup,
     *,
-    device: str,
-    log: Path,
     adapted: PinnedCheckpoint | None = None,
-    on_progress: OnStep = lambda done, doing: None,
+    on_progress: OnStep = lambda done, step: None,
 ) -> ServeVerdict:
     """Serve ``model`` and check its answers.
 
     Args:
         adapted: Base and adapter, if ``model`` is the two of them merged. vLLM then serves the adapter as LoRA, if it
             can. The reference is always computed from ``model``.
-        kind: Server to start, from ``find_server``.
-        device: Device on which transformers computes the reference.
-        log: File for the output of the server.
 
     Raises:
         InvalidInput: The checkpoint cannot be read.
@@ -67,110 +94,112 @@ def smoke_checkpoint(
     checkpoint = open_checkpoint(model.directory)
     if model.runs_code:
         settings = settings.model_copy(update={"arguments": (*settings.arguments, "--trust-remote-code")})
-    lora = as_lora(adapted, kind, settings) if adapted else None
-    results, way = _static(checkpoint, lora, settings, model.runs_code)
-    if any(check.outcome == "fail" for check in results):
-        return serve_verdict(model.name, kind.label, results, way=way)  # refuse it without starting a server
-    longest = context_of(settings, checkpoint)
-    on_progress(1, "what transformers says")
-    reference = _reference(model, checkpoint, settings, device, longest)
-    try:
-        adapter = lora if isinstance(lora, ServedAdapter) else None
-        answers, measured = _serve(checkpoint, adapter, reference, longest, settings, kind, log, on_progress)
-    except _NoLora as error:
-        results, way = _static(checkpoint, f"vLLM has no LoRA for {error}", settings, model.runs_code)
+    lora = plan_lora(adapted, setup.kind, settings) if adapted else None
+    reference: Reference | None = None
+    while True:
+        if isinstance(lora, ServedAdapter):
+            results = static_checks(lora.base, must_chat=settings.chat, runs_code=model.runs_code)
+            factors = replace(lora.base, tensors={tensor.name: tensor for tensor in lora.adapter.stored})
+            results.append(check_finite(factors).model_copy(update={"name": "finite factors"}))
+            way = lora.description
+        else:
+            results = static_checks(checkpoint, must_chat=settings.chat, runs_code=model.runs_code)
+            way = f"served merged: {lora}" if lora else ""
         if any(check.outcome == "fail" for check in results):
-            return serve_verdict(model.name, kind.label, results, way=way)
-        answers, measured = _serve(checkpoint, None, reference, longest, settings, kind, log, on_progress)
-    measured = measured.model_copy(update={"when": today(), "machine": machine_name(device)})
-    return serve_verdict(model.name, kind.label, [*results, *answers], measured, way)
+            return serve_verdict(model.name, setup.kind.label, results, way=way)  # refuse without starting a server
+        longest = context_length(settings, checkpoint)
+        if reference is None:
+            on_progress(1, "computing the reference with transformers")
+            reference = _reference(model, checkpoint, settings, setup.device, longest)
+        subject = _Served(checkpoint, lora if isinstance(lora, ServedAdapter) else None, reference, longest)
+        try:
+            answers, measured = _serve(subject, settings, setup, on_progress)
+        except _LoraUnsupported as error:
+            lora = f"vLLM does not support LoRA for {error}"
+            continue
+        measured = measured.model_copy(update={"when": today(), "machine": machine_name(setup.device)})
+        return serve_verdict(model.name, setup.kind.label, [*results, *answers], measured, way)
 
 
-class _NoLora(Exception):
+class _LoraUnsupported(Exception):
     """The server does not support LoRA for models of this kind."""
 
 
-def _static(
-    merged: Checkpoint, lora: ServedAdapter | str | None, settings: ServeSettings, runs_code: bool
-) -> tuple[list[Check], str]:
-    """Run the static checks of the model that will be served. Return them and a description of how it will be served.
-
-    Args:
-        lora: Base and adapter, the reason why they are served merged, or None without an adapter.
-    """
-    if isinstance(lora, ServedAdapter):
-        return [*static_checks(lora.base, must_chat=settings.chat, runs_code=runs_code), lora.static_check()], lora.way
-    return static_checks(merged, must_chat=settings.chat, runs_code=runs_code), f"served merged: {lora}" if lora else ""
-
-
 def smoke_url(
-    url: str,
+    server: RunningServer,
     settings: ServeSettings,
     *,
-    model: str | None = None,
     checkpoint: Model | None = None,
     device: str = "cpu",
-    key: str = "",
-    on_progress: OnStep = lambda done, doing: None,
+    on_progress: OnStep = lambda done, step: None,
 ) -> ServeVerdict:
     """Check the answers of a server that is already running.
 
     Args:
-        model: Name of the model on the server; None for the first model that the server lists.
         checkpoint: Checkpoint that the server should be serving. Without it, no reference answers are available.
-        key: Bearer token for the server.
 
     Raises:
         InvalidInput: The server does not answer, or does not list the model.
     """
-    client = Client(url, settings.request_timeout, key)
+    client = Client(server.url, settings.request_timeout, server.key)
     try:
         answer = client.request("/v1/models")
     except Unreachable as error:
-        raise InvalidInput(url, found=str(error), expected="a server that speaks the OpenAI API") from None
+        raise InvalidInput(
+            server.url,
+            found=str(error),
+            expected="a server with the OpenAI API",
+            remedy="check the address, and that the server is running",
+        ) from None
     if answer.status != 200:
-        remedy = "the address without /v1; --api-key-env for a server that wants a key"
-        raise InvalidInput(f"{url}/v1/models", found=answer.complaint, expected="a list of models", remedy=remedy)
-    listed = models_of(answer)
-    if not listed or (model is not None and model not in listed):
-        serves = f"serves {', '.join(listed) or 'no model'}"
-        raise InvalidInput(f"{url}/v1/models", found=serves, expected=model or "a model")
-    name = model or next(iter(listed))
+        raise InvalidInput(
+            f"{server.url}/v1/models",
+            found=answer.complaint,
+            expected="a list of models",
+            remedy="pass the address without /v1, and --api-key-env if the server requires a key",
+        )
+    models = parse_models(answer)
+    if not models or (server.model is not None and server.model not in models):
+        raise InvalidInput(
+            f"{server.url}/v1/models",
+            found=f"the server serves {', '.join(models) or 'no model'}",
+            expected=server.model or "a model",
+        )
+    name = server.model or next(iter(models))
     reference, results = None, list[Check]()
-    longest = settings.max_model_len or listed[name]
+    longest = settings.max_model_len or models[name]
     if checkpoint is not None:
-        on_progress(1, "static checks, and what transformers says")
+        on_progress(1, "static checks, and computing the reference with transformers")
         opened = open_checkpoint(checkpoint.directory)
         results = static_checks(opened, must_chat=settings.chat)
         if not any(check.outcome == "fail" for check in results):
-            reference = _reference(checkpoint, opened, settings, device, longest or context_of(settings, opened))
+            reference = _reference(checkpoint, opened, settings, device, longest or context_length(settings, opened))
     probe = ServerProbe(ServedSubject(client, name, settings, reference, longest), on_progress)
     try:
         probe.run()
     except Unreachable as error:
-        probe.note_no_answer(str(error))
-    return serve_verdict(name, url, [*results, *probe.checks], _measured(probe).model_copy(update={"when": today()}))
+        probe.record_no_answer(str(error))
+    measured = probe.cost().model_copy(update={"when": today()})
+    return serve_verdict(name, server.url, [*results, *probe.checks], measured)
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
     """Compute the expected answers with transformers, in the dtype in which the model is served."""
-    dtype = dtype_of(settings, checkpoint)
+    dtype = serving_dtype(settings, checkpoint)
+    request = ReferenceRequest(tuple(settings.texts), settings.prompts[0], dtype, device, longest)
     return call_model_process(
-        make_reference,
-        (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
-        location=f"{model.name} in transformers",
-        models=[model],
+        make_reference, (model, request), location=f"{model.name} in transformers", models=[model]
     )
 
 
 class ServerProbe:
     """Sequence of checks on a running server. The results so far are available at any time."""
 
-    def __init__(self, subject: ServedSubject, on_progress: OnStep = lambda done, doing: None) -> None:
-        self._asked, self._on_progress = subject, on_progress
-        self.question = "a first answer"  # current or latest question
+    def __init__(self, subject: ServedSubject, on_progress: OnStep = lambda done, step: None) -> None:
+        self._subject, self._on_progress = subject, on_progress
+        self._step = "a first answer"  # current or latest check
+        self._speed = Speed()
         self.checks: list[Check] = []
-        self.speed = Speed()
 
     def run(self, server: ServerProcess | None = None) -> None:
         """Run all checks.
@@ -180,63 +209,68 @@ class ServerProbe:
             Unreachable: The server still runs but does not answer.
         """
         try:
-            self._on_progress(3, f"asking for {self.question}")
-            subject = replace(self._asked, extended=checks.takes_extensions(self._asked))
-            for done, (self.question, ask) in enumerate(_QUESTIONS, start=3):
-                self._on_progress(done, f"asking for {self.question}")
-                answers = ask(subject)
-                self.checks += answers
+            self._on_progress(3, f"asking for {self._step}")
+            subject = replace(self._subject, extended=checks.accepts_extensions(self._subject))
+            for done, (self._step, check) in enumerate(_CHECKS, start=3):
+                self._on_progress(done, f"asking for {self._step}")
+                results = check(subject)
+                self.checks += results
                 # A dying engine answers with HTTP 5xx and exits a moment later.
-                if server and any("HTTP 5" in check.seen for check in answers) and server.has_died():
-                    raise server.ended()
-            self.question = "throughput"
+                if server and any("HTTP 5" in result.seen for result in results) and server.has_died():
+                    raise server.diagnose()
+            self._step = "throughput"
             self._on_progress(STEPS - 1, "measuring speed")
-            answers, self.speed = measure_speed(subject)
-            self.checks += answers
-            self._on_progress(STEPS, "ending")
+            results, self._speed = measure_speed(subject)
+            self.checks += results
+            self._on_progress(STEPS, "stopping the server")
         except Unreachable as error:
             if server and not error.timed_out and server.has_died():
-                raise server.ended() from None
+                raise server.diagnose() from None
             raise
 
-    def note_no_answer(self, why: str) -> None:
-        """Record that the server did not answer the latest question."""
-        remedy = "serve.request_timeout for a slow machine; else see the server's log"
-        self.checks.append(Check(name=self.question, outcome="fail", seen=why, expected="an answer", remedy=remedy))
+    def record_no_answer(self, reason: str) -> None:
+        """Record that the server did not answer during the latest check."""
+        remedy = "increase serve.request_timeout for a slow machine; otherwise see the server's log"
+        self.checks.append(Check.failed(self._step, reason, "an answer", remedy))
 
-    def note_end(self, end: ServerEnded, log: Path) -> None:
-        """Record that the server ended during the latest question."""
-        self.checks.append(
-            Check(
-                name="server lives",
-                outcome="fail",
-                where=log.name,
-                seen=f"ended when asked for {self.question}: {end.cause}",
-                expected="a server that goes on answering",
-                remedy="the log has the whole story",
-            )
+    def record_end(self, end: ServerEnded, log: Path) -> None:
+        """Record that the server ended during the latest check."""
+        seen = f"ended when asked for {self._step}: {end.cause}"
+        self.checks.append(Check.failed("server lives", seen, "a server that continues to answer", _SEE_LOG, log.name))
+
+    def cost(self, server: ServerProcess | None = None) -> ServingCost:
+        """Return the measured cost. Memory is known only for a server that mergegate started, after it has ended."""
+        return ServingCost(
+            seconds_to_ready=server.seconds_to_ready if server else None,
+            seconds_to_first_token=self._speed.seconds_to_first_token,
+            tokens_per_second=self._speed.tokens_per_second,
+            peak_memory=server.peak_memory if server else None,
+            peak_gpu_memory=server.peak_gpu_memory if server else None,
         )
 
 
+class _Served(NamedTuple):
+    """What is served: a checkpoint, or the base of ``lora`` with its adapter, and the expected answers."""
+
+    checkpoint: Checkpoint
+    lora: ServedAdapter | None
+    reference: Reference
+    longest: int  # longest request in tokens
+
+
 def _serve(
-    checkpoint: Checkpoint,
-    lora: ServedAdapter | None,
-    reference: Reference,
-    longest: int,
-    settings: ServeSettings,
-    kind: ServerKind,
-    log: Path,
-    on_progress: OnStep,
+    served: _Served, settings: ServeSettings, setup: SmokeSetup, on_progress: OnStep
 ) -> tuple[list[Check], ServingCost]:
     """Start the server, check its answers, and return the checks and the cost.
 
     Raises:
-        _NoLora: The server does not support ``lora`` for this kind of model.
+        _LoraUnsupported: The server does not support the adapter for this kind of model.
         MachineFailed: The server cannot run on this machine.
     """
+    kind, log, lora = setup.kind, setup.log, served.lora
     on_progress(2, f"waiting for {kind.label}")
     compile_server(kind)
-    command = launch(settings, kind, lora.base if lora else checkpoint, lora.arguments if lora else None)
+    command = launch(settings, kind, lora.base if lora else served.checkpoint, lora.arguments if lora else None)
     server = ServerProcess(command, log, settings)
     probe: ServerProbe | None = None
     results: list[Check] = []
@@ -244,55 +278,39 @@ def _serve(
     try:
         with server:
             server.await_ready(lambda seconds: on_progress(2, f"waiting for {kind.label}: {seconds:.0f} s"))
-            seen = f"after {server.seconds_to_ready or 0:.1f} s"
-            results = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
+            results = [Check.passed("ready", f"after {server.seconds_to_ready or 0:.1f} s", expected)]
             client = Client(server.url, settings.request_timeout)
             base = base_name(server.model) if lora else None
-            subject = ServedSubject(client, server.model, settings, reference, longest, base=base)
+            subject = ServedSubject(client, server.model, settings, served.reference, served.longest, base=base)
             probe = ServerProbe(subject, on_progress)
             probe.run(server)
     except ServerEnded as end:
-        if lora and probe is None and (match := _KNOWS_NO_LORA.search(end.cause)):
-            raise _NoLora(match[1]) from None
-        _raise_unless_model(end, kind, log)
+        if lora and probe is None and (match := _LORA_UNSUPPORTED.search(end.cause)):
+            raise _LoraUnsupported(match[1]) from None
+        if end.blame == "machine":
+            raise MachineFailed(
+                "serve",
+                found=f"{kind.label} could not be run on this machine: {end.cause}\n  log: {log}",
+                expected="enough memory and devices for the server; this says nothing about the model",
+                remedy="free memory, decrease serve.max_model_len, use a (larger) GPU, or increase "
+                "serve.startup_timeout for a slow start",
+            ) from None
+        if end.blame == "settings":
+            raise WronglyConfigured(
+                "serve",
+                found=f"{kind.label} rejected its command line: {end.cause}\n  log: {log}",
+                expected="arguments that the server supports; this says nothing about the model",
+                remedy="correct serve.arguments, serve.max_model_len or serve.command",
+            ) from None
         if probe is None:
-            remedy = "the log has the whole story"
             seen = f"ended before it answered: {end.cause}"
-            results = [Check(name="ready", outcome="fail", seen=seen, expected=expected, where=log.name, remedy=remedy)]
+            results = [Check.failed("ready", seen, expected, _SEE_LOG, log.name)]
         else:
-            probe.note_end(end, log)
+            probe.record_end(end, log)
     except Unreachable as error:
         if probe is None:
             raise
-        probe.note_no_answer(str(error))
-    return [*results, *(probe.checks if probe else ())], _measured(probe, server)
-
-
-def _measured(probe: ServerProbe | None, server: ServerProcess | None = None) -> ServingCost:
-    """Return the measured cost. Memory is known only for a server that we started, after it has ended."""
-    speed = probe.speed if probe else Speed()
-    return ServingCost(
-        seconds_to_ready=server.seconds_to_ready if server else None,
-        seconds_to_first_token=speed.seconds_to_first_token,
-        tokens_per_second=speed.tokens_per_second,
-        peak_memory=server.peak_memory if server else None,
-        peak_gpu_memory=server.peak_gpu_memory if server else None,
-    )
-
-
-def _raise_unless_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:
-    """Raise an error if the machine or the settings, not the model, made the server end."""
-    if end.blame == "machine":
-        raise MachineFailed(
-            "serve",
-            found=f"{kind.label} could not be run on this machine: {end.cause}\n  log: {log}",
-            expected="memory and devices for the server; the model is not to blame, and not judged",
-            remedy="free memory, a smaller serve.max_model_len, a (larger) GPU, serve.startup_timeout for a slow start",
-        )
-    if end.blame == "settings":
-        raise WronglyConfigured(
-            "serve",
-            found=f"{kind.label} was called wrongly: {end.cause}\n  log: {log}",
-            expected="arguments that it knows; the model is not to blame, and not judged",
-            remedy="correct serve.arguments, serve.max_model_len or serve.command",
-        )
+        probe.record_no_answer(str(error))
+    if probe is None:
+        return results, ServingCost(peak_memory=server.peak_memory, peak_gpu_memory=server.peak_gpu_memory)
+    return [*results, *probe.checks], probe.cost(server)

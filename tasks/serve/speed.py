@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.checks import ServedSubject
-from mergegate.tasks.serve.client import completion_of
+from mergegate.tasks.serve.client import parse_completion
 from mergegate.tasks.serve.measurements import token_rate
 from mergegate.tasks.serve.verdict import Check
 
@@ -38,22 +38,22 @@ def measure_speed(subject: ServedSubject) -> tuple[list[Check], Speed]:
     began = time.monotonic()
     for _ in range(_TRIES):
         answer, seconds = _timed(subject, 1)
-        if completion_of(answer) is not None:
+        if parse_completion(answer) is not None:
             first.append(seconds)
         answer, seconds = _timed(subject, subject.settings.max_tokens)
-        completion = completion_of(answer)
+        completion = parse_completion(answer)
         if completion is None or not completion.tokens:
-            seen = answer.complaint if completion is None else "the server counts no tokens"
-            return [Check(name="throughput", outcome="not offered", seen=seen, expected=expected)], Speed()
+            seen = answer.complaint if completion is None else "the server does not report the number of tokens"
+            return [Check.not_offered("throughput", seen, expected)], Speed()
         rates.append(completion.tokens / max(seconds, 1e-6))
         if time.monotonic() - began > _ENOUGH:
             break
     speed = Speed(min(first, default=None), max(rates))
     seen = token_rate(max(rates))
     if floor is not None and max(rates) < floor:
-        remedy = "another machine, or a lower serve.min_tokens_per_second"
-        return [Check(name="throughput", outcome="fail", seen=seen, expected=expected, remedy=remedy)], speed
-    return [Check(name="throughput", outcome="pass", seen=seen, expected=expected)], speed
+        remedy = "use a faster machine, or decrease serve.min_tokens_per_second"
+        return [Check.failed("throughput", seen, expected, remedy)], speed
+    return [Check.passed("throughput", seen, expected)], speed
 
 
 def _timed(subject: ServedSubject, tokens: int) -> tuple[Answer, float]:

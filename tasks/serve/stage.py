@@ -19,7 +19,7 @@ from mergegate.merge_core.errors import ChangedInput, MergegateError
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
 from mergegate.tasks.serve.launch import ServerKind, find_server
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import LOG, STEPS, smoke_checkpoint
+from mergegate.tasks.serve.smoke import LOG, STEPS, SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import MachineFailed, Measurement, ServedModels, ServeVerdict
 from mergegate.tasks.stage import Runtime, advance, home, runtime, stage
 from mergegate.tasks.store import NotInKey
@@ -46,7 +46,7 @@ def server_of(settings: ServeSettings, root: Path) -> ServerVersion:
 
 
 def check_server(settings: ServeSettings | None, root: Path) -> None:
-    """Check that the server is installed, long before the merge exists. Do nothing without settings.
+    """Check that the server is installed, before anything is merged. Do nothing without settings.
 
     Raises:
         InvalidInput: The server is not installed.
@@ -82,21 +82,19 @@ def serve_models(
         return ServedModels(verdict=verdict)
     # A parent may be a base model, which need not chat.
     settings = settings.model_copy(update={"chat": None})
-    return ServedModels(
-        verdict=verdict, parents={parent.name: _measurement(parent, settings, server) for parent in parents}
-    )
+    measurements: dict[str, Measurement] = {}
+    for parent in parents:
+        try:
+            measurements[parent.name] = measure_parent(parent, settings, server, runtime()).value
+        except ChangedInput:
+            raise
+        except MergegateError as error:
+            problem = error.found.splitlines()[0]
+            measurements[parent.name] = Measurement(model=parent.name, server=server.label, problem=problem)
+    return ServedModels(verdict=verdict, parents=measurements)
 
 
-def _measurement(parent: Model, settings: ServeSettings, server: ServerVersion) -> Measurement:
-    try:
-        return measure_parent(parent, settings, server, runtime()).value
-    except ChangedInput:
-        raise
-    except MergegateError as error:
-        return Measurement(model=parent.name, server=server.label, problem=error.found.splitlines()[0])
-
-
-@stage("serve", version=3)
+@stage("serve", version=4)
 def serve(
     out: Path,
     model: Model,
@@ -115,7 +113,7 @@ def serve(
     return _smoke(out, model, settings, server, runtime, adapted)
 
 
-@stage("measure", version=1, subject="model")
+@stage("measure", version=2, subject="model")
 def measure_parent(
     out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime
 ) -> Measurement:
@@ -134,17 +132,11 @@ def _smoke(
     runtime: Runtime,
     adapted: PinnedCheckpoint | None = None,
 ) -> ServeVerdict:
-    kind = ServerKind(server.label, server.python, server.on_cpu)
     log = out / LOG
+    setup = SmokeSetup(ServerKind(server.label, server.python, server.on_cpu), runtime.device, log)
     try:
         return smoke_checkpoint(
-            model,
-            settings,
-            kind,
-            device=runtime.device,
-            log=log,
-            adapted=adapted,
-            on_progress=lambda done, doing: advance(done, STEPS, "steps"),
+            model, settings, setup, adapted=adapted, on_progress=lambda done, step: advance(done, STEPS, "steps")
         )
     except MachineFailed as error:
         if not log.exists():

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import CannotDecide, Refused
-from mergegate.tasks.serve.measurements import NOTHING, ServingCost
+from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.server_log import Blame
 from mergegate.tasks.stage import Section, StageValue, Verdict
 from mergegate.tasks.store import NotInKey
@@ -34,6 +34,18 @@ class Check(BaseModel):
     where: str = ""  # tensor, file or field, if any
     remedy: str = ""
 
+    @classmethod
+    def passed(cls, name: str, seen: str, expected: str = "") -> Check:
+        return cls(name=name, outcome="pass", seen=seen, expected=expected)
+
+    @classmethod
+    def failed(cls, name: str, seen: str, expected: str, remedy: str, location: str = "") -> Check:
+        return cls(name=name, outcome="fail", seen=seen, expected=expected, remedy=remedy, where=location)
+
+    @classmethod
+    def not_offered(cls, name: str, seen: str, expected: str = "") -> Check:
+        return cls(name=name, outcome="not offered", seen=seen, expected=expected)
+
     def __str__(self) -> str:
         location = f"{self.where}: " if self.where else ""
         return f"{self.name}: {location}{self.seen}"
@@ -47,7 +59,7 @@ class ServeVerdict(StageValue):
     outcome: Literal["pass", "fail"]
     checks: tuple[Check, ...]
     way: str = ""  # for an adapter: served as LoRA, or merged and why
-    measured: Annotated[ServingCost, NotInKey] = NOTHING
+    measured: Annotated[ServingCost, NotInKey] = ServingCost()
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -86,7 +98,7 @@ class Measurement(StageValue):
 
     model: Annotated[str, NotInKey]
     server: str
-    measured: Annotated[ServingCost, NotInKey] = NOTHING
+    measured: Annotated[ServingCost, NotInKey] = ServingCost()
     problem: str = ""  # reason why the measurement failed
 
     def summary(self) -> str:
@@ -138,7 +150,7 @@ class WronglyConfigured(MachineFailed):
 
 
 def serve_verdict(
-    model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING, way: str = ""
+    model: str, server: str, checks: list[Check], measured: ServingCost | None = None, way: str = ""
 ) -> ServeVerdict:
     """Combine all checks into a verdict. A single failed check fails the model."""
     failed = any(check.outcome == "fail" for check in checks)
@@ -148,5 +160,5 @@ def serve_verdict(
         outcome="fail" if failed else "pass",
         checks=tuple(checks),
         way=way,
-        measured=measured,
+        measured=measured or ServingCost(),
     )

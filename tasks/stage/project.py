@@ -76,9 +76,9 @@ def log_shared_store_savings() -> Iterator[None]:
         InvalidInput: The configuration is not valid. See :func:`shared_store`. Raised before the block runs.
     """
     shared = shared_store(home() / "store")
-    before = shared.arrived.copy() if shared else None
+    before = shared.fetch_counts.copy() if shared else None
     yield
-    if shared is not None and before is not None and (arrived := shared.arrived - before):
+    if shared is not None and before is not None and (arrived := shared.fetch_counts - before):
         counts = ", ".join(f"{count} of {stage}" for stage, count in sorted(arrived.items()))
         announce(f"fetched from {shared.address} instead of built: {counts}")
 

@@ -36,6 +36,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
@@ -53,6 +54,7 @@ from mergegate.tasks.stage.project import home, shared_store
 from mergegate.tasks.stage.usage import note_artifact, record_stage
 from mergegate.tasks.store import (
     Artifact,
+    BuildCallbacks,
     Store,
     StoredValue,
     StoreMiss,
@@ -266,7 +268,7 @@ class DeclaredStage(Generic[P, V, A]):
     def _build(self, call: StageCall) -> tuple[A, StageStatus]:
         raise NotImplementedError
 
-    def _store_callbacks(self, call: StageCall) -> tuple[dict[str, Callable[..., None]], list[str]]:
+    def _store_callbacks(self, call: StageCall) -> tuple[BuildCallbacks, list[str]]:
         """Return callbacks that log damage and waiting, and the list that collects the damage."""
         damage: list[str] = []
 
@@ -278,7 +280,7 @@ class DeclaredStage(Generic[P, V, A]):
             log.info("another run is building %s; waiting for it", call.label)
             detail("another run is building %s; waiting for it", call.label)
 
-        return {"on_damage": on_damage, "on_wait": on_wait}, damage
+        return BuildCallbacks(on_wait, on_damage), damage
 
 
 class Stage(DeclaredStage[P, V, Artifact[V]]):
@@ -353,9 +355,8 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
                 lambda: self.work(out, *call.inputs.args, **call.inputs.kwargs),
                 discard_output=lambda: _empty(out),
             ),
-            hashes_of=self._hashes_of,
             resumable=self._resumable,
-            **callbacks,
+            callbacks=replace(callbacks, hashes_of=self._hashes_of),
         )
         return artifact, _status(is_new, damage)
 
@@ -377,7 +378,7 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
                 store().hashes,
                 lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
             ),
-            **callbacks,
+            callbacks,
         )
         return value, _status(is_new, damage)
 
@@ -434,11 +435,9 @@ def stage(
     )
 
 
-def value_stage(
-    name: str, *, version: int, subject: str | None = None, retries: int = 0
-) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
+def value_stage(name: str, *, version: int, subject: str | None = None) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
     """Declare a stage that writes no files and only returns a value. See :func:`stage` for the arguments."""
-    return lambda work: ValueStage(work, name=name, version=version, subject=subject, retries=retries)
+    return lambda work: ValueStage(work, name=name, version=version, subject=subject)
 
 
 class StepValue(Protocol):
@@ -455,9 +454,7 @@ class StepValue(Protocol):
 S = TypeVar("S", bound=StepValue)
 
 
-def step(
-    name: str, *, is_done: Callable[P, bool] | None = None, retries: int = 0
-) -> Callable[[Callable[P, S]], Callable[P, S]]:
+def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Callable[P, S]], Callable[P, S]]:
     """Declare a step, which is never cached because it reads or changes something outside the store.
 
     A step must be idempotent, so that running it again is harmless. mergegate checks pinned inputs before the step. If
@@ -467,7 +464,6 @@ def step(
         name: Name of the step.
         is_done: Function with the same arguments that returns whether the step has nothing left to do. It must not do
             any work, and returns false when in doubt. Default: there is always work to do.
-        retries: Number of retries after an error that no user can cause. Default: 0.
     """
 
     declare_stage(name)
@@ -501,8 +497,6 @@ def step(
                 name=name,
                 cache_policy=NO_CACHE,
                 persist_result=False,
-                retries=retries,
-                retry_condition_fn=_is_retryable,
             )
 
         @functools.wraps(work)

@@ -99,7 +99,7 @@ def created_bytes() -> int:
     """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
     run = _running_flow()
     record = read_run(runs_directory(), run) if run is not None else None
-    return record.made if record else 0
+    return record.bytes_created if record else 0
 
 
 def keep_quota() -> str:
@@ -122,7 +122,7 @@ def keep_quota() -> str:
         return ""
     size, limit = format_bytes(collected.plan.bytes_after), format_bytes(quota)
     summary = f"store: {size} of {limit}"
-    if collected.plan.goes:
+    if collected.plan.removals:
         summary += f"; {format_bytes(collected.bytes_freed)} of unused artifacts removed"
     if collected.plan.over_quota:
         summary += "; all other artifacts are in use (mergegate store du), so the quota is too small"

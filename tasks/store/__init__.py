@@ -15,15 +15,15 @@ from mergegate.tasks.store.collection import (
 )
 from mergegate.tasks.store.inspection import (
     StateFinding,
+    damaged_finding,
     directory_bytes,
     examine_database,
     examine_store,
-    is_leftover,
+    leftover_finding,
     mend_state,
-    set_aside_count,
 )
 from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
-from mergegate.tasks.store.manifest import MANIFEST
+from mergegate.tasks.store.manifest import ARRIVING, MANIFEST, ContentMismatch, receive_directory
 from mergegate.tasks.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
 from mergegate.tasks.store.runs import (
     OpenRun,
@@ -36,8 +36,7 @@ from mergegate.tasks.store.runs import (
     record_use,
 )
 from mergegate.tasks.store.shared import SharedStore, require_shared
-from mergegate.tasks.store.store import VALUE, Artifact, Store, StoredValue, StoreMiss
-from mergegate.tasks.store.transfer import ARRIVING, ContentMismatch, receive_directory
+from mergegate.tasks.store.store import VALUE, Artifact, BuildCallbacks, Store, StoredValue, StoreMiss
 
 __all__ = [
     "ARRIVING",
@@ -45,6 +44,7 @@ __all__ = [
     "RELEASED",
     "VALUE",
     "Artifact",
+    "BuildCallbacks",
     "CollectedGarbage",
     "ContentMismatch",
     "EntryName",
@@ -61,6 +61,7 @@ __all__ = [
     "StoredValue",
     "canonical",
     "collect_garbage",
+    "damaged_finding",
     "digest",
     "directory_bytes",
     "examine_database",
@@ -68,7 +69,7 @@ __all__ = [
     "explain_retention",
     "family_prefix",
     "forget_profile",
-    "is_leftover",
+    "leftover_finding",
     "list_store",
     "mend_state",
     "merkle",
@@ -81,7 +82,6 @@ __all__ = [
     "record_created",
     "record_use",
     "require_shared",
-    "set_aside_count",
     "stage_key",
     "store_bytes",
 ]

@@ -3,7 +3,7 @@
 ::
 
     collected = collect_garbage(root, runs, RetentionRule(grace_s=86_400.0))
-    collected.plan.goes, collected.bytes_freed
+    collected.plan.removals, collected.bytes_freed
 
 Only one collector works at a time; a second one waits. The collector locks the key of each entry, skips entries that
 another process holds, moves the entry into ``.trash`` in one step, and deletes it there. A collector that is killed
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +97,6 @@ def plan_collection(root: Path, runs: Path, rule: RetentionRule, now: float | No
     """Return the plan of a collection without changing anything.
 
     Args:
-        root: Directory of the store.
-        runs: Directory of the run records.
-        rule: Rule for entries that no run needs.
         now: Seconds since the epoch. Default: the current time.
     """
     return _plan(root, explain_retention(runs), rule, time.time() if now is None else now)
@@ -115,9 +112,6 @@ def collect_garbage(
     """Remove entries from the store as ``rule`` allows.
 
     Args:
-        root: Directory of the store.
-        runs: Directory of the run records.
-        rule: Rule for entries that no run needs.
         now: Seconds since the epoch. Default: the current time.
         on_wait: Called once if another process is collecting.
 
@@ -131,19 +125,19 @@ def collect_garbage(
         _empty_trash(root)
         needs = _Needs(runs)
         busy: set[tuple[str, str]] = set()
-        gone: list[tuple[StoreEntry, str]] = []
+        removed: list[tuple[StoreEntry, str]] = []
         while True:
             plan = _plan(root, needs.now(), rule, moment, busy)
-            if not plan.goes:
+            if not plan.removals:
                 break
-            for entry, why in plan.goes:
+            for entry, why in plan.removals:
                 if _move_to_trash(root, entry, needs):
-                    gone.append((entry, why))
+                    removed.append((entry, why))
                 else:  # The next plan removes another entry to meet the quota.
                     busy.add((entry.stage, entry.name))
             _empty_trash(root)
-        done = RetentionPlan(tuple(gone), plan.stays, before, store_bytes(root), rule.quota)
-    return CollectedGarbage(done, max(0, before - done.bytes_after))
+        completed = RetentionPlan(tuple(removed), plan.retained, before, store_bytes(root), rule.quota)
+    return CollectedGarbage(completed, max(0, before - completed.bytes_after))
 
 
 class _Needs:
@@ -185,13 +179,13 @@ def _move_to_trash(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
     if descriptor is None:
         return False
     try:
-        if not is_aside and entry.made_by in needs.now():
+        if not is_aside and entry.entry_name in needs.now():
             return False
         try:
             path.rename(trash)
         except FileNotFoundError:
             return not os.path.lexists(path)  # Already gone.
-        if not is_aside and entry.made_by in needs.now():
+        if not is_aside and entry.entry_name in needs.now():
             with suppress(FileNotFoundError):
                 trash.rename(path)
             return False
@@ -219,7 +213,9 @@ def _empty_trash(root: Path) -> None:
 def _entry(stage: str, path: Path, kind: EntryKind) -> StoreEntry | None:
     key = path.name[:32]
     try:
-        used = _last_change(path) if kind == "unfinished" else path.lstat().st_mtime
+        used = path.lstat().st_mtime
+        if kind == "unfinished":  # A growing journal does not change the modification time of its directory.
+            used = max([used, *(file.lstat().st_mtime for file in path.rglob("*"))])
         size = directory_bytes(path)
     except FileNotFoundError:
         return None
@@ -238,16 +234,3 @@ def _kind(path: Path) -> EntryKind | None:
     if path.is_symlink() or not _KEY.fullmatch(name.removesuffix(".json")):
         return None
     return "value" if name.endswith(".json") else "artifact" if path.is_dir() else None
-
-
-def _last_change(directory: Path) -> float:
-    """Return the time of the last change in a directory of unfinished work.
-
-    The directory's own modification time is not enough, because it does not change when a journal in it grows.
-    """
-    return max(path.lstat().st_mtime for path in _tree(directory))
-
-
-def _tree(directory: Path) -> Iterator[Path]:
-    yield directory
-    yield from directory.rglob("*")

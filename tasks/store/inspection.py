@@ -4,7 +4,7 @@ Runs do not need this module, because they skip damaged state. It serves operato
 store or to free space::
 
     for finding in examine_store(root):
-        print(finding.kind, finding.path, finding.what)
+        print(finding.kind, finding.path, finding.explanation)
         mend_state(finding)
 """
 
@@ -58,14 +58,13 @@ class StateFinding:
             it. ``unfinished``: the next run with the same inputs resumes it. ``abandoned``: no run has resumed it for
             a month. ``left over``: a killed run left it, and no run reads it. ``foreign``: mergegate did not write it
             and does not touch it.
-        path: Path of the file or directory.
-        what: Explanation of the kind.
+        explanation: Explanation of the kind.
         bytes: Size on the disk in bytes.
     """
 
     kind: FindingKind
     path: Path
-    what: str
+    explanation: str
     bytes: int
 
 
@@ -75,29 +74,30 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
     Artifacts must have the file names and sizes of their manifests, and values must match their digests.
 
     Args:
-        root: Directory of the store.
         deep: Whether to check the hashes of all files, too. This reads every byte and does not use cached hashes.
     """
     if not root.is_dir():
         if os.path.lexists(root):
-            yield set_aside_count(root, "no directory")
+            yield damaged_finding(root, "not a directory")
         return
     yield from examine_database(root / HASHES)
     for path in sorted(root.iterdir()):
         if path.name.startswith(HASHES) and ASIDE not in path.name:
             continue
-        if (leftover := is_leftover(path)) is not None:
+        if (leftover := leftover_finding(path)) is not None:
             yield leftover
         elif path.is_symlink() or not path.is_dir():
             is_stage = _STAGE.fullmatch(path.name) or path.name in (LOCKS, TRASH, OUTBOX)
-            yield set_aside_count(path, "no directory") if is_stage else _foreign(path)
+            yield damaged_finding(path, "not a directory") if is_stage else _foreign(path)
         elif path.name == OUTBOX:
             continue
         elif path.name == LOCKS:
-            yield from _unheld(path)
+            for lock in sorted(path.iterdir()):
+                if not _is_held(lock):
+                    yield StateFinding("left over", lock, "a lock that no process holds", directory_bytes(lock))
         elif path.name == TRASH:
             for entry in sorted(path.iterdir()):
-                yield StateFinding("left over", entry, "was being removed", directory_bytes(entry))
+                yield StateFinding("left over", entry, "its removal was interrupted", directory_bytes(entry))
         else:
             for entry in sorted(path.iterdir()):
                 if not _is_held(root / LOCKS / f"{path.name}-{entry.name[:32]}"):
@@ -107,23 +107,23 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
 def examine_database(database: Path) -> Iterator[StateFinding]:
     """Yield a finding if the SQLite database is damaged."""
     if why := sqlite_fault(database, patience_s=_DATABASE_PATIENCE_S):
-        yield set_aside_count(database, why)
+        yield damaged_finding(database, why)
 
 
-def is_leftover(path: Path) -> StateFinding | None:
+def leftover_finding(path: Path) -> StateFinding | None:
     """Return a finding if the name of ``path`` marks it as set aside or as left over from an unfinished write."""
     if is_set_aside(path):
-        return StateFinding("set aside", path, "it could not be believed, and was made again", directory_bytes(path))
+        return StateFinding("set aside", path, "it was damaged, and a run rebuilt it", directory_bytes(path))
     if is_temporary(path) and not path.is_dir():
-        return StateFinding("left over", path, "of a write that was not finished", directory_bytes(path))
+        return StateFinding("left over", path, "from a write that was not completed", directory_bytes(path))
     return None
 
 
 def _foreign(path: Path) -> StateFinding:
-    return StateFinding("foreign", path, "mergegate did not write it, and leaves it alone", directory_bytes(path))
+    return StateFinding("foreign", path, "mergegate did not write it and does not change it", directory_bytes(path))
 
 
-def set_aside_count(path: Path, why: str) -> StateFinding:
+def damaged_finding(path: Path, why: str) -> StateFinding:
     """Return a finding that ``path`` is damaged for the reason ``why``."""
     return StateFinding("damaged", path, why, directory_bytes(path))
 
@@ -140,9 +140,9 @@ def mend_state(finding: StateFinding) -> str:
         remove_any(finding.path)
         return "removed"
     if finding.path.suffix in (".sqlite", ".db"):
-        set_sqlite_aside(finding.path, finding.what)
+        set_sqlite_aside(finding.path, finding.explanation)
     else:
-        set_aside_damaged(finding.path, finding.what)
+        set_aside_damaged(finding.path, finding.explanation)
     return "set aside"
 
 
@@ -163,29 +163,28 @@ def directory_bytes(path: Path) -> int:
 
 
 def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
-    if (leftover := is_leftover(entry)) is not None:
+    if (leftover := leftover_finding(entry)) is not None:
         yield leftover
     elif not _KEY.match(entry.name):
         yield _foreign(entry)
     elif entry.name.endswith(".doomed"):
-        yield StateFinding("left over", entry, "to be removed", directory_bytes(entry))
+        yield StateFinding("left over", entry, "marked for removal", directory_bytes(entry))
     elif entry.name.endswith(".partial"):
         age = time.time() - entry.stat().st_mtime
         kind: FindingKind = "abandoned" if age > _ABANDONED_S else "unfinished"
-        yield StateFinding(kind, entry, f"last worked on {age / 86_400:.0f} days ago", directory_bytes(entry))
-    elif why := _fault(entry, deep):
-        yield set_aside_count(entry, why)
-
-
-def _fault(entry: Path, deep: bool) -> str:
-    if not _KEY.fullmatch(entry.name.removesuffix(".json")):
-        return "not the name of an artifact"
-    return _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry, deep)
+        yield StateFinding(kind, entry, f"last changed {age / 86_400:.0f} days ago", directory_bytes(entry))
+    else:
+        if not _KEY.fullmatch(entry.name.removesuffix(".json")):
+            fault = "not the name of an artifact"
+        else:
+            fault = _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry, deep)
+        if fault:
+            yield damaged_finding(entry, fault)
 
 
 def _artifact_fault(directory: Path, deep: bool) -> str:
     if directory.is_symlink() or not directory.is_dir():
-        return "no directory"
+        return "not a directory"
     manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
     if manifest is None:
         return f"{MANIFEST} is missing"
@@ -196,18 +195,14 @@ def _artifact_fault(directory: Path, deep: bool) -> str:
     present, special = regular_files(directory)
     for name, file in manifest.files.items():
         if name not in present or (directory / name).stat().st_size != file.size:
-            return f"{name} is missing or of another size"
-        if deep and (fault := _content_fault(directory / name, file.sha256)):
-            return f"{name} {fault}"
+            return f"{name} is missing or has another size"
+        try:
+            if deep and sha256_file(directory / name) != file.sha256:
+                return f"{name} was altered"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     extra = (present | special) - {MANIFEST, *manifest.files}
-    return f"{min(extra)} is not of this artifact" if extra else ""
-
-
-def _content_fault(file: Path, sha256: str) -> str:
-    try:
-        return "" if sha256_file(file) == sha256 else "was altered"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+    return f"{min(extra)} is not part of this artifact" if extra else ""
 
 
 def _value_fault(path: Path) -> str:
@@ -217,12 +212,6 @@ def _value_fault(path: Path) -> str:
     if not record.key.startswith(path.stem):
         return "it belongs to another key"
     return "" if record.sha256 == digest(record.value) else "it was altered"
-
-
-def _unheld(locks: Path) -> Iterator[StateFinding]:
-    for lock in sorted(locks.iterdir()):
-        if not _is_held(lock):
-            yield StateFinding("left over", lock, "a lock that nobody holds", directory_bytes(lock))
 
 
 def _is_held(lock: Path) -> bool:

@@ -79,27 +79,24 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def stage_key(stage: str, version: int, inputs: Mapping[str, object], apart: str | None = None) -> str:
+def stage_key(stage: str, version: int, inputs: Mapping[str, object], varying_input: str | None = None) -> str:
     """Return the key of one stage call: 64 hex digits that cover the stage's name, version and inputs.
 
     Args:
-        stage: Name of the stage.
-        version: Version of the stage's code.
-        inputs: Inputs by name.
-        apart: Name of the input that distinguishes the members of a family. The key then begins with
+        varying_input: Name of the input that distinguishes the members of a family. The key then begins with
             :func:`family_prefix`. Default: the key does not belong to a family.
     """
     key = digest({"stage": stage, "version": version, "inputs": dict(inputs)})
-    return key if apart is None else family_prefix(stage, version, inputs, apart) + key[_FAMILY_DIGITS:]
+    return key if varying_input is None else family_prefix(stage, version, inputs, varying_input) + key[_FAMILY_DIGITS:]
 
 
-def family_prefix(stage: str, version: int, inputs: Mapping[str, object], apart: str) -> str:
-    """Return the 16 hex digits that begin all keys of a family, whose members differ only in the input ``apart``.
+def family_prefix(stage: str, version: int, inputs: Mapping[str, object], varying_input: str) -> str:
+    """Return the 16 hex digits that begin all keys of a family, whose members differ only in ``varying_input``.
 
     Two families may share a prefix by chance, so callers compare the whole key of each member.
     """
-    common = {name: value for name, value in inputs.items() if name != apart}
-    return digest({"stage": stage, "version": version, "apart": apart, "inputs": common})[:_FAMILY_DIGITS]
+    common = {name: value for name, value in inputs.items() if name != varying_input}
+    return digest({"stage": stage, "version": version, "apart": varying_input, "inputs": common})[:_FAMILY_DIGITS]
 
 
 def merkle(files: Mapping[str, tuple[int, str]]) -> str:

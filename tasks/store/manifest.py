@@ -1,12 +1,21 @@
-"""Define the files that describe stored content: the manifest of an artifact and the record of a value."""
+"""Define the files that describe stored content, and receive directories from another machine atomically.
+
+mergegate fetches the files into a temporary directory next to the final one, compares them with a list of sizes and
+hashes, and then renames the directory. A directory with its final name is therefore complete and correct.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.files import fsync, fsync_directories, remove_any, sha256_file
+
 MANIFEST = "manifest.json"
+ARRIVING = ".arriving.partial"  # Garbage collection recognizes it as unfinished work.
 
 
 class ListedFile(BaseModel):
@@ -37,3 +46,52 @@ class ValueRecord(BaseModel):
     digest: str
     sha256: str
     value: Any
+
+
+class ContentMismatch(Exception):
+    """A received file differs from its listed size or hash. The message names the file."""
+
+
+def receive_directory(
+    final: Path, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]
+) -> dict[Path, str]:
+    """Fetch ``files`` into the new directory ``final``.
+
+    The caller holds a lock, so that only one process at a time receives this directory. After an error, nothing is
+    left behind.
+
+    Args:
+        final: Directory to create. Leftovers of an earlier, killed transfer next to it are removed.
+        files: Size in bytes and sha256 of each file, by relative name.
+        fetch: Function that writes the file with the given name to the given path, whose parent directory exists.
+
+    Returns:
+        The sha256 of every file by its final path, so that the files need not be read again.
+
+    Raises:
+        ContentMismatch: A file has different content, or a name that leads out of the directory.
+        Exception: Any error that ``fetch`` raises.
+    """
+    arriving = final.with_name(final.name + ARRIVING)
+    remove_any(arriving)
+    try:
+        arriving.mkdir(parents=True)
+        for name, (size, sha256) in sorted(files.items()):
+            path = arriving / name
+            if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+                raise ContentMismatch(f"{name!r} is not the name of a file in a directory")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fetch(name, path)
+            received_size = path.stat().st_size
+            if received_size != size:
+                raise ContentMismatch(f"{name} has {received_size} bytes instead of {size}")
+            if (received_sha256 := sha256_file(path)) != sha256:
+                raise ContentMismatch(f"{name}: sha256 is {received_sha256[:12]}… instead of {sha256[:12]}…")
+            fsync(path)
+        fsync_directories(arriving)
+        arriving.rename(final)
+    except BaseException:
+        remove_any(arriving)
+        raise
+    fsync(final.parent)
+    return {final / name: sha256 for name, (_, sha256) in files.items()}

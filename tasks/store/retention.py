@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 # Number of recent runs to keep for each profile. With two, one failed run does not discard the results before it.
@@ -35,15 +35,13 @@ class RunUse:
     """A run and the entries that it requested from the store.
 
     Args:
-        run: ID of the run.
-        flow: Name of the flow.
         profile: Name of the profile, or an empty string for a run without one.
         started: Start time in seconds since the epoch.
         status: Final status, or an empty string if the run is in progress or was killed.
         judged: Whether the run got far enough that the next run of the profile will need the same entries.
-        live: Whether the run is in progress.
+        is_live: Whether the run is in progress.
         used: Subject of each entry that the run used.
-        made: Total size in bytes of the artifacts that the run created.
+        bytes_created: Total size in bytes of the artifacts that the run created.
     """
 
     run: str
@@ -52,13 +50,9 @@ class RunUse:
     started: float
     status: str
     judged: bool
-    live: bool
+    is_live: bool
     used: Mapping[EntryName, str]
-    made: int = 0
-
-    def with_live(self, live: bool) -> RunUse:
-        """Return a copy of this run that is in progress or has ended."""
-        return replace(self, live=live)
+    bytes_created: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,9 +61,7 @@ class StoreEntry:
 
     Args:
         stage: Directory of the stage, or an empty string for an entry at the top of the store.
-        name: Name of the file or directory.
         key: First 32 hex digits of the key, or an empty string if the name does not contain a key.
-        kind: Kind of the entry.
         bytes: Size on the disk in bytes.
         used: Time when it was created or last used, in seconds since the epoch.
     """
@@ -82,7 +74,7 @@ class StoreEntry:
     used: float
 
     @property
-    def made_by(self) -> EntryName:
+    def entry_name(self) -> EntryName:
         """Stage and key that the entry belongs to."""
         return EntryName(self.stage, self.key)
 
@@ -106,15 +98,15 @@ class RetentionPlan:
     """Entries to remove and to keep, each with the reason, least recently used first.
 
     Args:
-        goes: Entries to remove.
-        stays: Entries to keep.
+        removals: Entries to remove.
+        retained: Entries to keep.
         bytes_before: Size of the whole store in bytes.
-        bytes_after: Size in bytes after all entries in ``goes`` are removed.
+        bytes_after: Size in bytes after all entries in ``removals`` are removed.
         quota: Size limit in bytes. None: no limit.
     """
 
-    goes: tuple[tuple[StoreEntry, str], ...]
-    stays: tuple[tuple[StoreEntry, str], ...]
+    removals: tuple[tuple[StoreEntry, str], ...]
+    retained: tuple[tuple[StoreEntry, str], ...]
     bytes_before: int
     bytes_after: int
     quota: int | None = None
@@ -145,7 +137,7 @@ def runs_that_count(runs: Iterable[RunUse]) -> dict[str, str]:
             for run in [run for run in judged if run.status == RELEASED][-1:]:
                 counting[run.run] = f"release of {profile}"
         for run in group:
-            if run.live:
+            if run.is_live:
                 counting[run.run] = f"in use by a run of {profile}" if profile else "in use"
     return counting
 
@@ -173,9 +165,7 @@ def plan_retention(
     """Decide which entries to remove.
 
     Args:
-        entries: All entries of the store.
         needed: Entries that must stay, each with the reason.
-        rule: Rule for the other entries.
         now: Seconds since the epoch. An entry with a later time of use, after the clock was set back, counts as used
             now.
         other_bytes: Size in bytes of the parts of the store that are not entries, such as its tables.
@@ -183,23 +173,23 @@ def plan_retention(
     """
     oldest_first = sorted(entries, key=lambda entry: (entry.used, entry.stage, entry.name))
     size = before = other_bytes + sum(entry.bytes for entry in oldest_first)
-    goes: list[tuple[StoreEntry, str]] = []
-    stays: list[tuple[StoreEntry, str]] = []
+    removals: list[tuple[StoreEntry, str]] = []
+    retained: list[tuple[StoreEntry, str]] = []
     for entry in oldest_first:
         age = max(0.0, now - entry.used)
-        if (why := needed.get(entry.made_by)) and entry.kind not in ("set aside", "left over"):
-            stays.append((entry, why))
+        if (why := needed.get(entry.entry_name)) and entry.kind not in ("set aside", "left over"):
+            retained.append((entry, why))
         elif (entry.stage, entry.name) in busy:
-            stays.append((entry, "in use"))
+            retained.append((entry, "in use"))
         elif rule.grace_s is not None and age >= rule.grace_s:
-            goes.append((entry, _unused_for(age)))
+            removals.append((entry, _unused_for(age)))
             size -= entry.bytes
         elif rule.quota is not None and size > rule.quota:
-            goes.append((entry, f"over the quota; {_unused_for(age)}"))
+            removals.append((entry, f"over the quota; {_unused_for(age)}"))
             size -= entry.bytes
         else:
-            stays.append((entry, "in its grace period" if rule.grace_s is not None else "within the quota"))
-    return RetentionPlan(tuple(goes), tuple(stays), before, size, rule.quota)
+            retained.append((entry, "in its grace period" if rule.grace_s is not None else "within the quota"))
+    return RetentionPlan(tuple(removals), tuple(retained), before, size, rule.quota)
 
 
 def _rank(why: str) -> tuple[int, str]:

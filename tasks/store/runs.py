@@ -21,7 +21,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,16 @@ def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]
     Args:
         runs: Directory of the run records, created if it is missing.
         run: ID of the run: letters, digits, dashes and underscores.
-        flow: Name of the flow.
         profile: Name of the profile. With an empty string, the record is deleted at the end of the block.
     """
     assert _RUN.fullmatch(run), run
     state_directory(runs, private=True)
     file = runs / f"{run}{_SUFFIX}"
-    descriptor = _open(file)
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        if lock_file(descriptor, file, shared=True, required=False):  # marks the run as in progress
+            break
+        os.close(descriptor)  # Another process has just deleted this record.
     try:
         # A line that a kill left incomplete must not swallow this one.
         _append(file, {"run": run, "flow": flow, "profile": profile, "started": time.time()}, prefix=b"\n")
@@ -138,7 +141,7 @@ class RunReader:
 
     def _read(self, file: Path) -> RunUse | None:
         # Check this before reading, so that a run that ends in between is read with its last line.
-        live = _is_live(file)
+        is_live = _is_live(file)
         try:
             status = file.lstat()
         except OSError:
@@ -148,44 +151,36 @@ class RunReader:
         if parsed_state != state:
             record = read_state(file, _parse)
             if isinstance(record, Damaged):
-                if not live:
+                if not is_live:
                     set_aside_damaged(file, record.reason)
                 return None
             run = record
             self._parsed[file] = (state, run)
-        return run and run.with_live(live)
-
-
-@dataclass
-class _Lines:
-    """Content of a run record, accumulated line by line."""
-
-    header: dict[str, Any] = field(default_factory=dict)
-    used: dict[EntryName, str] = field(default_factory=dict)
-    end: dict[str, Any] = field(default_factory=dict)
-    made: int = 0
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        if isinstance(line.get("run"), str):
-            self.header = {**line, **self.header}  # Keep the time of the first start.
-            self.end = {}  # The run was suspended and continues.
-        elif "ended" in line:
-            self.end = dict(line)
-        elif isinstance(line.get("made"), int):
-            self.made += max(0, line["made"])
-        elif isinstance(line.get("stage"), str) and _KEY.fullmatch(str(line.get("key"))):
-            name = EntryName(line["stage"], line["key"])
-            self.used[name] = str(line.get("subject") or self.used.get(name, ""))
+        return run and replace(run, is_live=is_live)
 
 
 def _parse(content: bytes) -> RunUse:
-    lines = _Lines()
+    header: dict[str, Any] = {}
+    end: dict[str, Any] = {}
+    used: dict[EntryName, str] = {}
+    bytes_created = 0
     for text in content.splitlines():
-        with suppress(ValueError):  # A kill may leave an incomplete line.
+        try:
             line = json.loads(text)
-            if isinstance(line, dict):
-                lines.take(line)
-    header, end = lines.header, lines.end
+        except ValueError:  # A kill may leave an incomplete line.
+            continue
+        if not isinstance(line, dict):
+            continue
+        if isinstance(line.get("run"), str):
+            header = {**line, **header}  # Keep the time of the first start.
+            end = {}  # The run was suspended and continues.
+        elif "ended" in line:
+            end = line
+        elif isinstance(line.get("made"), int):
+            bytes_created += max(0, line["made"])
+        elif isinstance(line.get("stage"), str) and _KEY.fullmatch(str(line.get("key"))):
+            name = EntryName(line["stage"], line["key"])
+            used[name] = str(line.get("subject") or used.get(name, ""))
     return RunUse(
         run=str(header["run"]),
         flow=str(header["flow"]),
@@ -193,19 +188,10 @@ def _parse(content: bytes) -> RunUse:
         started=float(header["started"]),
         status=str(end.get("status", "")),
         judged=end.get("judged") is True,
-        live=False,
-        used=lines.used,
-        made=lines.made,
+        is_live=False,
+        used=used,
+        bytes_created=bytes_created,
     )
-
-
-def _open(file: Path) -> int:
-    """Open a record and take the shared lock that marks its run as in progress."""
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        if lock_file(descriptor, file, shared=True, required=False):
-            return descriptor
-        os.close(descriptor)  # Another process has just deleted this record.
 
 
 def _append(file: Path, line: Mapping[str, object], prefix: bytes = b"") -> None:

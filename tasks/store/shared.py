@@ -19,6 +19,7 @@ time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -37,8 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import regular_files, state_directory
-from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest
-from mergegate.tasks.store.transfer import ContentMismatch, receive_directory
+from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ContentMismatch, receive_directory
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -61,21 +61,22 @@ class SharedStore:
     Args:
         address: Address in fsspec's form, such as ``s3://bucket/prefix`` or ``file:///mnt/shared``.
         root: Directory of the local store.
-        most_bytes: Size limit in bytes. Larger artifacts are not shared.
-        unleased: Stages without a lease, because their artifacts may be too large to share. Other machines do not wait
-            for them.
+        max_bytes: Size limit in bytes. Larger artifacts are not shared.
+        stages_without_lease: Stages whose artifacts may be too large to share. Other machines do not wait for them.
         lease_s: Duration of a lease in seconds. Default: 120.
     """
 
     address: str
     root: Path
-    most_bytes: int
-    unleased: frozenset[str] = frozenset()
+    max_bytes: int
+    stages_without_lease: frozenset[str] = frozenset()
     lease_s: float = LEASE_S
     _unusable_until: float = 0.0
     _leases: dict[tuple[str, str], _Lease | None] = field(default_factory=dict)
     _sender: ThreadPoolExecutor | None = None
-    arrived: Counter[str] = field(default_factory=Counter)  # Number of artifacts and values fetched for each stage.
+    fetch_counts: Counter[str] = field(
+        default_factory=Counter
+    )  # Number of artifacts and values fetched for each stage.
 
     def fetch(self, stage: str, key: str, final: Path) -> dict[Path, str]:
         """Fetch an artifact into the new directory ``final``. The caller holds the lock of the key.
@@ -83,20 +84,20 @@ class SharedStore:
         Returns:
             The sha256 of every fetched file. Empty if the artifact is not available.
         """
-        hashes = self._unless_down(lambda: self._fetch(stage, key, final), f"{stage} {key[:12]} was not fetched")
-        self.arrived[stage] += bool(hashes)
+        hashes = self._try(lambda: self._fetch(stage, key, final), f"{stage} {key[:12]} was not fetched")
+        self.fetch_counts[stage] += bool(hashes)
         return hashes or {}
 
     def discard(self, stage: str, key: str) -> None:
         """Remove an artifact that is complete but invalid, so that the rebuilt one can replace it."""
         marker = self._path(stage, f"{key[:32]}{_SUFFIX}")
-        self._unless_down(lambda: self._fs.rm_file(marker), f"{stage} {key[:12]} was not removed")
+        self._try(lambda: self._fs.rm_file(marker), f"{stage} {key[:12]} was not removed")
 
     def fetch_value(self, stage: str, key: str) -> bytes | None:
         """Return the stored value of a stage, or None if it is not available. The caller verifies its digests."""
         path = self._path(stage, f"{key[:32]}.json")
-        content = self._unless_down(lambda: self._content(path), f"{stage} {key[:12]} was not fetched")
-        self.arrived[stage] += content is not None
+        content = self._try(lambda: self._content(path), f"{stage} {key[:12]} was not fetched")
+        self.fetch_counts[stage] += content is not None
         return content
 
     def keys(self, stage: str, prefix: str) -> tuple[str, ...]:
@@ -106,7 +107,7 @@ class SharedStore:
             paths = self._fs.glob(f"{self._path(stage, prefix)}*{_SUFFIX}")
             return tuple(sorted(str(path).rpartition("/")[2].removesuffix(_SUFFIX) for path in paths))
 
-        return self._unless_down(list_keys, f"{stage} was not listed") or ()
+        return self._try(list_keys, f"{stage} was not listed") or ()
 
     @contextmanager
     def reserve(self, stage: str, key: str, fetch: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
@@ -116,8 +117,6 @@ class SharedStore:
         has to build it inside the block.
 
         Args:
-            stage: Name of the stage.
-            key: Key of the artifact.
             fetch: Function that fetches the artifact if it is available, and returns whether it was.
             on_wait: Function called once if another machine is building the artifact.
         """
@@ -125,7 +124,7 @@ class SharedStore:
         if fetch():
             yield True
             return
-        if stage in self.unleased:
+        if stage in self.stages_without_lease:
             yield False
             return
         lease = _Lease(self, self._path(stage, f"{key[:32]}.lease"))
@@ -153,8 +152,9 @@ class SharedStore:
         """Send the directory of an artifact or the file of a value to the shared store, in the background."""
         lease = self._leases.pop((stage, key), None)
         try:
-            if self._size(path) > self.most_bytes:
-                log.info("%s %s is not shared: it is larger than what is", stage, key[:12])
+            files = [path / name for name in regular_files(path)[0]] if path.is_dir() else [path]
+            if sum(file.stat().st_size for file in files) > self.max_bytes:
+                log.info("%s %s is not shared, because it is larger than the limit", stage, key[:12])
                 if lease:
                     lease.release()
                 return
@@ -185,7 +185,7 @@ class SharedStore:
     def _send_later(self, stage: str, path: Path, note: Path, lease: _Lease | None) -> None:
         def send() -> None:
             try:
-                is_sent = self._unless_down(lambda: self._send(stage, path), f"{stage} {path.name[:12]} was not sent")
+                is_sent = self._try(lambda: self._send(stage, path), f"{stage} {path.name[:12]} was not sent")
                 if is_sent:
                     note.unlink(missing_ok=True)
             finally:
@@ -235,10 +235,12 @@ class SharedStore:
             else:
                 self._fs.get_file(self._path(stage, key[:32], manifest.files[name].sha256), str(path))
 
+        files = {name: (entry.size, entry.sha256) for name, entry in manifest.files.items()}
+        files[MANIFEST] = len(content), hashlib.sha256(content).hexdigest()
         try:
-            return receive_directory(final, _files_of(manifest, content), fetch_file)
+            return receive_directory(final, files, fetch_file)
         except (ContentMismatch, FileNotFoundError) as damage:
-            log.warning("%s: %s %s is damaged (%s); it is made again", self.address, stage, key[:12], damage)
+            log.warning("%s: %s %s is damaged (%s) and will be rebuilt", self.address, stage, key[:12], damage)
             with suppress(Exception):
                 self._fs.rm_file(marker)  # Without its manifest, the rebuilt artifact can replace it.
             return None
@@ -257,15 +259,11 @@ class SharedStore:
         self._fs.pipe_file(path, content)
 
     def _path(self, *parts: str) -> str:
-        return "/".join((self._base, *parts))
+        return "/".join((self._connected[1], *parts))
 
     @property
     def _fs(self) -> AbstractFileSystem:
         return self._connected[0]
-
-    @property
-    def _base(self) -> str:
-        return self._connected[1]
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
@@ -277,11 +275,10 @@ class SharedStore:
         fs, base = fsspec.core.url_to_fs(self.address, **options)
         return fs, str(base).rstrip("/")
 
-    def _unless_down(self, request: Callable[[], T], failure: str) -> T | None:
+    def _try(self, request: Callable[[], T], failure: str) -> T | None:
         """Return the result of ``request``, or None if the shared store is unavailable or was so a short time ago.
 
         Args:
-            request: Function that accesses the shared store.
             failure: Text of the warning to log if it fails.
         """
         if time.monotonic() < self._unusable_until:
@@ -290,14 +287,9 @@ class SharedStore:
             return request()
         except Exception as error:  # Each file system of fsspec has its own exception types.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            log.warning("the shared store %s: %s: %s; going on without it", self.address, failure, reason)
+            log.warning("the shared store %s: %s: %s; continuing without it", self.address, failure, reason)
             self._unusable_until = time.monotonic() + _RETRY_AFTER_S
             return None
-
-    def _size(self, path: Path) -> int:
-        if path.is_dir():
-            return sum((path / name).stat().st_size for name in regular_files(path)[0])
-        return path.stat().st_size
 
 
 class _Lease:
@@ -309,7 +301,7 @@ class _Lease:
     def __init__(self, store: SharedStore, path: str) -> None:
         self._store, self._path = store, path
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
-        self._done, self._mine = threading.Event(), False
+        self._is_released, self._is_mine = threading.Event(), False
         self._unreadable_since = 0.0
         self._writing = threading.Lock()  # Keeps the thread from renewing a lease that was just released.
 
@@ -318,26 +310,31 @@ class _Lease:
 
         If the shared store is unavailable, return true, because this machine then works without it.
         """
-        is_acquired = self._store._unless_down(self._take, "a lease could not be had")
+        is_acquired = self._store._try(self._take, "a lease could not be acquired")
         if is_acquired is False:
             return False
         if is_acquired:
-            self._mine = True
+            self._is_mine = True
             threading.Thread(target=self._renew, daemon=True, name="lease").start()
         return True
 
     def release(self) -> None:
         """Release the lease, so that other machines no longer wait for this one."""
-        self._done.set()
+        self._is_released.set()
         with self._writing, suppress(Exception):
-            if self._mine and self._holder()[0] == self._owner:
+            if self._is_mine and self._holder()[0] == self._owner:
                 self._store._fs.rm_file(self._path)
 
     def _take(self) -> bool:
         fs = self._store._fs
         fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
         try:
-            self._create(fs)
+            # Create the lease atomically, so that only one machine succeeds.
+            if "file" in fs.protocol:  # fsspec checks and writes in two steps for local files.
+                with Path(self._path).open("xb") as file:
+                    file.write(self._content())
+            else:
+                fs.pipe_file(self._path, self._content(), mode="create")  # Atomic if the file system supports it.
             return True
         except FileExistsError:
             owner, until = self._holder()
@@ -347,14 +344,6 @@ class _Lease:
         if owner != self._owner and self._holder() == (owner, until):
             fs.pipe_file(self._path, self._content())
         return self._holder()[0] == self._owner
-
-    def _create(self, fs: AbstractFileSystem) -> None:
-        """Create the lease atomically, so that only one machine succeeds. Raise FileExistsError if it exists."""
-        if "file" in fs.protocol:  # fsspec checks and writes in two steps for local files.
-            with Path(self._path).open("xb") as file:
-                file.write(self._content())
-        else:
-            fs.pipe_file(self._path, self._content(), mode="create")  # Atomic if the file system supports it.
 
     def _holder(self) -> tuple[str, float]:
         """Return the owner and the end of the lease.
@@ -374,18 +363,17 @@ class _Lease:
         return json.dumps({"owner": self._owner, "until": time.time() + self._store.lease_s}).encode()
 
     def _renew(self) -> None:
-        while not self._done.wait(self._store.lease_s / 4):
+        while not self._is_released.wait(self._store.lease_s / 4):
             with self._writing, suppress(Exception):
-                if self._holder()[0] == self._owner and not self._done.is_set():
+                if self._holder()[0] == self._owner and not self._is_released.is_set():
                     self._store._fs.pipe_file(self._path, self._content())
 
 
-def require_shared(address: str, where: str) -> None:
+def require_shared(address: str, setting: str) -> None:
     """Require that fsspec supports an address and that the package for it is installed.
 
     Args:
-        address: Address of the shared store.
-        where: Setting that contains the address, for the error message.
+        setting: Setting that contains the address, for the error message.
 
     Raises:
         InvalidInput: fsspec does not support the address, or a package is missing.
@@ -399,15 +387,8 @@ def require_shared(address: str, where: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except (ImportError, ValueError) as error:
         raise InvalidInput(
-            where,
+            setting,
             found=f"{address!r}: {error}",
-            expected="an address of fsspec, such as s3://bucket/prefix",
-            remedy="install mergegate[s3]" if protocol == "s3" else "correct it, or install what it needs",
+            expected="an address that fsspec supports, such as s3://bucket/prefix",
+            remedy="install mergegate[s3]" if protocol == "s3" else "correct it, or install the package for it",
         ) from None
-
-
-def _files_of(manifest: ArtifactManifest, content: bytes) -> dict[str, tuple[int, str]]:
-    import hashlib
-
-    manifest_file = {MANIFEST: (len(content), hashlib.sha256(content).hexdigest())}
-    return {**{name: (entry.size, entry.sha256) for name, entry in manifest.files.items()}, **manifest_file}

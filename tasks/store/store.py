@@ -20,11 +20,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -91,13 +91,47 @@ class Artifact(StoredValue[R]):
     files: Mapping[str, str]  # The sha256 of each file by its relative name.
 
 
+@dataclass(frozen=True)
+class BuildCallbacks:
+    """Callbacks of a build.
+
+    Attributes:
+        on_wait: Called once if another process is building the same result.
+        on_damage: Called with the reason if a stored result is damaged and has to be built again.
+        hashes_of: Returns the sha256 of files that the build hashed while writing them, by name, for the built value.
+            These files are not read again.
+    """
+
+    on_wait: Callable[[], None] = lambda: None
+    on_damage: Callable[[str], None] = log.warning
+    hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {}
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[T]):
+    """How to find, create and fetch one result in the store.
+
+    Attributes:
+        path: Directory or file of the result.
+        find: Opens the result in this store, or returns None.
+        create: Creates the result.
+        fetch: Fetches the result from the shared store if it is available there.
+    """
+
+    stage: str
+    key: str
+    path: Path
+    find: Callable[[], T | None]
+    create: Callable[[], T]
+    fetch: Callable[[SharedStore], None]
+
+
 class Store:
     """Artifact store in the directory ``root``.
 
     Users may delete ``root`` or anything in it at any time. mergegate rebuilds it.
 
     Args:
-        root: Directory of the store.
         shared: Shared store from which missing artifacts are fetched and to which new ones are sent. Default: none.
         about_to_read: Function called with a path before the file is hashed. See :class:`HashMemo`.
     """
@@ -119,9 +153,6 @@ class Store:
         """Return an artifact after comparing its files with its manifest: names, sizes and hashes.
 
         Args:
-            stage: Name of the stage.
-            key: Key of the artifact.
-            value_type: Type of the stage's value.
             deep: Whether to read every byte instead of using the cached hashes of unchanged files.
 
         Raises:
@@ -136,44 +167,39 @@ class Store:
         return artifact
 
     def _open(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
-        """Open the artifact in ``directory``. A file that disappears during the check is a miss."""
-        try:
-            return self._open_verified(stage, directory, value_type, deep=deep)
-        except FileNotFoundError as error:
-            raise StoreMiss(f"{error.filename} was removed while it was looked at") from None
-
-    def _open_verified(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
         """Open the artifact in ``directory`` with the key in its manifest. Raise StoreMiss as :meth:`open` does."""
-        manifest = _require_valid(
-            read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
-        )
-        if self.directory(stage, manifest.key) != directory:
-            raise StoreMiss(f"{directory} belongs to another key")
-        # Read only files inside the directory, even if the manifest names others.
-        present, special = regular_files(directory)
-        if special:
-            raise StoreMiss(f"{directory / min(special)} is no file")
-        for name, entry in manifest.files.items():
-            path = directory / name
-            if name not in present:
-                raise StoreMiss(f"{path} is missing")
-            if (size := path.stat().st_size) != entry.size:
-                raise StoreMiss(f"{path} has {size} bytes instead of {entry.size}")
-            try:
-                sha256 = self.hashes.sha256(path, trust=not deep)
-            except PermissionError:
-                raise StoreMiss(f"{path} is not readable by this user") from None
-            if sha256 != entry.sha256:
-                raise StoreMiss(f"{path} was altered")
-        if extra := sorted(present - set(manifest.files) - {MANIFEST, JOURNAL}):
-            raise StoreMiss(f"{directory / extra[0]} is not of this artifact")
-        value = _require_valid(read_state(directory / VALUE, value_type.model_validate_json), directory / VALUE)
-        if manifest.digest != _content_digest(
-            {name: entry.model_dump() for name, entry in manifest.files.items()}, value
-        ):
-            raise StoreMiss(f"{directory / MANIFEST} was altered")
-        hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
-        return Artifact(stage, manifest.key, manifest.digest, value, directory, hashes)
+        try:
+            manifest = _require_valid(
+                read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
+            )
+            if self.directory(stage, manifest.key) != directory:
+                raise StoreMiss(f"{directory} belongs to another key")
+            # Read only files inside the directory, even if the manifest names others.
+            present, special = regular_files(directory)
+            if special:
+                raise StoreMiss(f"{directory / min(special)} is not a regular file")
+            for name, entry in manifest.files.items():
+                path = directory / name
+                if name not in present:
+                    raise StoreMiss(f"{path} is missing")
+                if (size := path.stat().st_size) != entry.size:
+                    raise StoreMiss(f"{path} has {size} bytes instead of {entry.size}")
+                try:
+                    sha256 = self.hashes.sha256(path, trust=not deep)
+                except PermissionError:
+                    raise StoreMiss(f"{path} is not readable by this user") from None
+                if sha256 != entry.sha256:
+                    raise StoreMiss(f"{path} was altered")
+            if extra := sorted(present - set(manifest.files) - {MANIFEST, JOURNAL}):
+                raise StoreMiss(f"{directory / extra[0]} is not part of this artifact")
+            value = _require_valid(read_state(directory / VALUE, value_type.model_validate_json), directory / VALUE)
+            entries = {name: entry.model_dump() for name, entry in manifest.files.items()}
+            if manifest.digest != _content_digest(entries, value):
+                raise StoreMiss(f"{directory / MANIFEST} was altered")
+            hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
+            return Artifact(stage, manifest.key, manifest.digest, value, directory, hashes)
+        except FileNotFoundError as error:
+            raise StoreMiss(f"{error.filename} was removed during the check") from None
 
     def family(
         self,
@@ -187,15 +213,19 @@ class Store:
         """Return every intact artifact of a stage whose key begins with ``prefix``, ordered by key.
 
         Args:
-            stage: Name of the stage.
             prefix: Prefix of the keys. See :func:`family_prefix`.
-            value_type: Type of the stage's value.
             on_damage: Function called with the reason for each damaged artifact, which is omitted from the result.
             about_to_read: Function called with the first 32 digits of each key before its artifact is read.
         """
-        self._fetch_family(stage, prefix)
+        for key in self.shared.keys(stage, prefix) if self.shared else ():
+            final = self.directory(stage, key)
+            with locked(self._lock_file(stage, key), remove=True):
+                if self.shared is not None and not os.path.lexists(final):
+                    self._remember(self.shared.fetch(stage, key, final))
         artifacts = []
-        for directory in self._complete_directories(stage, prefix):
+        for directory in sorted((self.root / stage).glob(f"{prefix}*")):
+            if directory.suffix or not directory.is_dir():  # skips .partial and .doomed directories
+                continue
             about_to_read(directory.name)
             try:
                 artifacts.append(self._open(stage, directory, value_type))
@@ -203,24 +233,12 @@ class Store:
                 on_damage(str(miss))
         return tuple(artifacts)
 
-    def _fetch_family(self, stage: str, prefix: str) -> None:
-        """Fetch the members of a family that only the shared store has."""
-        if (shared := self.shared) is None:
-            return
-        for key in shared.keys(stage, prefix):
-            final = self.directory(stage, key)
-            with locked(self._lock_file(stage, key), remove=True):
-                if not os.path.lexists(final):
-                    for path, sha256 in shared.fetch(stage, key, final).items():
-                        self.hashes.remember(path, sha256)
-
     def hold_family(
         self, stage: str, prefix: str, on_wait: Callable[[], None] = lambda: None
     ) -> AbstractContextManager[None]:
         """Lock a family, so that no other process adds members to it.
 
         Args:
-            stage: Name of the stage.
             prefix: Prefix of the keys. See :func:`family_prefix`.
             on_wait: Function called once if another process holds the lock.
         """
@@ -254,25 +272,17 @@ class Store:
         value_type: type[R],
         make: Callable[[Path], R],
         *,
-        hashes_of: Callable[[R], Mapping[str, str]] = lambda value: {},
         resumable: bool = False,
-        on_wait: Callable[[], None] = lambda: None,
-        on_damage: Callable[[str], None] = log.warning,
+        callbacks: BuildCallbacks = BuildCallbacks(),
     ) -> tuple[Artifact[R], bool]:
         """Return the artifact from the store, or build it if it is missing.
 
         Args:
-            stage: Name of the stage.
-            key: Key of the artifact.
-            value_type: Type of the stage's value.
             make: Function that writes files into the given directory and returns the value.
-            hashes_of: Function that returns the sha256 of files that ``make`` hashed while writing them, by name.
-                These files are not read again.
             resumable: Whether ``make`` can resume from the files of a killed run in the directory. By default the
                 directory starts empty. A file named ``JOURNAL`` in it is not part of the artifact and is removed when
                 the artifact is complete.
-            on_wait: Function called once if another process is building the same artifact.
-            on_damage: Function called with the reason if a stored artifact is damaged and has to be built again.
+            callbacks: Callbacks for waiting, damage and known hashes.
 
         Returns:
             The artifact, and whether this call built it.
@@ -285,98 +295,68 @@ class Store:
             except StoreMiss as miss:
                 detail("store: %s", miss)
                 if os.path.lexists(final):
-                    on_damage(_set_aside(final, miss))
+                    callbacks.on_damage(_set_aside(final, miss))
                 return None
             # A run that was killed just after the rename leaves its journal.
             (final / JOURNAL).unlink(missing_ok=True)
             return artifact
 
         def create() -> Artifact[R]:
-            self._make(stage, key, make, hashes_of, resumable)
+            partial = final.with_name(final.name + ".partial")
+            state_directory(partial.parent)
+            if not resumable or partial.is_symlink():
+                remove_any(partial)
+            state_directory(partial)
+            try:
+                value = make(partial)
+            except Exception:
+                with suppress(OSError):  # Report the first error.
+                    if not resumable or not any(partial.iterdir()):
+                        remove_any(partial)
+                raise
+            self._seal(stage, key, partial, value, callbacks.hashes_of(value))
+            partial.rename(final)
+            fsync(final.parent)
+            # Remove the journal last, so that a kill before the rename loses no completed work.
+            (final / JOURNAL).unlink(missing_ok=True)
             return self.open(stage, key, value_type)
 
         def fetch(shared: SharedStore) -> None:
-            for path, sha256 in shared.fetch(stage, key, final).items():
-                self.hashes.remember(path, sha256)
+            self._remember(shared.fetch(stage, key, final))
 
-        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
-            return self._find_or_create(stage, key, final, find, create, fetch, on_wait)
+        return self._find_or_create(_Entry(stage, key, final, find, create, fetch), callbacks.on_wait)
 
-    def _find_or_create(
-        self,
-        stage: str,
-        key: str,
-        path: Path,
-        find: Callable[[], T | None],
-        create: Callable[[], T],
-        fetch: Callable[[SharedStore], None],
-        on_wait: Callable[[], None],
-    ) -> tuple[T, bool]:
-        """Return the result from this store or the shared store, or create it. The caller holds the lock of the key.
-
-        Args:
-            stage: Name of the stage.
-            key: Key of the result.
-            path: Directory or file of the result in this store.
-            find: Function that opens the result in this store, or returns None.
-            create: Function that creates the result.
-            fetch: Function that fetches the result from the shared store if it is available there.
-            on_wait: Function called once if another machine is creating the same result.
+    def _find_or_create(self, entry: _Entry[T], on_wait: Callable[[], None]) -> tuple[T, bool]:
+        """Return the result from this store or the shared store, or create it under the lock of its key.
 
         Returns:
             The result, and whether this call created it.
         """
-        if (cached := find()) is not None:
-            detail("store: found %s", path)
-            return cached, False
-        if (shared := self.shared) is None:
-            return create(), True
-        detail("shared store: asked for %s %s", stage, key[:12])
-        fetched: list[T] = []
+        stage, key, path, shared = entry.stage, entry.key, entry.path, self.shared
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+            if (cached := entry.find()) is not None:
+                detail("store: found %s", path)
+                return cached, False
+            if shared is None:
+                return entry.create(), True
+            detail("shared store: requesting %s %s", stage, key[:12])
+            fetched: list[T] = []
 
-        def try_fetch() -> bool:
-            fetch(shared)
-            if os.path.lexists(path):
-                if (result := find()) is not None:
-                    fetched.append(result)
-                elif path.suffix != ".json":  # A value will be overwritten anyway.
-                    shared.discard(stage, key)
-            return bool(fetched)
+            def try_fetch() -> bool:
+                entry.fetch(shared)
+                if os.path.lexists(path):
+                    if (result := entry.find()) is not None:
+                        fetched.append(result)
+                    elif path.suffix != ".json":  # A value will be overwritten anyway.
+                        shared.discard(stage, key)
+                return bool(fetched)
 
-        with shared.reserve(stage, key, try_fetch, on_wait) as is_fetched:
-            if is_fetched:
-                return fetched[0], False
-            result = create()
-            shared.offer(stage, key, path)
-            return result, True
-
-    def _make(
-        self,
-        stage: str,
-        key: str,
-        make: Callable[[Path], R],
-        hashes_of: Callable[[R], Mapping[str, str]],
-        resumable: bool,
-    ) -> None:
-        """Build an artifact in a temporary directory and rename it to its final name."""
-        final = self.directory(stage, key)
-        partial = final.with_name(final.name + ".partial")
-        state_directory(partial.parent)
-        if not resumable or partial.is_symlink():
-            remove_any(partial)
-        state_directory(partial)
-        try:
-            value = make(partial)
-        except Exception:
-            with suppress(OSError):  # Report the first error.
-                if not resumable or not any(partial.iterdir()):
-                    remove_any(partial)
-            raise
-        self._seal(stage, key, partial, value, hashes_of(value))
-        partial.rename(final)
-        fsync(final.parent)
-        # Remove the journal last, so that a kill before the rename loses no completed work.
-        (final / JOURNAL).unlink(missing_ok=True)
+            with shared.reserve(stage, key, try_fetch, on_wait) as is_fetched:
+                if is_fetched:
+                    return fetched[0], False
+                result = entry.create()
+                shared.offer(stage, key, path)
+                return result, True
 
     def build_value(
         self,
@@ -384,9 +364,7 @@ class Store:
         key: str,
         value_type: type[R],
         make: Callable[[], R],
-        *,
-        on_wait: Callable[[], None] = lambda: None,
-        on_damage: Callable[[str], None] = log.warning,
+        callbacks: BuildCallbacks = BuildCallbacks(),
     ) -> tuple[StoredValue[R], bool]:
         """Return the value from the store, or compute it. Like :meth:`build`, for a stage that writes no files."""
         path = self._value_file(stage, key)
@@ -397,7 +375,7 @@ class Store:
             except StoreMiss as miss:
                 detail("store: %s", miss)
                 if os.path.lexists(path):
-                    on_damage(_set_aside(path, miss))
+                    callbacks.on_damage(_set_aside(path, miss))
                 return None
 
         def create() -> StoredValue[R]:
@@ -409,8 +387,7 @@ class Store:
                 state_directory(path.parent)
                 write_state(path, content)
 
-        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
-            return self._find_or_create(stage, key, path, find, create, fetch, on_wait)
+        return self._find_or_create(_Entry(stage, key, path, find, create, fetch), callbacks.on_wait)
 
     def mark_used(self, stage: str, key: str) -> None:
         """Record the time of use, so that garbage collection removes the least recently used entries first."""
@@ -418,10 +395,9 @@ class Store:
             with suppress(OSError):  # Only one of the two exists, and it may be read-only or belong to another user.
                 os.utime(path, follow_symlinks=False)
 
-    def _complete_directories(self, stage: str, prefix: str) -> Iterator[Path]:
-        for directory in sorted((self.root / stage).glob(f"{prefix}*")):
-            if directory.is_dir() and not directory.suffix:  # Skips .partial and .doomed directories.
-                yield directory
+    def _remember(self, hashes: Mapping[Path, str]) -> None:
+        for path, sha256 in hashes.items():
+            self.hashes.remember(path, sha256)
 
     def _seal_value(self, stage: str, key: str, path: Path, value: R) -> None:
         plain = json.loads(value.model_dump_json())

@@ -19,7 +19,7 @@ from mergegate.tasks.checkpoints.model_cache import load_model
 from mergegate.tasks.serve.checks import ServedSubject, looped_share
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import smoke_url
+from mergegate.tasks.serve.smoke import RunningServer, smoke_url
 from mergegate.tasks.serve.speed import Speed, measure_speed
 from mergegate.tasks.serve.verdict import Check, ServeVerdict
 
@@ -45,7 +45,7 @@ Smoke = Callable[..., ServeVerdict]
 def smoke(model: Model, tiny: Tiny) -> Smoke:
     def ask(*faults: str, settings: ServeSettings = SETTINGS, checkpoint: Model | None = model) -> ServeVerdict:
         with standing_in(tiny, *faults) as server:
-            return smoke_url(server.url, settings, checkpoint=checkpoint)
+            return smoke_url(RunningServer(server.url), settings, checkpoint=checkpoint)
 
     return ask
 
@@ -87,13 +87,13 @@ def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
 @pytest.mark.parametrize(
     ("fault", "name", "seen"),
     [
-        ("nan", "finite logprobs", "are no numbers"),
+        ("nan", "finite logprobs", "are not finite"),
         ("empty", "text", "nothing after 2 of 2 prompts"),
         ("loop", "no loop", "2 of 2; 100 % at most"),
         ("moody", "greedy twice", "then"),
         ("shifted", "parity", "0.2000 on average"),
         ("other ids", "tokenizer", "id 0 is"),
-        ("endless", "end of sequence", "goes on after id 2: length"),
+        ("endless", "end of sequence", "the server continues after id 2: length"),
         ("cut prompts", "over-long prompt", "HTTP 200 to 80 tokens"),
     ],
 )
@@ -123,9 +123,9 @@ def test_a_server_without_chats_is_refused_where_the_model_must_chat(smoke: Smok
     assert "serve.chat is true" in verdict.failures[0].expected
 
 
-def test_a_server_that_overlooks_a_bias_is_not_taken_for_one_that_does_not_stop(smoke: Smoke) -> None:
+def test_an_ignored_bias_is_not_a_missing_stop(smoke: Smoke) -> None:
     check = named(smoke("unbiased"), "end of sequence")
-    assert (check.outcome, check.seen) == ("not offered", "the server overlooks logit_bias")
+    assert (check.outcome, check.seen) == ("not offered", "the server ignores logit_bias")
 
 
 def test_a_server_that_refuses_unknown_fields_is_asked_without_them(smoke: Smoke) -> None:
@@ -170,12 +170,14 @@ def test_throughput_has_a_floor(smoke: Smoke) -> None:
 
 def test_a_prompt_that_must_stop_and_does_not_is_refused() -> None:
     with standing_in(Canned()) as server:
-        verdict = smoke_url(server.url, SETTINGS.model_copy(update={"stops": ("the old ",), "max_tokens": 8}))
+        verdict = smoke_url(
+            RunningServer(server.url), SETTINGS.model_copy(update={"stops": ("the old ",), "max_tokens": 8})
+        )
     assert [check.name for check in verdict.failures] == ["stops"]
     assert "length at 8 tokens" in verdict.failures[0].seen
 
 
-def test_a_turn_whose_end_stops_nothing_is_refused(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_turn_end_that_does_not_stop_is_refused(tmp_path: Path, tiny: Tiny) -> None:
     # A common fault of merges of base and chat models: the template ends a turn with </s>, the configuration with
     # another id.
     directory = copied(DEMO / "models" / "reverser", tmp_path / "reverser")
@@ -185,10 +187,10 @@ def test_a_turn_whose_end_stops_nothing_is_refused(tmp_path: Path, tiny: Tiny) -
     template = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
     (directory / "chat_template.jinja").write_text(template)
     with standing_in(tiny) as server:
-        verdict = smoke_url(server.url, SETTINGS, checkpoint=model_in(directory))
+        verdict = smoke_url(RunningServer(server.url), SETTINGS, checkpoint=model_in(directory))
     check = named(verdict, "end of sequence")
     assert check.outcome == "fail"
-    assert "ends with '</s>' (id 2), at which nothing stops" in check.seen
+    assert "ends with '</s>' (id 2), which does not end the sequence" in check.seen
     assert check.remedy == "add 2 to eos_token_id"
 
 
@@ -196,33 +198,33 @@ def test_a_template_that_cannot_be_rendered_is_refused(tmp_path: Path, tiny: Tin
     directory = copied(DEMO / "models" / "reverser", tmp_path / "reverser")
     (directory / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with standing_in(tiny) as server:
-        verdict = smoke_url(server.url, SETTINGS, checkpoint=model_in(directory))
+        verdict = smoke_url(RunningServer(server.url), SETTINGS, checkpoint=model_in(directory))
     assert "roles must alternate" in named(verdict, "chat").seen
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for_twice(tmp_path: Path) -> None:
     with standing_in(Canned(), "silent") as server:
-        verdict = smoke_url(server.url, SETTINGS.model_copy(update={"request_timeout": 0.3}))
+        verdict = smoke_url(RunningServer(server.url), SETTINGS.model_copy(update={"request_timeout": 0.3}))
     assert [(check.name, check.seen) for check in verdict.checks] == [("a first answer", "no answer in 0.3 s")]
     assert verdict.outcome == "fail"
 
 
-def test_an_address_where_nobody_answers_is_invalid() -> None:
+def test_an_address_without_a_server_is_invalid() -> None:
     with standing_in(Canned()) as server:
         url = server.url
     with pytest.raises(InvalidInput, match="Connection refused"):
-        smoke_url(url, SETTINGS)
+        smoke_url(RunningServer(url), SETTINGS)
 
 
 def test_a_model_that_is_not_served_is_invalid() -> None:
     with standing_in(Canned()) as server, pytest.raises(InvalidInput, match="serves tiny"):
-        smoke_url(server.url, SETTINGS, model="huge")
+        smoke_url(RunningServer(server.url, "huge"), SETTINGS)
 
 
 def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
-    from mergegate.tasks.serve.reference import make_reference
+    from mergegate.tasks.serve.reference import ReferenceRequest, make_reference
 
-    reference = make_reference(model, ["the old pig"], "abc", dtype="float32", device="cpu", longest=64)
+    reference = make_reference(model, ReferenceRequest(("the old pig",), "abc", "float32", "cpu", 64))
     (text,) = reference.texts
     with load_model(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
         logits = loaded.network(torch.tensor([text.ids])).logits[0].double()

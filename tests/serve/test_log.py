@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergegate.tasks.serve.server_log import blame, port_was_taken, root_cause
+from mergegate.tasks.serve.server_log import assign_blame, port_was_taken, root_cause
 
 FAILED_START = """\
 (APIServer pid=1) WARNING 11-20 11:16:04 [system_utils.py:255] error: OSError: [Errno 24] may come
@@ -36,7 +36,7 @@ def test_a_worker_that_a_signal_ended_is_the_cause_and_not_what_waited_for_it() 
 
 def test_without_an_error_the_last_line_is_the_cause() -> None:
     assert root_cause("loading\nkilled by somebody\n\n") == "killed by somebody"
-    assert root_cause("") == "it said nothing"
+    assert root_cause("") == "the log is empty"
     assert (
         root_cause("loading\n/lib/resource_tracker.py:254: UserWarning: 2 leaked\n  warnings.warn('leaked')\n")
         == "loading"
@@ -62,10 +62,12 @@ def test_without_an_error_the_last_line_is_the_cause() -> None:
         ("RuntimeError: Unsupported CPU attention configuration: head_dim=24", 1, True, "machine"),
     ],
 )
-def test_who_is_to_blame(cause: str, returncode: int, had_answered: bool, guilty: str) -> None:
-    assert blame(cause, returncode, had_answered=had_answered) == guilty
+def test_the_machine_the_settings_or_the_model_is_blamed(
+    cause: str, returncode: int, had_answered: bool, guilty: str
+) -> None:
+    assert assign_blame(cause, returncode, had_answered=had_answered) == guilty
 
 
-def test_a_port_that_was_taken_is_seen() -> None:
+def test_a_port_in_use_is_detected() -> None:
     assert port_was_taken("OSError: [Errno 98] Address already in use")
     assert not port_was_taken(FAILED_START)

@@ -20,13 +20,13 @@ from variants import model_in
 from mergegate.merge_core.adapters import open_adapter
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.http import Answer
-from mergegate.tasks.serve.checks import ServedSubject, ask_adapter
+from mergegate.tasks.serve.checks import ServedSubject, check_adapter
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import ServerKind, launch
-from mergegate.tasks.serve.lora import ServedAdapter, as_lora, why_not_lora
+from mergegate.tasks.serve.lora import ServedAdapter, lora_problem, plan_lora
 from mergegate.tasks.serve.reference import Reference, ScoredText
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import smoke_checkpoint
+from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 
@@ -63,16 +63,20 @@ TAKEN: Mapping[str, dict[str, Any]] = {
     "patterns": {"target_modules": LINEAR, "rank_pattern": {"up_proj": 12}, "alpha_pattern": {"q_proj": 3}},
 }
 NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
-    "DoRA": ("llama", {"target_modules": LINEAR, "use_dora": True}, "vLLM takes no DoRA"),
-    "norms": ("llama", {"target_modules": LINEAR, "modules_to_save": ["norm"]}, "no whole modules"),
-    "bias": ("llama", {"target_modules": LINEAR, "bias": "lora_only"}, "no biases"),
-    "lora_bias": ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "no biases"),
-    "tokens": ("llama", {"target_modules": LINEAR, "trainable_token_indices": [3, 5]}, "no trained tokens"),
+    "DoRA": ("llama", {"target_modules": LINEAR, "use_dora": True}, "vLLM does not support DoRA"),
+    "norms": ("llama", {"target_modules": LINEAR, "modules_to_save": ["norm"]}, "does not support whole modules"),
+    "bias": ("llama", {"target_modules": LINEAR, "bias": "lora_only"}, "does not support biases"),
+    "lora_bias": ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "does not support biases"),
+    "tokens": (
+        "llama",
+        {"target_modules": LINEAR, "trainable_token_indices": [3, 5]},
+        "support trained tokens",
+    ),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, "outside of the layers"),
     "head": (
         "llama",
         {"target_modules": ["lm_head", "q_proj"]},
-        "not tried in vLLM (lm_head)",
+        "not tested in vLLM (lm_head)",
     ),
     "rank": ("llama", {"target_modules": LINEAR, "r": 513}, "ranks up to 512, not 513"),
     "rank of one": ("llama", {"target_modules": LINEAR, "rank_pattern": {"q_proj": 600}}, "ranks up to 512, not 600"),
@@ -82,41 +86,41 @@ NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", TAKEN)
-def test_factors_of_layers_are_taken(place: Path, tmp_path: Path, kind: str) -> None:
+def test_factors_of_layers_are_served_as_lora(place: Path, tmp_path: Path, kind: str) -> None:
     adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, **TAKEN[kind])
-    found = as_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
+    found = plan_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
     assert isinstance(found, ServedAdapter), found
     assert found.max_rank == (16 if kind == "patterns" else 8)
 
 
 @pytest.mark.parametrize("kind", NOT_TAKEN)
-def test_what_vllm_does_not_take_is_known_before_it_is_started(place: Path, tmp_path: Path, kind: str) -> None:
+def test_unsupported_adapters_are_detected_before_vllm_starts(place: Path, tmp_path: Path, kind: str) -> None:
     family, config, why = NOT_TAKEN[kind]
     adapter = make_adapter(place / family, tmp_path / "adapter", torch.float32, **config)
-    found = as_lora(pinned(adapter, place / family), CPU, ServeSettings())
+    found = plan_lora(pinned(adapter, place / family), CPU, ServeSettings())
     assert isinstance(found, str)
     assert why in found
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (65, 128), (257, 320), (321, 512), (512, 512)])
-def test_room_is_made_for_the_next_rank_that_vllm_knows(place: Path, tmp_path: Path, rank: int, room: int) -> None:
+def test_the_rank_limit_is_the_next_one_that_vllm_supports(place: Path, tmp_path: Path, rank: int, room: int) -> None:
     adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, target_modules=LINEAR, r=rank)
-    found = as_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
+    found = plan_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
     assert isinstance(found, ServedAdapter)
     assert found.max_rank == room
 
 
-def test_names_that_vllm_would_overlook_are_not_left_to_it(demo: Path, tmp_path: Path) -> None:
+def test_names_that_vllm_would_ignore_are_detected(demo: Path, tmp_path: Path) -> None:
     """PEFT of a bare model (``AutoModel``) omits the prefix ``model.``; vLLM then silently applies nothing."""
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     save_file({name.replace("model.model.", "model."): one for name, one in load_file(file).items()}, file)
-    found = as_lora(pinned(adapter), CPU, ServeSettings())
+    found = plan_lora(pinned(adapter), CPU, ServeSettings())
     assert isinstance(found, str)
-    assert "look for layers.0" in found
+    assert "find layers.0" in found
 
 
-def test_factors_of_single_experts_are_not_left_to_it(place: Path) -> None:
+def test_factors_of_single_experts_are_detected(place: Path) -> None:
     base = open_checkpoint(place / "mixtral")
     one = next(name for name in base.tensors if ".experts.1.w1" in name).removesuffix(".weight")
     adapter = place / "expert"
@@ -127,13 +131,13 @@ def test_factors_of_single_experts_are_not_left_to_it(place: Path) -> None:
     save_file(tensors, adapter / "adapter_model.safetensors")
     said = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["w1"]}
     (adapter / "adapter_config.json").write_text(json.dumps(said))
-    assert "factors of experts" in why_not_lora(base, open_adapter(adapter))
+    assert "factors of experts" in lora_problem(base, open_adapter(adapter))
 
 
-def test_a_vocabulary_beyond_what_its_logits_take_is_served_merged(demo: Path) -> None:
+def test_a_too_large_vocabulary_is_served_merged(demo: Path) -> None:
     base = open_checkpoint(pinned(demo).directory)
     large = replace(base, config={**base.config, "vocab_size": 262_144})
-    assert "up to 258,048 tokens, not 262,144" in why_not_lora(large, open_adapter(demo))
+    assert "up to 258,048 tokens, not 262,144" in lora_problem(large, open_adapter(demo))
 
 
 @pytest.mark.parametrize(
@@ -141,18 +145,18 @@ def test_a_vocabulary_beyond_what_its_logits_take_is_served_merged(demo: Path) -
     [
         ({"command": ["serve", "{port}"]}, ServerKind("serve"), "serve.command is given one model"),
         ({"arguments": ["--lora-modules=a=b"]}, CPU, "serve.arguments has --lora-modules"),
-        ({"dtype": "float32"}, GPU, "bfloat16 and float16 only"),
+        ({"dtype": "float32"}, GPU, "only in bfloat16 and float16"),
         ({"dtype": "float32"}, CPU, ""),
         ({}, GPU, ""),
     ],
 )
 def test_settings_and_server_decide_too(demo: Path, settings: dict[str, Any], kind: ServerKind, why: str) -> None:
-    found = as_lora(pinned(demo), kind, ServeSettings.model_validate(settings))
+    found = plan_lora(pinned(demo), kind, ServeSettings.model_validate(settings))
     assert why in found if isinstance(found, str) else why == ""
 
 
 def test_vllm_is_called_with_base_and_adapter_under_two_names(demo: Path) -> None:
-    found = as_lora(pinned(demo), CPU, ServeSettings(arguments=("--max-lora-rank", "64")))
+    found = plan_lora(pinned(demo), CPU, ServeSettings(arguments=("--max-lora-rank", "64")))
     assert isinstance(found, ServedAdapter)
     words = launch(ServeSettings(), CPU, found.base, found.arguments).at(8123, "smoke")
     line = " ".join(words)
@@ -191,19 +195,19 @@ class TwoSided(Client):
         (float("nan"), 2.0, "fail"),
     ],
 )
-def test_an_adapter_that_is_overlooked_does_not_pass(own: float, without: float, outcome: str) -> None:
+def test_an_ignored_adapter_does_not_pass(own: float, without: float, outcome: str) -> None:
     reference = Reference((ScoredText("abc", (3, 4, 5), (-1.0, -1.0)),), None, ())
     asked = ServedSubject(TwoSided(own, without), "smoke", ServeSettings(), reference, 64, base="smoke-base")
-    (check,) = ask_adapter(asked)
+    (check,) = check_adapter(asked)
     assert check.outcome == outcome
-    assert ask_adapter(replace(asked, base=None)) == []
+    assert check_adapter(replace(asked, base=None)) == []
 
 
 SETTINGS: dict[str, Any] = {"prompts": ("rev: abcd>",), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
 
 
 @pytest.mark.slow
-def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_family(demo: Path, tmp_path: Path) -> None:
     merged = applied(demo, tmp_path / "merged")
     vllm = tmp_path / "python"
     vllm.write_text(
@@ -219,19 +223,17 @@ def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Pa
     verdict = smoke_checkpoint(
         merged,
         ServeSettings(**SETTINGS),
-        replace(CPU, python=vllm),
-        device="cpu",
-        log=tmp_path / "server.log",
+        SmokeSetup(replace(CPU, python=vllm), "cpu", tmp_path / "server.log"),
         adapted=pinned(demo),
     )
     assert verdict.outcome == "pass", verdict.failures
-    assert verdict.way == "served merged: vLLM has no LoRA for LlamaForCausalLM"
+    assert verdict.way == "served merged: vLLM does not support LoRA for LlamaForCausalLM"
     assert verdict.way in verdict.summary()
     assert "adapter" not in {check.name for check in verdict.checks}
 
 
 @pytest.mark.slow
-def test_a_factor_that_is_no_number_needs_no_server(demo: Path, tmp_path: Path) -> None:
+def test_a_non_finite_factor_is_refused_without_a_server(demo: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     name, *_ = tensors = load_file(file)
@@ -239,9 +241,7 @@ def test_a_factor_that_is_no_number_needs_no_server(demo: Path, tmp_path: Path) 
     verdict = smoke_checkpoint(
         model_in(pinned(adapter).directory),
         ServeSettings(**SETTINGS),
-        CPU,
-        device="cpu",
-        log=tmp_path / "server.log",
+        SmokeSetup(CPU, "cpu", tmp_path / "server.log"),
         adapted=pinned(adapter),
     )
     assert [(check.name, check.where) for check in verdict.failures] == [("finite factors", name)]

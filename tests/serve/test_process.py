@@ -18,7 +18,7 @@ from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
 from mergegate.tasks.sandbox import Gpus
-from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess
 from mergegate.tasks.serve.settings import ServeSettings
@@ -31,7 +31,7 @@ def settings(**changes: float) -> ServeSettings:
 def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, traces: Traces) -> None:
     with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
         server.await_ready()
-        assert server.name in Client(server.url, 5).models()
+        assert server.name in parse_models(Client(server.url, 5).request("/v1/models"))
         assert len(traces.processes()) >= 3
         assert list(traces.temporary.rglob("worker-*")), "its temporary files go where they are removed"
     assert server.seconds_to_ready is not None
@@ -142,7 +142,7 @@ def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(
     assert end.value.returncode == 1
 
 
-def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, traces: Traces) -> None:
+def test_a_missing_command_is_blamed_on_the_machine(tmp_path: Path, traces: Traces) -> None:
     with (
         ServerProcess(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings()) as server,
         pytest.raises(ServerEnded, match="/nowhere/vllm: No such file") as end,
@@ -158,7 +158,7 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
         ServerProcess(
             stand_in(traces, "--fault", "never ready", "--workers", "1"), tmp_path / "log", settings(startup_timeout=5)
         ) as server,
-        pytest.raises(ServerEnded, match="not ready in 5 s; last: loading weights") as end,
+        pytest.raises(ServerEnded, match="not ready within 5 s; last log line: loading weights") as end,
     ):
         server.await_ready()
     assert end.value.blame == "machine"
@@ -170,7 +170,7 @@ def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Tra
     with ServerProcess(stand_in(traces), tmp_path / "log", settings(timeout=2)) as server:
         server.await_ready()
         assert server.has_died(within=HANG_S)
-        assert "longer than 2 s" in server.ended().cause
+        assert "longer than 2 s" in server.diagnose().cause
 
 
 def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces)
         server.await_ready()
         os.kill(server._process.pid, signal.SIGKILL)
         assert server.has_died(within=HANG_S)
-        assert server.ended().blame == "machine"
+        assert server.diagnose().blame == "machine"
     assert traces.processes() == []
     assert traces.files() == []
 
@@ -205,7 +205,7 @@ def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) ->
 
 
 @pytest.mark.slow
-def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
+def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
     tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:
@@ -218,7 +218,7 @@ def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
         monkeypatch.setattr("mergegate.tasks.serve.process.free_port", lambda: ports.pop(0))
         with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
             server.await_ready()
-            assert Client(server.url, 5).health() == 200
+            assert Client(server.url, 5).request("/health").status == 200
     assert ports == []
 
 

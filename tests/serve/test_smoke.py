@@ -22,7 +22,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.serve.launch import ServerKind, find_server, launch
 from mergegate.tasks.serve.measurements import ServingCost, today
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import STEPS, smoke_checkpoint
+from mergegate.tasks.serve.smoke import STEPS, SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.stage import serve, serve_models, server_of
 from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
 from mergegate.tasks.stage.environment import Runtime
@@ -42,7 +42,7 @@ def settings(*arguments: str, **changes: object) -> ServeSettings:
 
 
 def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdict:
-    return smoke_checkpoint(model_in(checkpoint), configured, find_server(configured, Path()), device="cpu", log=log)
+    return smoke_checkpoint(model_in(checkpoint), configured, SmokeSetup(find_server(configured, Path()), "cpu", log))
 
 
 @pytest.mark.slow
@@ -52,9 +52,7 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
     verdict = smoke_checkpoint(
         model_in(checkpoint),
         configured,
-        find_server(configured, Path()),
-        device="cpu",
-        log=tmp_path / "server.log",
+        SmokeSetup(find_server(configured, Path()), "cpu", tmp_path / "server.log"),
         on_progress=lambda steps, doing: done.append((steps, doing)),
     )
     assert verdict.outcome == "pass"
@@ -76,7 +74,7 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
     assert verdict.summary().endswith(f"measured {today()}")
 
 
-def test_what_is_found_statically_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     missing_tensor(checkpoint)
     verdict = smoke(checkpoint, tmp_path / "server.log", settings())
     assert [check.name for check in verdict.failures] == ["tensors"]
@@ -117,7 +115,7 @@ def test_a_checkpoint_that_the_server_refuses_is_the_models_failure(checkpoint: 
     ("said", "kind", "words"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory", MachineFailed, "could not be run on this machine"),
-        ("error: unrecognized arguments: --speculate", WronglyConfigured, "was called wrongly"),
+        ("error: unrecognized arguments: --speculate", WronglyConfigured, "rejected its command line"),
     ],
 )
 def test_a_server_that_cannot_start_here_says_nothing_about_the_model(
@@ -130,7 +128,7 @@ def test_a_server_that_cannot_start_here_says_nothing_about_the_model(
 
 
 @pytest.mark.slow
-def test_the_stage_asks_once_and_keeps_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
+def test_the_stage_runs_once_and_stores_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())
     first = serve(model_in(checkpoint), configured, server, CPU)
@@ -192,7 +190,7 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_cached_verdict_tells_what_was_measured_then(
+def test_a_cached_verdict_shows_its_original_measurements(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured = settings("--model", "{model}")
@@ -276,7 +274,7 @@ def test_a_profile_says_how_to_serve() -> None:
     data = {"name": "a", "recipe": "a.yaml", "serve": {"dtype": "bfloat16", "max_model_len": 8192}}
     assert parse_profile(data, "a").serve == ServeSettings(dtype="bfloat16", max_model_len=8192)
     assert parse_profile({"name": "a", "recipe": "a.yaml"}, "a").serve is None
-    with pytest.raises(InvalidInput, match=r"serve\.command: .*where its port goes"):
+    with pytest.raises(InvalidInput, match=r"serve\.command: .*does not contain the placeholder"):
         parse_profile({**data, "serve": {"command": ["server"]}}, "a")
     with pytest.raises(InvalidInput, match="did you mean 'max_model_len'"):
         parse_profile({**data, "serve": {"max_model_length": 8}}, "a")
@@ -318,7 +316,7 @@ class TestCommand:
         assert today() in numbers
 
     @pytest.mark.slow
-    def test_of_a_server_that_dies_the_log_is_named(self, checkpoint: Path) -> None:
+    def test_the_log_of_a_dead_server_is_named(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}", "--fault", "swallows"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
         assert done.exit_code == 3, done.output

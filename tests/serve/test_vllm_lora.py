@@ -16,7 +16,7 @@ from variants import DEMO
 from mergegate.flows.profile import load_profile
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.serve.launch import PYTHON, find_server
-from mergegate.tasks.serve.smoke import smoke_checkpoint
+from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))
@@ -52,7 +52,7 @@ def merged(adapter: Path) -> Model:
 
 def smoke(merged: Model, adapter: Path, log: Path) -> ServeVerdict:
     kind = find_server(SETTINGS, PROJECT)
-    return smoke_checkpoint(merged, SETTINGS, kind, device="cpu", log=log, adapted=pinned(adapter))
+    return smoke_checkpoint(merged, SETTINGS, SmokeSetup(kind, "cpu", log), adapted=pinned(adapter))
 
 
 @pytest.mark.long

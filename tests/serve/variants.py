@@ -83,10 +83,10 @@ def zeroed_norm(directory: Path) -> None:
 # Detected before a server starts: (function that breaks the checkpoint, name of the check, part of its message).
 STATIC: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "NaN weight": (nan_weight, "finite weights", "1 of 9,216 elements are NaN"),
-    "missing tensor": (missing_tensor, "tensors", "missing; the configuration has it"),
+    "missing tensor": (missing_tensor, "tensors", "missing; the configuration requires it"),
     "narrowed heads": (narrowed_heads, "tensors", "shape [96, 96] (and 5 more)"),
     "more layers": (more_layers, "tensors", "missing (and 8 more)"),
-    "fewer layers": (fewer_layers, "tensors", "not of the model that config.json describes (and 8 more)"),
+    "fewer layers": (fewer_layers, "tensors", "not part of the model that config.json describes (and 8 more)"),
     "small embeddings": (small_embeddings, "vocabulary", "has id 33, the embedding 30 rows (4 ids without a row)"),
     "no chat template": (no_chat_template, "chat template", "no chat template"),
 }

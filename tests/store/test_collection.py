@@ -101,7 +101,7 @@ class Home:
         return all((place / name).is_file() for name in ("manifest.json", "value.json", "sub/weights"))
 
     def names(self) -> set[EntryName]:
-        return {one.made_by for one in list_store(self.root)}
+        return {one.entry_name for one in list_store(self.root)}
 
 
 @pytest.fixture
@@ -115,13 +115,13 @@ def age(home: Home, days: float) -> None:
         os.utime(place, (place.stat().st_mtime - days * DAY,) * 2)
 
 
-def test_what_nobody_needs_goes_after_its_grace_period_and_not_before(home: Home) -> None:
+def test_unneeded_entries_are_removed_only_after_their_grace_period(home: Home) -> None:
     old, young = key_of("merge", "old"), key_of("merge", "young")
     home.build("merge", old)
     age(home, 1.5)
     home.build("merge", young)
     done = collect_garbage(home.root, home.runs, RetentionRule(grace_s=DAY))
-    assert [one.key for one, _ in done.plan.goes] == [old[:32]]
+    assert [one.key for one, _ in done.plan.removals] == [old[:32]]
     assert done.bytes_freed > 1000
     assert (home.has("merge", old), home.has("merge", young)) == (False, True)
     assert not (home.root / TRASH).exists()
@@ -133,18 +133,18 @@ def test_a_use_renews_the_grace_period(home: Home) -> None:
     home.build("gate", key)
     age(home, 5)
     home.store.mark_used("gate", key)
-    assert collect_garbage(home.root, home.runs, RetentionRule(grace_s=DAY)).plan.goes == ()
+    assert collect_garbage(home.root, home.runs, RetentionRule(grace_s=DAY)).plan.removals == ()
 
 
 def test_a_plan_changes_nothing(home: Home) -> None:
     home.build("merge", key_of("merge", 1))
     home.build("gate", key_of("gate", 1))
     before = sorted(home.place.rglob("*"))
-    assert len(plan_collection(home.root, home.runs, EVERYTHING).goes) == 2
+    assert len(plan_collection(home.root, home.runs, EVERYTHING).removals) == 2
     assert sorted(home.place.rglob("*")) == before
 
 
-def test_what_was_set_aside_left_over_or_left_unfinished_goes_too_and_strangers_files_do_not(home: Home) -> None:
+def test_leftovers_are_removed_and_foreign_files_are_kept(home: Home) -> None:
     key = key_of("merge", 1)
     home.build("merge", key)
     place = home.store.directory("merge", key)
@@ -162,7 +162,7 @@ def test_what_was_set_aside_left_over_or_left_unfinished_goes_too_and_strangers_
     assert home.has("merge", key)
 
 
-def test_what_somebody_builds_now_is_left_alone(home: Home) -> None:
+def test_an_artifact_that_is_being_built_is_kept(home: Home) -> None:
     key, begun, go_on = key_of("merge", 1), threading.Event(), threading.Event()
 
     def make(out: Path) -> Value:
@@ -175,14 +175,14 @@ def test_what_somebody_builds_now_is_left_alone(home: Home) -> None:
     builder.start()
     assert begun.wait(60)
     done = collect_garbage(home.root, home.runs, RetentionRule(grace_s=0.0, quota=0))
-    assert done.plan.goes == ()
-    assert [why for _, why in done.plan.stays] == ["in use"]
+    assert done.plan.removals == ()
+    assert [why for _, why in done.plan.retained] == ["in use"]
     go_on.set()
     builder.join(60)
     assert home.has("merge", key)
 
 
-def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_recorded_during_its_removal_is_restored(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run records its use after the collector's first check and before its second."""
     key = key_of("merge", 1)
     home.build("merge", key)
@@ -195,11 +195,11 @@ def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatc
             return moved
 
         monkeypatch.setattr(Path, "rename", noted_meanwhile)
-        assert collect_garbage(home.root, home.runs, EVERYTHING).plan.goes == ()
+        assert collect_garbage(home.root, home.runs, EVERYTHING).plan.removals == ()
         assert home.has("merge", key)
 
 
-def test_an_artifact_that_goes_at_any_moment_of_the_look_is_a_miss_and_made_again(
+def test_an_artifact_removed_at_any_point_of_the_check_is_a_miss_and_rebuilt(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The artifact is removed before each of the calls with which a build examines it."""
@@ -240,7 +240,7 @@ def test_an_artifact_that_goes_at_any_moment_of_the_look_is_a_miss_and_made_agai
         assert home.has("merge", key), f"gone before call {at}"
 
 
-def test_two_collectors_at_once_take_everything_away_once(home: Home) -> None:
+def test_two_concurrent_collectors_remove_each_entry_once(home: Home) -> None:
     keys = [key_of("merge", number) for number in range(20)]
     for key in keys:
         home.build("merge", key)
@@ -253,7 +253,7 @@ def test_two_collectors_at_once_take_everything_away_once(home: Home) -> None:
 
         def collects() -> None:
             start.wait(60)
-            gone.extend(one.key for one, _ in collect_garbage(home.root, home.runs, EVERYTHING).plan.goes)
+            gone.extend(one.key for one, _ in collect_garbage(home.root, home.runs, EVERYTHING).plan.removals)
 
         both = [threading.Thread(target=collects) for _ in range(2)]
         for thread in both:
@@ -308,7 +308,7 @@ def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
     return needed, loose
 
 
-def test_a_collector_killed_at_any_call_leaves_nothing_half_deleted_that_looks_whole(tmp_path: Path) -> None:
+def test_a_collector_killed_at_any_call_leaves_no_partial_artifact(tmp_path: Path) -> None:
     original = Home(tmp_path / "original")
     needed, loose = filled(original)
     shutil.copytree(original.place, tmp_path / "counted", symlinks=True)
@@ -359,7 +359,7 @@ class Project:
     "seed",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))],
 )
-def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_runs_stay_within_the_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store stays within its quota and keeps everything that active runs, the champion or the last runs need.
 
     Parents change, and both runs and collector fail or are killed at random; some runs are refused.
@@ -403,7 +403,7 @@ def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: 
                         collect_garbage(home.root, home.runs, RetentionRule(None, quota))
                     kills += 1
                 done = collect_garbage(home.root, home.runs, RetentionRule(None, quota))
-                removed += len(done.plan.goes)
+                removed += len(done.plan.removals)
                 assert done.plan.over_quota == 0
                 assert store_bytes(home.root) <= quota
                 largest = max(largest, store_bytes(home.root))
@@ -429,11 +429,11 @@ def test_a_quota_that_is_too_small_removes_all_else_and_says_by_how_much(home: H
         run.end("released", judged=True)
     home.build("merge", key_of("merge", 2))
     done = collect_garbage(home.root, home.runs, RetentionRule(None, 500))
-    assert [one.key for one, _ in done.plan.goes] == [key_of("merge", 2)[:32]]
+    assert [one.key for one, _ in done.plan.removals] == [key_of("merge", 2)[:32]]
     assert done.plan.over_quota == store_bytes(home.root) - 500 > 0
     assert explain_retention(home.runs) == {EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}
 
 
-def test_a_store_that_is_not_there_has_nothing_to_give(home: Home) -> None:
-    assert collect_garbage(home.root, home.runs, EVERYTHING).plan.goes == ()
+def test_a_missing_store_is_empty(home: Home) -> None:
+    assert collect_garbage(home.root, home.runs, EVERYTHING).plan.removals == ()
     assert list_store(home.place / "nowhere") == ()

@@ -15,7 +15,7 @@ import pytest
 from patience import HANG_S
 from pydantic import BaseModel
 
-from mergegate.tasks.store.store import MANIFEST, Store, StoreMiss
+from mergegate.tasks.store.store import MANIFEST, BuildCallbacks, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 
@@ -37,7 +37,7 @@ def never(out: Path) -> Value:
     raise AssertionError("it was built a second time")
 
 
-def test_what_was_built_is_found_and_not_built_again(tmp_path: Path) -> None:
+def test_a_built_artifact_is_found_and_not_rebuilt(tmp_path: Path) -> None:
     built, made = Store(tmp_path).build("merge", KEY, Value, writes("abc"))
     found, made_again = Store(tmp_path).build("merge", KEY, Value, never)
     assert (made, made_again) == (True, False)
@@ -45,7 +45,7 @@ def test_what_was_built_is_found_and_not_built_again(tmp_path: Path) -> None:
     assert (found.directory / "sub" / "weights").read_text() == "abc"
 
 
-def test_the_digest_speaks_of_content_and_not_of_the_key(tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_and_not_on_the_key(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first, _ = store.build("merge", KEY, Value, writes("abc"))
     same, _ = store.build("merge", KEY[::-1], Value, writes("abc"))
@@ -83,12 +83,12 @@ def damage_the_value(directory: Path) -> None:
         (damage_by_deleting, "is missing"),
         (damage_by_truncating, "2 bytes instead of 3"),
         (damage_by_altering, "was altered"),
-        (damage_by_adding, "not of this artifact"),
+        (damage_by_adding, "not part of this artifact"),
         (damage_the_manifest, "cannot be read"),
         (damage_the_value, "instead of|was altered"),
     ],
 )
-def test_a_damaged_artifact_is_a_miss_that_says_why_and_is_built_again(
+def test_a_damaged_artifact_is_a_miss_with_a_reason_and_is_rebuilt(
     tmp_path: Path, damage: Callable[[Path], None], why: str
 ) -> None:
     store = Store(tmp_path)
@@ -101,7 +101,7 @@ def test_a_damaged_artifact_is_a_miss_that_says_why_and_is_built_again(
     assert again == artifact
 
 
-def test_an_alteration_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
+def test_an_alteration_that_keeps_size_and_time_is_detected(tmp_path: Path) -> None:
     store = Store(tmp_path)
     artifact, _ = store.build("merge", KEY, Value, writes("abc"))
     weights = artifact.directory / "sub" / "weights"
@@ -139,7 +139,7 @@ def test_a_resumable_build_finds_what_the_last_one_left(tmp_path: Path) -> None:
     assert artifact.value.words == "half"
 
 
-def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
+def test_two_processes_build_the_same_key_once(tmp_path: Path) -> None:
     inside, go_on, waits = threading.Event(), threading.Event(), threading.Event()
 
     def slow(out: Path) -> Value:
@@ -153,7 +153,9 @@ def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
         results.append(Store(tmp_path).build("merge", KEY, Value, slow)[1])
 
     def second() -> None:
-        results.append(Store(tmp_path).build("merge", KEY, Value, never, on_wait=waits.set)[1])
+        results.append(
+            Store(tmp_path).build("merge", KEY, Value, never, callbacks=BuildCallbacks(on_wait=waits.set))[1]
+        )
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
@@ -192,7 +194,7 @@ def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None
     assert not (artifact.directory / "half").exists()
 
 
-def test_a_family_is_found_by_how_its_keys_begin_and_without_what_is_damaged(tmp_path: Path) -> None:
+def test_a_family_is_found_by_prefix_without_damaged_members(tmp_path: Path) -> None:
     store, damage = Store(tmp_path), list[str]()
     keys = [f"{'a' * 16}{digit * 48}" for digit in "123"]
     for key in (*keys, "b" * 64):
@@ -205,7 +207,7 @@ def test_a_family_is_found_by_how_its_keys_begin_and_without_what_is_damaged(tmp
     assert store.family("merge", "a" * 16, Value) == ()
 
 
-def test_who_holds_a_family_is_waited_for(tmp_path: Path) -> None:
+def test_a_locked_family_is_awaited(tmp_path: Path) -> None:
     store, order = Store(tmp_path), list[str]()
     waits = threading.Event()
 

@@ -1,9 +1,8 @@
 """Handle mixtures of experts: split fused experts, match experts across models, and build mixtures of dense models."""
 
-from mergegate.merge_core.architecture.experts.computed_tensors import ConstantTensor, constant_tensor
+from mergegate.merge_core.architecture.experts.computed_tensors import constant_tensor
 from mergegate.merge_core.architecture.experts.matching import MatchedExperts, MatchedLayer, assign, match_experts
 from mergegate.merge_core.architecture.experts.outputs import (
-    OUTPUT_FAMILIES,
     OutputFamily,
     choose_output,
     mixture_config,
@@ -17,8 +16,6 @@ from mergegate.merge_core.architecture.experts.pieces import (
 )
 
 __all__ = [
-    "OUTPUT_FAMILIES",
-    "ConstantTensor",
     "DiskTensor",
     "MatchedExperts",
     "MatchedLayer",
