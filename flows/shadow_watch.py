@@ -75,7 +75,7 @@ class ReportedState(BaseModel):
 
 @dataclass(frozen=True)
 class LookEvidence:
-    """Evidence about a watched release after a look.
+    """Evidence about a watched release, as of one interim look.
 
     Attributes:
         verdict: Verdict on all judged pairs and requests.

@@ -93,7 +93,7 @@ def _scale_in(recipe: Mapping[str, Any], location: str) -> float:
             f"{location}: {SCALE}",
             found=f"{scale!r}",
             expected="one number above 0, in the top-level 'parameters' of the recipe",
-            remedy="to search several numbers at once, use mergegate sweep",
+            remedy="use mergegate sweep to search several numbers",
         )
     return float(scale)
 

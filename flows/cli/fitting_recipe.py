@@ -62,7 +62,7 @@ def fitting_recipe(
         has_one_template = len(most_common) == 1 or (len(most_common) == 2 and most_common[0] > most_common[1])
         if has_one_template and any(finding.where.endswith(": chat template") for finding in cleared.findings):
             draft = draft.with_chat_template()
-        # Most weights have this dtype, among those that a recipe can name.
+        # The dtype of most weights, limited to dtypes of a recipe.
         sizes: Counter[str] = Counter()
         for parent in parents:
             for tensor in parent.tensors.values():

@@ -207,7 +207,7 @@ def _answer(request: InitRequest, question: str, option: str, default: str, chec
 
 
 def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: str, out: Path) -> LicenseDraft:
-    """Return the most demanding use that the licenses allow, or else one that a user can still approve."""
+    """Return the most demanding use that the licenses allow, or else a use that a user can approve."""
     table = license_table(LicenseSettings(), out)
     declared = read_licenses(parents, table)
     verdicts = {}

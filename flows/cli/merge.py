@@ -208,7 +208,7 @@ def _combine(
         )
     require_same_files(identities)
     modules = len(combined.errors)
-    console.print(f"{options.out}: an adapter of {modules} modules, without {combined.error:.2%} of the change")
+    console.print(f"{options.out}: an adapter of {modules} modules; {combined.error:.2%} of the change is left out")
     return {
         "out": str(options.out),
         "method": recipe.merge_method,

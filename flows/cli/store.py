@@ -136,7 +136,9 @@ def store_verify_command(as_json: JsonOption = False) -> None:
 
 
 def store_gc_command(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the entries to remove, without removing them.")
+    ] = False,
     older_than: Annotated[
         float | None,
         typer.Option(
@@ -151,7 +153,7 @@ def store_gc_command(
     ] = None,
     forget: Annotated[
         list[str] | None,
-        typer.Option(help="Profile that is no longer run. Nothing is kept for it. Repeatable."),
+        typer.Option(help="Profile that is no longer run, so that its artifacts may be removed. Repeatable."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -57,7 +57,7 @@ class RunOutcome(BaseModel):
 
     @property
     def fix(self) -> tuple[str, ...]:
-        """What a check that stopped the run expected, and the remedy: at most one line each."""
+        """Expected state and remedy of the check that stopped the run, one line each. Empty without such a check."""
         lines = (("expected: ", "expected"), ("remedy:   ", "remedy"))
         return tuple(f"{label}{text}" for label, name in lines if (text := getattr(self.stopped_by, name, "")))
 

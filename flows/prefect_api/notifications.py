@@ -1,4 +1,4 @@
-"""Define what a project's server does by itself: notify operators, and end runs that are silent or not approved.
+"""Define the rules of a project's server: notify operators, and end silent runs and runs without approval.
 
 A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient of ``schedules.yaml`` has
 one rule per occasion. Three rules need no recipient. A run without a sign of life is marked as crashed, which frees its
@@ -116,7 +116,7 @@ def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]
         ),
     ]
     for deployment in deployments:
-        approval = deployment.profile.asks(deployment.flow) if deployment.profile else None
+        approval = deployment.profile.approval_for(deployment.flow) if deployment.profile else None
         if approval is not None:
             action = "promoted" if deployment.flow == "shadow" else "published"
             message = f"the run was not approved within {approval.timeout}, so nothing is {action}"

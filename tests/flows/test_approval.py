@@ -68,9 +68,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, typed: str, *, in_advance: bool = Fal
 
 
 @pytest.mark.parametrize(("typed", "publish"), [("y\n", True), ("yes\n", True), ("n\nno better\n", False)])
-def test_on_a_terminal_somebody_is_asked_and_shown_what(
-    monkeypatch: pytest.MonkeyPatch, typed: str, publish: bool
-) -> None:
+def test_the_terminal_prompt_returns_the_decision(monkeypatch: pytest.MonkeyPatch, typed: str, publish: bool) -> None:
     decision, _ = asked(monkeypatch, typed)
     assert (decision.publish, decision.digest) == (publish, "d" * 64)
     assert decision.by
@@ -78,11 +76,11 @@ def test_on_a_terminal_somebody_is_asked_and_shown_what(
         assert decision.text().endswith(": no better")
 
 
-def test_only_a_yes_is_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enter_alone_does_not_approve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked(monkeypatch, "\n\n")[0].publish
 
 
-def test_a_terminal_that_is_closed_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_makes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="no decision about"):
         asked(monkeypatch, "")
 
@@ -99,11 +97,11 @@ def test_the_run_that_is_meant_is_found_by_whatever_a_person_calls_it() -> None:
 
 
 @pytest.mark.parametrize("named", [None, "three"])
-def test_of_several_one_has_to_be_named(named: str | None) -> None:
+def test_several_waiting_runs_require_a_name(named: str | None) -> None:
     with pytest.raises(InvalidInput, match="one version-1: run run-1"):
         select_waiting_run((waiting(1, "one"), waiting(2, "two")), named)
 
 
-def test_that_nothing_waits_is_said(tmp_path: Path) -> None:
+def test_approve_reports_that_no_run_waits(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="waits for approval"):
         select_waiting_run((), None)

@@ -117,7 +117,7 @@ def test_only_the_undecided_task_is_extended(judged: Callable[..., tuple[Assessm
     assert max(documents for _, task, documents in bench.asked if task == "copy") == 500
 
 
-def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+def test_a_failed_guard_ends_the_evaluation_at_the_first_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def lost(name: str, task: str, doc: int) -> bool:
         return doc % 3 != 0 if name == "merge" and task == "copy" else sometimes_wrong(name, task, doc)
 
@@ -230,12 +230,12 @@ def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Assessme
     assert {documents for *_, documents in bench.asked} == {SIZE}
 
 
-def test_looks_are_taken_without_being_asked_for(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+def test_interim_looks_are_the_default(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
     assert {documents for *_, documents in bench.asked} == {500, 1000}
 
 
-def test_a_look_that_can_decide_nothing_is_not_taken(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+def test_interim_looks_that_cannot_decide_are_skipped(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def wild(name: str, task: str, doc: int) -> bool:
         return (doc * 7919) % 11 < 5 if name == "merge" else (doc * 7919) % 11 >= 5  # opposite answers, similar scores
 

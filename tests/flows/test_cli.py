@@ -34,7 +34,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     ("arguments", "environment", "code", "words"),
     [
         (["--version"], {}, 0, "mergegate 0."),
-        (["--help"], {}, 0, "Make a release"),
+        (["--help"], {}, 0, "Check, merge, evaluate"),
         ([], {}, 2, "Commands"),
         (["run", "nowhere.yaml"], {}, 2, "No such file"),
         (["check", "nowhere.yaml"], {}, 2, "No such file"),
@@ -44,7 +44,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["methods"], {}, 0, "arxiv.org/abs/2306.01708"),
     ],
 )
-def test_every_ending_has_its_exit_code_and_words(
+def test_every_command_has_its_exit_code_and_message(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, words: str
 ) -> None:
     done = run(*arguments, cwd=tmp_path, **environment)

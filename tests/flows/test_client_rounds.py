@@ -58,7 +58,7 @@ def release(place: Path, *made_of: str) -> Path:
     return out
 
 
-def test_a_first_round_begins_with_the_base_and_takes_everybody(place: Path) -> None:
+def test_the_first_round_starts_from_the_base_with_all_clients(place: Path) -> None:
     found = round_of(place)
     assert (found.documents[-1]["base_model"], names(found), found.remarks) == ("base", sorted(HONEST), ())
     assert "clients" not in found.documents[-1]
@@ -98,7 +98,7 @@ def test_where_the_last_round_stands_and_its_recipe_would_make_another_the_relea
     assert "have changed" in found.remarks[-1]
 
 
-def test_a_first_round_of_too_few_is_refused(place: Path) -> None:
+def test_a_first_round_with_too_few_clients_is_refused(place: Path) -> None:
     with pytest.raises(Refused, match="at least 5"):
         round_of(place, at_least=5)
 
@@ -125,7 +125,7 @@ def test_a_pattern_may_be_absolute_and_names_one_client_once(place: Path) -> Non
     assert all(not one["model"].startswith("/") for one in found.documents[-1]["models"])
 
 
-def test_a_card_that_is_no_file_leaves_its_client_out(place: Path) -> None:
+def test_a_client_whose_card_is_not_a_file_is_left_out(place: Path) -> None:
     (place / "clients/ada/README.md").unlink()
     os.mkfifo(place / "clients/ada/README.md")
     (place / "clients/ben/README.md").write_text("---\nsamples: many\n---\n")
@@ -277,7 +277,7 @@ def test_on_a_base_that_has_an_adapter_no_other_takes_part(place: Path) -> None:
     assert any(remark.startswith("clients/ben: left out: base_model base+lora") for remark in found.remarks)
 
 
-def test_a_directory_with_a_configuration_of_its_own_is_a_model_whatever_lies_beside_it(place: Path) -> None:
+def test_a_directory_with_a_config_is_always_a_model(place: Path) -> None:
     shutil.copy(ADAPTERS / "reverser-lora/adapter_config.json", place / "clients/ada")
     assert models(round_of(place))[0] == "clients/ada"
 
@@ -447,7 +447,7 @@ def test_where_what_was_kept_is_not_there_adam_begins_anew(place: Path, byproduc
     assert any("Adam starts again" in remark for remark in found.remarks)
 
 
-def test_a_step_of_a_recipe_is_a_recipe_of_those_that_it_needs(place: Path) -> None:
+def test_a_recipe_can_end_at_one_of_its_steps(place: Path) -> None:
     documents = round_of(place, adam={"rate": 0.01}).documents
     squares = load_recipe(yaml.safe_dump_all([dict(one) for one in documents])).ending_with("squares")
     assert [step.name for step in squares.steps] == ["round"]
@@ -457,9 +457,7 @@ def test_a_step_of_a_recipe_is_a_recipe_of_those_that_it_needs(place: Path) -> N
 @pytest.mark.parametrize(
     "stored", ["../../etc", "optimizer/*/mean", f"merge/{'0' * 32}/mean", f"optimizer/{'0' * 32}/../mean", ""]
 )
-def test_a_provenance_leads_nowhere_but_into_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
-) -> None:
+def test_a_provenance_can_only_refer_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path))
     (tmp_path / f"store/optimizer/{'0' * 32}/mean").mkdir(parents=True)
     assert find_optimizer_state(stored) is None

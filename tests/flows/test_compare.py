@@ -79,7 +79,7 @@ def test_the_report_is_a_page_about_both(compared: Compared) -> None:
     assert "<h3>Recipe" not in text
 
 
-def test_a_person_sees_lines_a_table_and_the_page(compared: Compared) -> None:
+def test_the_output_shows_lines_a_table_and_the_page(compared: Compared) -> None:
     project, _ = compared
     arguments = (str(MODELS / "reverser"), str(MODELS / "base"), "--profile", "profiles/small.yaml")
     done = project.mergegate("compare", *arguments)
@@ -114,7 +114,7 @@ def test_a_checkpoint_passes_against_itself(compared: Compared) -> None:
     ] * 2
 
 
-def test_a_broken_checkpoint_is_not_worth_its_tasks(compared: Compared) -> None:
+def test_tasks_are_skipped_for_a_broken_checkpoint(compared: Compared) -> None:
     project, _ = compared
     merged = project.mergegate("merge", "profiles/demo/recipes/exploding.yaml", "exploded")
     assert merged.exit_code == 0, merged.output
@@ -133,9 +133,9 @@ def test_a_broken_checkpoint_is_not_worth_its_tasks(compared: Compared) -> None:
         (
             [str(MODELS / "base"), f"{MODELS / 'base'}+{MODELS / 'base'}"],
             "profiles/demo.yaml",
-            "no adapter",
+            "the adapter is incomplete",
         ),
-        ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "no such directory here"),
+        ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "not a local directory"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "nowhere.yaml", "No such file"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "bare.yaml", "no evidence to compare with"),
     ],
@@ -156,7 +156,7 @@ def test_what_cannot_be_compared_is_said(project: Project, checkpoints: list[str
         ("a/one@two+three", "a/model", ("one@two+three", "model")),
     ],
 )
-def test_names_tell_two_checkpoints_apart(
+def test_compared_checkpoints_have_distinct_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, names: tuple[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -169,6 +169,6 @@ def test_names_tell_two_checkpoints_apart(
     assert [model.directory for model in found] == [tmp_path / first, tmp_path / second]
 
 
-def test_a_reference_that_says_nothing_is_refused() -> None:
+def test_a_reference_without_a_name_is_refused() -> None:
     with pytest.raises(InvalidInput):
         find_checkpoints("@main", "org/model")

@@ -128,7 +128,7 @@ def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> N
     assert there.schedules == []
 
 
-def test_a_schedule_that_goes_leaves_no_night_behind(served: Served) -> None:
+def test_removing_a_schedule_removes_its_planned_runs(served: Served) -> None:
     """The server's scheduler may add runs during a deployment. The next deployment removes them."""
     served.deploy(nights({**DEMO, "schedule": "30 4 * * *"}))
     there = find_deployment(served.client, "release/demo")
@@ -148,7 +148,7 @@ def test_a_schedule_that_goes_leaves_no_night_behind(served: Served) -> None:
     served.client.delete_flow_run(mine.id)
 
 
-def test_a_deployment_is_what_a_person_recognises(served: Served) -> None:
+def test_a_deployment_has_a_readable_name_and_description(served: Served) -> None:
     served.deploy(nights(DEMO))
     there = find_deployment(served.client, "release/demo")
     assert there is not None
@@ -189,7 +189,7 @@ def test_another_project_keeps_its_deployments(served: Served, tmp_path: Path) -
         served.deploy(nights(DEMO), replace(served.site, root=tmp_path))
 
 
-def test_a_cron_that_is_none_is_refused_with_whose_it_is(served: Served) -> None:
+def test_an_invalid_cron_is_refused_with_the_name_of_its_profile(served: Served) -> None:
     with pytest.raises(InvalidInput, match="schedule of demo"):
         served.deploy(nights({**DEMO, "schedule": "99 3 * * *"}))
 
@@ -212,7 +212,7 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
         yield received
 
 
-def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served, told: Received) -> None:
+def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Received) -> None:
     """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
     file = nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])
     assert "made" in served.deploy(file).values()
@@ -269,7 +269,7 @@ def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served,
         ),
     ],
 )
-def test_a_refused_run_is_no_crash_in_any_log(
+def test_a_refused_run_does_not_look_like_a_crash_in_logs(
     served_alone: Served, profile: str, content: str | None, state: str, reason: str
 ) -> None:
     served = served_alone
@@ -293,7 +293,7 @@ def test_a_refused_run_is_no_crash_in_any_log(
 
 
 @pytest.mark.long
-def test_of_the_nights_that_nobody_carried_out_one_is_made_up_for(served_alone: Served) -> None:
+def test_one_of_several_missed_scheduled_runs_is_made_up_for(served_alone: Served) -> None:
     """After two scheduled runs without a worker, one is executed and the other is cancelled."""
     served = served_alone
     served.deploy(nights({"profile": "profiles/demo-forbidden.yaml", "schedule": "0 3 * * *", "timezone": "UTC"}))

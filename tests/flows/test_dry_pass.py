@@ -162,7 +162,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::24], pytest.mark.long))
-def test_a_look_says_what_the_run_would_say_or_nothing(
+def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
     own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     project = Project(tmp_path / "project")
@@ -178,7 +178,7 @@ def test_a_look_says_what_the_run_would_say_or_nothing(
 
 
 @pytest.mark.slow
-def test_after_a_release_a_look_suffices(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_release_a_dry_pass_is_enough(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = Project(tmp_path / "project")
     shutil.copytree(own.root, project.root, symlinks=True)
     shutil.rmtree(project.root / "releases")
@@ -188,9 +188,7 @@ def test_after_a_release_a_look_suffices(own: Project, tmp_path: Path, monkeypat
     assert found.status == "nothing new"
 
 
-def test_nothing_new_is_said_without_prefect_and_kept_like_any_run(
-    own: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_work_needs_no_prefect_and_is_archived(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     before = read_history(own.home / "reports").records
     log = own.root / "machines.jsonl"
     monkeypatch.setenv("MERGEGATE_LOG", str(log))
@@ -225,7 +223,7 @@ def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeyp
     assert json.loads(printed.stdout)["status"] == "nothing new"
 
 
-def test_a_setting_that_means_nothing_is_refused_as_by_the_run(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_refused_as_in_a_run(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "much")
     assert looked(own) is None
     assert own.mergegate("run", PROFILE).exit_code == 2

@@ -141,7 +141,7 @@ def _page(said: dict[str, Said]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def test_every_mistake_is_said_as_it_stands_in_the_file_that_a_person_has_read(said: dict[str, Said]) -> None:
+def test_every_error_message_matches_the_reviewed_file(said: dict[str, Said]) -> None:
     page = _page(said)
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(page)
@@ -159,7 +159,7 @@ def test_every_mistake_ends_with_a_message_and_a_code_for_it(said: dict[str, Sai
         assert found.lines, title
 
 
-def test_no_message_speaks_to_programmers(said: dict[str, Said]) -> None:
+def test_no_message_uses_programmers_terms(said: dict[str, Said]) -> None:
     odd = {
         title: line
         for title, found in said.items()

@@ -42,7 +42,7 @@ def test_a_run_on_a_server_ends_with_the_code_that_it_would_have_here() -> None:
     assert FinishedRun("Crashed", "", completed=False).exit_code == 1
 
 
-def test_a_check_ends_as_a_run_that_stops_at_the_first_problem() -> None:
+def test_check_has_the_exit_code_of_a_run_that_stops_at_the_first_problem() -> None:
     problems = Problems(stop_at_once=False)
     assert problems.exit_code == 0
     problems.add([Finding("warn", "a", "odd")])

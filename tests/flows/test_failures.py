@@ -144,7 +144,7 @@ class TestPowerLoss:
 
 
 @pytest.mark.slow
-def test_a_clock_that_jumps_a_year_and_back_makes_nothing_again_and_loses_nothing(
+def test_clock_jumps_neither_rebuild_nor_lose_artifacts(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock is mergegate's own: the history, run names, records and the store's grace period use it."""
@@ -301,7 +301,7 @@ class TestNights:
         assert site.wait(run).state == "Released", site.log()
         assert site.released() == wanted
 
-    def test_a_database_that_is_restarted_costs_a_night_at_most(
+    def test_a_database_restart_costs_at_most_one_scheduled_run(
         self, site: Any, database: Database, wanted: dict[str, str]
     ) -> None:
         run = in_the_middle(site)
@@ -317,7 +317,7 @@ class TestNights:
         assert "limits.stages.perplexity" in ended.message
         assert site.wait(site.trigger("demo")).state in ("Released", "NothingNew")
 
-    def test_a_run_that_was_taken_and_never_begun_ends_and_the_next_night_is_carried_out(self, site: Any) -> None:
+    def test_a_run_that_never_starts_ends_and_the_next_scheduled_run_works(self, site: Any) -> None:
         """The machine fails while a scheduled run starts: server and worker die, and the run still holds its slot."""
         run = site.trigger()
         while site.ask(f"flow_runs/{run}")["state"]["name"] != "Submitting":
@@ -358,7 +358,7 @@ class TestTheTable:
             for named in re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)", row[-1]):
                 assert (PROJECT / named).is_file(), named
 
-    def test_nothing_is_left_out_of_what_a_person_asks(self, rows: list[list[str]]) -> None:
+    def test_every_promised_failure_has_a_row(self, rows: list[list[str]]) -> None:
         """Each failure that the documentation promises to cover has a row."""
         said = " · ".join(row[0] for row in rows)
         for word in (

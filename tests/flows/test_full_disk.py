@@ -79,7 +79,7 @@ def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_s
     assert not list(offline.root.glob(".*.lock"))
 
 
-def test_of_two_merges_into_one_directory_the_second_says_so(offline: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_merge_into_one_directory_is_refused(offline: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
     merge_weights = merging.merge_weights
 
@@ -134,13 +134,13 @@ def test_a_path_that_no_disk_can_hold_is_refused_when_it_is_read(tmp_path: Path,
     assert "Traceback" not in done.stderr
 
 
-def test_a_parent_in_the_home_of_nobody_is_said_to_be(tmp_path: Path) -> None:
+def test_a_parent_in_the_home_of_an_unknown_user_is_reported(tmp_path: Path) -> None:
     recipe = "merge_method: linear\nmodels: [{model: ~nobody-of-that-name/a}, {model: b}]\nparameters: {weight: 1}\n"
     (tmp_path / "recipe.yaml").write_text(recipe)
     assert_one_message(run("merge", "recipe.yaml", "out", cwd=tmp_path), "~nobody-of-that-name", "user", code=2)
 
 
-def test_a_name_that_is_no_text_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_text_does_not_fail_the_run(tmp_path: Path) -> None:
     done = run("merge", RECIPE, os.fsdecode(b"\xff\xfe"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [os.fsencode(path.name) for path in tmp_path.iterdir() if not path.name.startswith(".")] == [b"\xff\xfe"]

@@ -64,7 +64,7 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
     assert all(found["digest"] for found in data[1])
 
 
-def test_a_lost_skill_is_said(judged: tuple[Project, Path]) -> None:
+def test_compare_reports_a_lost_skill(judged: tuple[Project, Path]) -> None:
     project, out = judged
     _, refused = gate(project, f"merge={out / 'base'}", f"reverser={out / 'reverser'}")
     assert "reverse: " in refused["message"]
@@ -91,7 +91,7 @@ def test_the_best_of_the_given_parents_can_be_the_reference(judged: tuple[Projec
     assert [guard["reference"] for guard in passed["content"]["verdict"]["guards"]] == ["base", "reverser"]
 
 
-def test_a_person_sees_a_table_and_what_was_not_judged(judged: tuple[Project, Path]) -> None:
+def test_the_output_shows_a_table_and_the_evidence_that_was_not_judged(judged: tuple[Project, Path]) -> None:
     project, out = judged
     results = [f"merge={out / 'merged'}", f"reverser={out / 'reverser'}"]
     done = project.mergegate("gate", *results, "--profile", "profiles/reverser.yaml")
@@ -115,7 +115,7 @@ def test_a_person_sees_a_table_and_what_was_not_judged(judged: tuple[Project, Pa
         (["merge=nowhere", "reference=nowhere"], "no such directory"),
     ],
 )
-def test_what_cannot_be_judged_is_said(project: Project, results: list[str], words: str) -> None:
+def test_results_that_cannot_be_judged_are_refused(project: Project, results: list[str], words: str) -> None:
     done = project.mergegate("gate", *results, "--profile", "profiles/demo.yaml")
     assert done.exit_code == 2
     assert words in done.output

@@ -65,7 +65,7 @@ def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: s
     assert told["findings"] == []
 
 
-def test_a_license_that_no_card_names_is_a_doubt_until_somebody_accepts_it(project: Project) -> None:
+def test_an_undeclared_license_needs_acceptance(project: Project) -> None:
     models = write_family(project.root / "models", FAMILIES["qwen2"])
     (project.root / "models" / models[-1] / "README.md").unlink()
     arguments = ("init", *(f"models/{name}" for name in models), "--json")

@@ -39,7 +39,7 @@ def files_in(place: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_enter_takes_what_is_proposed(root: Path) -> None:
+def test_enter_accepts_the_default(root: Path) -> None:
     shutil.copy(root / "models/base/README.md", root / "models/verse/README.md")
     with terminal(root, "init", *MODELS, "--out", "asked") as screen:
         for question, proposed in ((NAME, "[sums-verse]: "), (TEXT, "[sample]: ")):
@@ -56,7 +56,7 @@ def test_enter_takes_what_is_proposed(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_answer_is_asked_again(root: Path) -> None:
+def test_an_invalid_answer_is_prompted_again(root: Path) -> None:
     (root / "taken.yaml").write_text("ours\n")
     (root / "empty.txt").touch()
     (root / "own.txt").write_text("A text.\n\nAnother one.\n")
@@ -106,7 +106,7 @@ def test_flags_answer_on_a_terminal_too(root: Path) -> None:
     assert not [question for question in (NAME, WHO, TEXT) if question in screen.shown]
 
 
-def test_an_answer_is_asked_for_until_it_can_be_used() -> None:
+def test_a_prompt_repeats_until_the_answer_is_valid() -> None:
     def even(text: str) -> str:
         if not text.isdigit() or int(text) % 2:
             raise InvalidInput("here", found=repr(text), expected="an even number")

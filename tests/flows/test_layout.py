@@ -109,7 +109,7 @@ def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool)
     assert len(lines) == 3 + (1 if width >= 100 else 2)
 
 
-def test_what_does_not_fit_ends_at_a_part_or_a_word() -> None:
+def test_long_text_is_cut_at_a_part_or_a_word() -> None:
     assert fitted("sign conflict 44 % · merge moved far", 40) == "sign conflict 44 % · merge moved far"
     assert fitted("sign conflict 44 % · merge moved far", 30) == "sign conflict 44 % · …"
     assert fitted("cached: base, reverser, shifter", 25) == "cached: base, reverser, …"
@@ -130,7 +130,7 @@ def test_a_terminal_without_a_cursor_gets_each_line_once(term: str, monkeypatch:
     assert "\x1b[2K" not in out  # The escape sequence that redraws a line.
 
 
-def test_a_log_hears_every_half_minute_how_far_a_stage_is() -> None:
+def test_a_log_reports_progress_every_half_minute() -> None:
     clock, said = SimpleNamespace(now=0.0), []
     pulse = Pulse(said.append, lambda: clock.now)
     pulse.on_start("perplexity", "base")

@@ -86,7 +86,7 @@ def test_without_a_probe_earlier_rates_still_count(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("price", ["box", "=1", "box=", "box=cheap", "box=-1", "box=inf", "box=nan"])
-def test_a_price_that_means_nothing_is_refused(plan: Plan, price: str) -> None:
+def test_an_invalid_price_is_refused(plan: Plan, price: str) -> None:
     result = plan("--no-probe", "--price", price)
     assert result.exit_code == 2
     assert "NAME=DOLLARS_PER_HOUR" in result.stderr
@@ -105,7 +105,7 @@ def test_a_recipe_that_cannot_be_merged_is_refused(plan: Plan) -> None:
     assert "models[0].parameters.density: 5; expected 0 to 1 for density" in result.stderr
 
 
-def test_a_disk_that_is_too_small_is_said(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_reports_a_disk_that_is_too_small(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
     real = shutil.disk_usage("/")

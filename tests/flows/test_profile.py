@@ -101,7 +101,7 @@ def test_a_value_that_cannot_be_is_refused_with_its_place(change: dict[str, obje
         parse_profile({**GOOD, **change}, "profile.yaml")
 
 
-def test_a_fault_of_the_whole_profile_does_not_repeat_it() -> None:
+def test_an_error_about_the_whole_profile_does_not_print_the_profile() -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_profile({**GOOD, "perplexity": None, "evaluate": None}, "profile.yaml")
     assert str(caught.value) == "profile.yaml: publish needs evidence: add perplexity, evaluate, or both"
@@ -156,7 +156,7 @@ def test_a_profile_survives_the_way_through_prefect_as_json() -> None:
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
-def test_a_recipe_in_place_of_a_profile_is_told_apart() -> None:
+def test_a_recipe_instead_of_a_profile_is_recognized() -> None:
     demo = next(file for file in PROFILES if file.stem == "demo")
     with pytest.raises(InvalidInput, match="a recipe") as caught:
         load_profile(demo.parent / "demo" / "recipes" / "ties.yaml")
@@ -222,13 +222,17 @@ def test_what_a_refusal_proposes_is_tried_after_what_is_written(said: object, wr
     models = [{"model": "./m", "parameters": {"weight": 1, "density": 0.5}}]
     recipe = {"merge_method": "ties", "base_model": "./b", "models": models}
     profile = parse_profile({**GOOD, "recipe": recipe, "remedies": said}, "profile.yaml")
-    assert (len(profile.candidates()) - 1, profile.proposed) == (written, proposed)
-    assert [profile.remedied(choice).proposed for choice in ("written", "auto", None)] == [0, 3, proposed]
-    assert len(profile.remedied("auto").candidates()) - 1 == written
+    assert (len(profile.candidates()) - 1, profile.max_proposed_remedies) == (written, proposed)
+    assert [profile.with_remedies(choice).max_proposed_remedies for choice in ("written", "auto", None)] == [
+        0,
+        3,
+        proposed,
+    ]
+    assert len(profile.with_remedies("auto").candidates()) - 1 == written
 
 
 def test_nothing_is_written_after_what_a_refusal_proposes() -> None:
-    with pytest.raises(InvalidInput, match="'auto' stands last"):
+    with pytest.raises(InvalidInput, match="'auto' must be the last one"):
         parse_profile({**GOOD, "remedies": ["auto", {"density": 0.3}]}, "profile.yaml")
 
 

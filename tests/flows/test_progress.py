@@ -50,7 +50,7 @@ def test_requests_are_shown_with_their_rate_and_the_time_left(clock: Clock, show
     assert "merge 412 of 1,319 requests · 35/s · 26 s left" in line(shown)
 
 
-def test_a_long_wait_is_said_in_minutes_and_a_slow_rate_with_a_digit(clock: Clock, shown: TerminalProgress) -> None:
+def test_long_waits_are_in_minutes_and_slow_rates_have_a_decimal(clock: Clock, shown: TerminalProgress) -> None:
     shown.on_start("evaluate", "merge")
     shown.on_progress("evaluate", "merge", 0, 1000, "requests")
     clock.now += 10
@@ -58,7 +58,7 @@ def test_a_long_wait_is_said_in_minutes_and_a_slow_rate_with_a_digit(clock: Cloc
     assert "25 of 1,000 requests · 2.5/s · 6 m 30 s left" in line(shown)
 
 
-def test_bytes_have_a_bar(clock: Clock, shown: TerminalProgress) -> None:
+def test_byte_counts_have_a_progress_bar(clock: Clock, shown: TerminalProgress) -> None:
     shown.on_start("merge", "")
     shown.on_progress("merge", "", 0, 10**9, "B")
     clock.now += 2
@@ -95,7 +95,7 @@ def test_a_stage_that_looks_twice_has_said_what_it_said_last(clock: Clock, shown
         ([("a", "refused"), ("a", "refused")], "refused"),
     ],
 )
-def test_a_no_that_was_taken_back_does_not_count(calls: list[tuple[str, StageStatus]], joint: StageStatus) -> None:
+def test_a_withdrawn_refusal_does_not_count(calls: list[tuple[str, StageStatus]], joint: StageStatus) -> None:
     assert joint_status(calls) == joint
 
 

@@ -57,7 +57,7 @@ def mergegate(*arguments: str) -> Result:
     ],
     ids=" ".join,
 )
-def test_a_command_shows_the_warnings_and_goes_on(project: Path, arguments: tuple[str, ...]) -> None:
+def test_commands_print_recipe_warnings_and_continue(project: Path, arguments: tuple[str, ...]) -> None:
     result = mergegate(*arguments)
     assert result.exit_code == 0, result.output
     text = re.sub(r"\s+", "", result.output + result.stderr)
@@ -65,7 +65,7 @@ def test_a_command_shows_the_warnings_and_goes_on(project: Path, arguments: tupl
     assert "didyoumean'dtype'?" in text
 
 
-def test_a_program_reads_each_finding_alone(project: Path) -> None:
+def test_json_lists_each_finding_separately(project: Path) -> None:
     warned = json.loads(mergegate("check", "recipe.yaml", "--json").stdout)
     assert {f"recipe.yaml: {place}" for place in PLACES} <= {one["where"] for one in warned["findings"]}
     (project / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "out_dtype": "x", "align_experts": 3}))
@@ -79,7 +79,7 @@ def test_a_program_reads_each_finding_alone(project: Path) -> None:
     }
 
 
-def test_a_run_announces_them_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_prints_recipe_warnings_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announced: list[str] = []
     monkeypatch.setattr("mergegate.flows.preflight.announce", announced.append)
     (project / "recipe.yaml").write_text(yaml.safe_dump(RECIPE).replace("demo/models/reverser", "./nowhere"))

@@ -255,7 +255,7 @@ def test_without_a_target_the_gate_is_the_end(released: Released) -> None:
     assert json.loads(result.stdout)["status"] == "passed"
 
 
-def test_json_tells_a_machine_all_of_it(released: Released) -> None:
+def test_json_has_all_facts(released: Released) -> None:
     project, _ = released
     outcome = json.loads(project.mergegate("run", "profiles/demo.yaml", "--json").stdout)
     assert outcome["status"] == "nothing new"

@@ -49,7 +49,7 @@ def test_the_report_compares_what_was_tried(remedied: Released) -> None:
     assert "merge_method: ties" in page
 
 
-def test_a_remedied_release_is_found_again(remedied: Released) -> None:
+def test_a_second_run_finds_the_remedied_release(remedied: Released) -> None:
     project, _ = remedied
     before = project.artifacts("evaluate"), project.artifacts("gate")
     result = project.mergegate("run", "profiles/demo-remedied.yaml")
@@ -93,7 +93,7 @@ def test_a_misspelt_remedy_is_found_before_anything_is_merged(project: Project) 
 
 
 @pytest.mark.slow
-def test_a_merge_is_held_against_what_is_released_today(released: Released) -> None:
+def test_a_merge_is_compared_with_the_current_release(released: Released) -> None:
     project, _ = released
     profile = project.edit("demo.yaml", "guarded_by: reverser", "guarded_by: champion")
     first = project.mergegate("run", profile, "--json")

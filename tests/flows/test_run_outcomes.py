@@ -89,7 +89,7 @@ class TestEveryEnding:
             (passed, "Passed", 0, ("looked at",)),
         ],
     )
-    def test_has_its_state_its_page_and_its_line(
+    def test_every_outcome_has_a_state_a_page_and_a_history_line(
         self, story: Callable[[], RunOutcome], state: str, code: int, words: tuple[str, ...]
     ) -> None:
         ended = run_of(story)
@@ -111,7 +111,7 @@ class TestEveryEnding:
             assert (outcome.exit_code, outcome.report) == (code, home() / "reports" / "demo.html")
             assert ended.message == outcome.text
 
-    def test_a_page_about_a_refusal_is_no_verdict(self) -> None:
+    def test_a_refusal_without_evidence_is_not_recorded_as_judged(self) -> None:
         for story, judged in ((refused, False), (invalid, False), (passed, True)):
             run_of(story)
             assert read_runs(runs_directory())[-1].judged is judged
@@ -125,7 +125,7 @@ class TestEveryEnding:
         assert [(one.name, one.calls, one.cached) for one in first.stages] == [("merge", 1, 0)]
         assert [(one.name, one.calls, one.cached) for one in second.stages] == [("merge", 1, 1)]
 
-    def test_nothing_that_goes_wrong_with_the_history_is_an_error_of_the_run(
+    def test_errors_of_the_history_do_not_fail_the_run(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def full(*_: object, **__: object) -> None:
@@ -138,13 +138,13 @@ class TestEveryEnding:
             assert run_of(crashed).name == "Failed"
         assert "the report of this run could not be stored" in caplog.text
 
-    def test_a_refusal_is_no_exception_for_whoever_asks_for_it(self) -> None:
+    def test_the_result_of_a_refused_run_raises_the_refusal(self) -> None:
         with pytest.raises(StoppedRun, match="cc-by-nc"):
             run_of(refused).result()
 
 
 class TestNames:
-    def test_a_person_recognises_a_run(self, tmp_path: Path) -> None:
+    def test_run_names_are_readable(self, tmp_path: Path) -> None:
         root = make_project(tmp_path).root
         named = run_name("release", {"profile": root / "profiles" / "demo.yaml"}, "2026-11-21")
         assert named == "demo · ties of 2 · 2026-11-21"
@@ -166,7 +166,7 @@ class TestNames:
             b"- 1\n" * 10_000,
         ],
     )
-    def test_no_profile_fails_the_name_or_holds_it_up(self, tmp_path: Path, content: bytes | None) -> None:
+    def test_run_names_never_fail_or_block(self, tmp_path: Path, content: bytes | None) -> None:
         file = tmp_path / "nightly.yaml"
         if content is not None:
             file.write_bytes(content)
@@ -180,21 +180,21 @@ class TestNames:
     def test_parameters_that_mean_nothing_have_a_name_too(self, parameters: dict[str, object]) -> None:
         assert run_name("release", parameters, "2026-11-21") == "release · 2026-11-21"
 
-    def test_a_whole_profile_names_itself(self) -> None:
+    def test_a_complete_profile_has_a_headline(self) -> None:
         profile = Profile.model_validate({"name": "inline", "recipe": "nowhere.yaml"})
         assert profile_name(profile) == "inline"
         assert run_name("release", {"profile": profile}, "2026-11-21") == "inline · 2026-11-21"
 
 
 class TestPrefectsPage:
-    def test_is_small_and_keeps_status_and_report_whatever_was_found(self) -> None:
+    def test_prefects_page_is_small_and_keeps_status_and_report(self) -> None:
         outcome = RunOutcome(status="refused", message="é\n" * 10**6, report=Path("/somewhere/demo.html"))
         page = prefect_page(outcome, "demo")
         assert len(page.encode()) < 100_000
         assert page.startswith("## ✗ refused: demo")
         assert page.endswith("Report: `/somewhere/demo.html`\n")
 
-    def test_a_message_does_not_end_its_fence(self) -> None:
+    def test_a_message_cannot_close_its_code_fence(self) -> None:
         page = prefect_page(RunOutcome(status="invalid", message="a\n```\n# b"), "demo")
         assert page.count("````") == 2
 
@@ -231,12 +231,12 @@ class TestTheCommand:
         assert [one["run"] for one in said["runs"]] == ["2", "0"]
         assert said["damaged"] == 0
 
-    def test_an_unknown_profile_is_told_who_is_known(self, project: Project) -> None:
+    def test_an_unknown_profile_is_refused_with_the_known_ones(self, project: Project) -> None:
         result = project.mergegate("history", "demos")
         assert result.exit_code == 2
         assert "did you mean 'demo'?" in result.output
 
-    def test_damage_is_said_and_nothing_is_no_error(self, project: Project, tmp_path: Path) -> None:
+    def test_damage_is_reported_and_an_empty_history_is_not_an_error(self, project: Project, tmp_path: Path) -> None:
         with (project.home / "reports" / "history.jsonl").open("ab") as file:
             file.write(b"garbage\n")
         assert "1 damaged line of the history left out." in project.mergegate("history").output
@@ -248,7 +248,7 @@ class TestTheCommand:
         empty.root.mkdir()
         assert "no run has finished here yet" in empty.mergegate("history").output
 
-    def test_a_profile_that_cannot_be_read_leaves_its_page(self, project: Project) -> None:
+    def test_an_unreadable_profile_gets_a_report_page(self, project: Project) -> None:
         (project.root / "broken.yaml").write_text("name: support\nrecepe: x\n")
         result = project.mergegate("run", "broken.yaml")
         assert result.exit_code == 2

@@ -71,14 +71,14 @@ def test_whatever_yaml_says_stands_where_the_path_leads(keys: list[str], value: 
         ("name=--- 1\n--- 2", "one value"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(said: str, message: str) -> None:
+def test_invalid_overrides_are_refused(said: str, message: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         with_overrides(PROFILE, [said])
     assert message in str(caught.value)
     assert "--set" in str(caught.value)
 
 
-def test_a_key_that_is_none_is_refused_with_the_nearest(tmp_path: Any) -> None:
+def test_an_unknown_key_is_refused_with_the_closest_key(tmp_path: Any) -> None:
     project = make_project(tmp_path)
     refused = project.mergegate("run", "profiles/demo.yaml", "--set", "evaluate.documnts=100")
     assert refused.exit_code == 2
@@ -86,7 +86,7 @@ def test_a_key_that_is_none_is_refused_with_the_nearest(tmp_path: Any) -> None:
     assert "--set evaluate.documnts=100" in refused.output
 
 
-def test_a_file_cannot_say_what_it_is_told_otherwise(tmp_path: Any) -> None:
+def test_a_profile_file_must_not_contain_overrides(tmp_path: Any) -> None:
     project = make_project(tmp_path)
     path = project.root / "profiles" / "demo.yaml"
     path.write_text(path.read_text() + "overrides: [name=x]\n")
@@ -94,7 +94,7 @@ def test_a_file_cannot_say_what_it_is_told_otherwise(tmp_path: Any) -> None:
         load_profile(path)
 
 
-def test_a_run_is_kept_with_what_it_was_told_and_publishes_nothing_if_told_so(
+def test_a_run_records_its_overrides_and_no_publish_is_respected(
     released: tuple[Project, Printed],
 ) -> None:
     project, _ = released

@@ -61,7 +61,7 @@ def test_the_file_that_is_shipped_means_something() -> None:
         ({"profiles": [DEMO], "server": {"address": "http://me:secret@db"}}, "http://host:port"),
     ],
 )
-def test_what_means_nothing_is_said_with_its_place_and_a_suggestion(data: dict[str, object], said: str) -> None:
+def test_invalid_schedules_are_refused_with_location_and_suggestion(data: dict[str, object], said: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         parse_schedules(data, "schedules.yaml")
     assert said in str(refused.value)
@@ -93,7 +93,7 @@ def test_what_is_no_time_is_refused(said: str) -> None:
         parse_duration(said, "here")
 
 
-def test_a_profile_becomes_a_deployment_that_a_person_recognises(project: Path) -> None:
+def test_the_deployment_of_a_profile_is_readable(project: Path) -> None:
     scheduled = {**DEMO, "schedule": "0  3 * * *", "timezone": "Europe/Berlin"}
     *_, one = desired_deployments(nights(scheduled), project)
     assert one.full_name == "release/demo"
@@ -134,7 +134,7 @@ def test_what_cannot_be_deployed_is_refused_before_anything_is(
         desired_deployments(nights(*profiles), project)
 
 
-def test_a_profile_may_not_take_the_name_that_takes_any_profile(project: Path) -> None:
+def test_a_profile_must_not_have_a_reserved_name(project: Path) -> None:
     text = (project / "profiles" / "demo.yaml").read_text().replace("name: demo", "name: release")
     (project / "profiles" / "release.yaml").write_text(text)
     with pytest.raises(InvalidInput, match="rename the profile"):
@@ -178,7 +178,7 @@ def test_two_of_a_kind_are_told_apart(project: Path) -> None:
     assert names[2:] == ["mergegate: notify slack 1 of late", "mergegate: notify slack 2 of late"]
 
 
-def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(project: Path) -> None:
+def test_a_profile_with_approval_has_a_rule_for_its_timeout(project: Path) -> None:
     text = (project / "profiles" / "demo.yaml").read_text()
     assert "releases/demo}" in text
     asked = text.replace("releases/demo}", "releases/demo, approval: {timeout: 12 h}}")

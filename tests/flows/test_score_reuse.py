@@ -28,7 +28,7 @@ def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_other_looks_at_the_same_models_ask_nothing(released: Released) -> None:
+def test_other_interim_looks_reuse_all_scores(released: Released) -> None:
     project, _ = released
     before = scored(project)
     for documents in (50, 130, 300):
@@ -40,7 +40,7 @@ def test_other_looks_at_the_same_models_ask_nothing(released: Released) -> None:
         assert scored(project) == before
 
 
-def test_before_the_night_the_parents_tell_how_answers_differ(released: Released) -> None:
+def test_check_forecasts_the_power_of_each_guard(released: Released) -> None:
     project, _ = released
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
     lines = [line for line in checked if line.startswith("power: ")]

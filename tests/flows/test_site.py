@@ -49,7 +49,7 @@ def test_the_secret_is_drawn_once_and_readable_by_its_owner_only(here: Path) -> 
     assert mode(file.parent) == 0o700
 
 
-def test_a_secret_that_others_can_read_is_closed(here: Path) -> None:
+def test_a_secret_that_others_can_read_is_made_private(here: Path) -> None:
     secret = load_or_create_secret()
     (file := here / ".mergegate" / "prefect" / "auth").chmod(0o644)
     assert load_or_create_secret() == secret
@@ -57,7 +57,7 @@ def test_a_secret_that_others_can_read_is_closed(here: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"no colon", b"\xff\xfe:", b"a:b\x00c"])
-def test_a_damaged_secret_is_drawn_anew(here: Path, damage: bytes) -> None:
+def test_a_damaged_secret_is_replaced(here: Path, damage: bytes) -> None:
     load_or_create_secret()
     (here / ".mergegate" / "prefect" / "auth").write_bytes(damage)
     assert len(load_or_create_secret()) > 40
@@ -72,7 +72,7 @@ def test_prefects_own_command_line_is_told_in_a_file_for_the_owner_only(here: Pa
     assert "/prefect.toml" in (Path(__file__).resolve().parents[2] / ".gitignore").read_text().splitlines()
 
 
-def test_a_prefect_toml_of_somebody_else_stays(here: Path) -> None:
+def test_a_foreign_prefect_toml_stays_unchanged(here: Path) -> None:
     (here / "prefect.toml").write_text('[api]\nurl = "http://elsewhere/api"\n')
     assert not write_settings(find_site())
     assert own_settings() == {}
@@ -98,7 +98,7 @@ def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://"])
-def test_an_address_that_is_none_is_refused_with_where_it_was_said(
+def test_an_invalid_address_is_refused_with_its_source(
     here: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", address)
@@ -106,7 +106,7 @@ def test_an_address_that_is_none_is_refused_with_where_it_was_said(
         find_site()
 
 
-def test_nobody_answering_is_one_clear_error(here: Path) -> None:
+def test_a_server_that_does_not_answer_is_one_clear_error(here: Path) -> None:
     with pytest.raises(InvalidInput, match="no server answers"):
         require_site(find_site(address="http://127.0.0.1:9"))
 
@@ -123,7 +123,9 @@ def test_the_server_asks_for_the_secret_and_keeps_its_slots_on_disk(here: Path) 
     }
 
 
-def test_a_team_names_its_database(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_database_comes_from_the_environment_or_the_schedules_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = parse_schedules({"profiles": [], "server": {"database": "postgresql://me@db/one"}}, "schedules.yaml")
     assert database_url(None) is None
     assert database_url(file) == "postgresql+asyncpg://me@db/one"

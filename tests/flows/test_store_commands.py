@@ -126,7 +126,7 @@ class TestRunsOfStages:
 
         outcome, said = night(10, disturb=lose)
         assert outcome.status == "passed"
-        assert [line for line in said.lines if "gone from the store" in line]
+        assert [line for line in said.lines if "removed from the store" in line]
         assert grow.find(10) == lost[0]
 
     def test_an_artifact_that_is_altered_under_a_run_is_refused_as_before(self) -> None:
@@ -145,7 +145,7 @@ class TestRunsOfStages:
         assert grow.find(2) is None
 
     @pytest.mark.slow
-    def test_a_quota_is_kept_at_the_end_of_a_run_and_said_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_enforces_the_quota_and_reports_it_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in (50_001, 50_002, 50_003):
             night(size)
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "260 kB")
@@ -159,13 +159,13 @@ class TestRunsOfStages:
         assert grow.find(50_004) is not None
         assert night(50_004)[1].lines == [], "nothing to do, nothing said"
 
-    def test_a_quota_that_cannot_be_kept_is_no_error_of_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unreachable_quota_does_not_fail_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "1kB")
         outcome, said = night(50_000)
         assert outcome.status == "passed"
         assert "quota is too small" in said.lines[-1]
 
-    def test_a_collection_that_fails_is_no_error_of_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_garbage_collection_does_not_fail_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "1kB")
 
         def fails(*_: object) -> None:
@@ -174,14 +174,14 @@ class TestRunsOfStages:
         monkeypatch.setattr("mergegate.tasks.stage.usage.collect_garbage", fails)
         assert night(10)[0].status == "passed"
 
-    def test_a_quota_that_is_none_is_said_before_anything_is_done(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_invalid_quota_is_refused_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "plenty")
         outcome, _ = night(10)
         assert outcome.status == "invalid"
         assert "MERGEGATE_STORE_QUOTA: 'plenty'" in outcome.message
         assert not store().root.exists()
 
-    def test_a_command_without_a_flow_keeps_what_it_uses_while_it_lives(self) -> None:
+    def test_a_command_without_a_flow_protects_its_artifacts(self) -> None:
         made = grow.build(10)
         collect()
         assert made.directory.is_dir()
@@ -209,7 +209,7 @@ def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: t
     assert "needed" in project.mergegate("store", "du").output
     verified = told(project, "verify")
     assert (verified["status"], verified["read"], verified["damaged"]) == ("sound", len(entries), [])
-    assert "stays" in project.mergegate("store", "gc", "--older-than", "0", "--dry-run").output
+    assert "kept" in project.mergegate("store", "gc", "--older-than", "0", "--dry-run").output
     assert told(project, "gc", "--older-than", "0", "--quota", "0")["goes"] == []
     again = project.mergegate("run", "profiles/demo.yaml")
     assert "nothing new" in again.output
@@ -239,7 +239,7 @@ def test_a_profile_that_is_not_run_any_more_is_forgotten(released: tuple[Project
     assert told(project, "ls")["entries"] == []
 
 
-def test_a_home_with_nothing_in_it(tmp_path: Path) -> None:
+def test_commands_work_in_an_empty_home(tmp_path: Path) -> None:
     project = Project(tmp_path)
     for command in ("ls", "du", "verify", "gc"):
         assert project.mergegate("store", command).exit_code == 0
@@ -277,4 +277,4 @@ print(times, went)
     assert int(output.split()[0]) > 10, "it did collect meanwhile"
     assert project.latest.resolve().name == undisturbed.latest.resolve().name
     assert not [one for one in examine_store(project.home / "store", deep=True) if one.kind == "damaged"]
-    assert "gone from the store" not in result.output
+    assert "removed from the store" not in result.output

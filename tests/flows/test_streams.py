@@ -64,7 +64,7 @@ def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: s
 
 
 @pytest.mark.slow
-def test_a_closed_stream_leaves_its_number_to_no_file(tmp_path: Path) -> None:
+def test_a_closed_stream_does_not_give_its_number_to_another_file(tmp_path: Path) -> None:
     """Otherwise the first opened file would get descriptor 1, and with it all printed output."""
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml out >&- 2>&-", tmp_path).returncode == 0
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml other", tmp_path).returncode == 0

@@ -76,7 +76,7 @@ class TestTimeLimits:
             work()
         assert cleaned
 
-    def test_it_leaves_no_alarm_behind(self) -> None:
+    def test_a_time_limit_leaves_no_alarm_behind(self) -> None:
         before = signal.getsignal(signal.SIGALRM)
         with limited(Limits()), within_limit("merge"):
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
@@ -100,7 +100,7 @@ class TestTimeLimits:
         with within_limit("merge"):
             assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
-    def test_a_main_thread_that_no_longer_answers_ends_with_its_process(self) -> None:
+    def test_an_unresponsive_main_thread_is_ended_with_its_process(self) -> None:
         script = (
             "import signal, time, mergegate.tasks.stage.limits as limits\n"
             "limits._SHUTDOWN_S = 0.1\n"
@@ -117,11 +117,11 @@ class TestTimeLimits:
 
 class TestSettings:
     @pytest.mark.parametrize("limit", ["", "5", "h", "0 h", "-3 h", "3 weeks", "1e3 s", "nan s"])
-    def test_a_time_that_means_nothing_is_refused(self, limit: str) -> None:
+    def test_an_invalid_time_limit_is_refused(self, limit: str) -> None:
         with pytest.raises(ValidationError):
             Limits(run=limit)
 
-    def test_a_stage_that_there_is_not_is_refused_with_a_suggestion(self) -> None:
+    def test_an_unknown_stage_is_refused_with_a_suggestion(self) -> None:
         with pytest.raises(InvalidInput, match="an unknown stage") as refused, limited(Limits(stages={"merg": "1 h"})):
             pass
         assert "merge" in refused.value.remedy
@@ -148,7 +148,7 @@ class TestMemoryOfAChild:
             SystemError("error return without exception set"),
         ],
     )
-    def test_also_where_somebody_takes_it_for_a_fault_of_the_input(self, error: Exception) -> None:
+    def test_a_shortage_is_reported_even_if_the_input_is_blamed(self, error: Exception) -> None:
         def loads(on_progress: object) -> None:
             try:
                 raise error
@@ -190,7 +190,7 @@ def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[P
 
 
 @pytest.mark.slow
-def test_a_process_has_no_more_memory_than_it_may(project: Project) -> None:
+def test_a_process_cannot_exceed_its_memory_limit(project: Project) -> None:
     end_model_process()  # A process left by an earlier test may have a higher limit.
     profile = project.edit("demo.yaml", "max_increase: 5%", "max_increase: 5%")
     path = project.root / profile

@@ -44,7 +44,7 @@ def test_it_is_released(upcycled: Upcycled) -> None:
     assert "license: apache-2.0" in card
 
 
-def test_a_second_run_asks_nothing_and_makes_nothing(upcycled: Upcycled) -> None:
+def test_a_second_run_uses_only_the_cache(upcycled: Upcycled) -> None:
     project, _ = upcycled
     before = {stage: project.artifacts(stage) for stage in ("gates", "merge", "evaluate")}
     assert all(before.values())

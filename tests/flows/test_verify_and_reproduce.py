@@ -210,7 +210,9 @@ def test_a_bill_of_materials_that_the_provenance_does_not_know_is_refused(releas
     assert "not listed by bom.json" in found
 
 
-def test_a_signature_holds_what_nothing_else_can(released: Released, release: Path, keys: tuple[Path, Path]) -> None:
+def test_a_signature_detects_changes_that_nothing_else_detects(
+    released: Released, release: Path, keys: tuple[Path, Path]
+) -> None:
     private, public = keys
     elsewhere = release.rename(release.with_name("signed"))
     sign_it(elsewhere, private)
@@ -331,7 +333,7 @@ def test_parents_are_found_beside_the_same_recipe_in_the_project(released: Relea
     assert "model.safetensors" in told["files"]
 
 
-def test_a_parent_that_is_another_now_is_not_merged(released: Released, tmp_path: Path) -> None:
+def test_a_parent_that_changed_is_not_merged(released: Released, tmp_path: Path) -> None:
     project, _ = released
     shutil.copytree(PROFILES / "demo" / "models", tmp_path / "models")
     (tmp_path / "recipes").mkdir()
@@ -354,9 +356,7 @@ def test_weights_that_the_recipe_does_not_give_are_refused(release: Path, releas
     assert "rebuilt files differ" in result.output
 
 
-def test_a_device_that_is_not_here_is_named_when_the_weights_come_out_otherwise(
-    release: Path, released: Released
-) -> None:
+def test_different_weights_on_another_device_name_the_device(release: Path, released: Released) -> None:
     weights = bytearray((release / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (release / "model.safetensors").write_bytes(weights)

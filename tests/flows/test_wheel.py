@@ -98,7 +98,7 @@ def test_the_demo_is_copied_once_and_over_nothing_else(tmp_path: Path) -> None:
         copy_demo(tmp_path / "new")
 
 
-def test_elsewhere_than_on_linux_a_run_is_refused_with_the_way_out() -> None:
+def test_other_systems_than_linux_are_refused_with_a_remedy() -> None:
     require_linux("linux")
     with pytest.raises(Refused, match="darwin") as told:
         require_linux("darwin")
