@@ -162,7 +162,7 @@ def _switch_table(runs: int, requests: int) -> Iterator[str]:
     yield "| spread of the first byte: median to 95th percentile | of 50 | of 100 | of 200 |"
     yield "| --: | --: | --: | --: |"
     for spread in (0.4, 0.6, 0.8, 1.0):
-        shares = [killed_by_luck(spread, SwitchRule(of=of), runs, requests) for of in (50, 100, 200)]
+        shares = [killed_by_luck(spread, SwitchRule(window=window), runs, requests) for window in (50, 100, 200)]
         yield f"| 1 : {np.exp(_ONE_SIDED_Z * spread):.1f} | " + " | ".join(f"{share:.0%}" for share in shares) + " |"
 
 

@@ -239,7 +239,7 @@ def preflight_profile(
             ]
         evidence = _with_data(evidence, sources, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
-        attempts, past = len(candidates) + profile.proposed, past_guards(profile.name)
+        attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
         # A release will soon find out, so only a check forecasts the power of its documents.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
@@ -466,7 +466,7 @@ def pin_profile_evidence(
             declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]
             dtypes = {dtype.torch_name for dtype in declared if dtype}
         evidence = with_supported_dtype(evidence, {*stored_dtypes(parents), *dtypes}, without_units)
-    searching = profile if profile.sweep else profile.tuning
+    searching = profile if profile.sweep else profile.scale_search
     if searching is None:
         return evidence
     swept = pin_profile_sweep(searching, evidence, hashes)

@@ -98,7 +98,7 @@ def release(
     """
     story = partial(make_release, publishing=publish)
     return conclude_flow(
-        lambda: within_limits(story, load_profile(profile, overrides).remedied(remedy)),
+        lambda: within_limits(story, load_profile(profile, overrides).with_remedies(remedy)),
         profile_name(profile),
         overrides,
     )
@@ -114,7 +114,7 @@ def run_release_dry_pass(
     """
 
     def story() -> RunOutcome:
-        loaded = load_profile(profile, overrides).remedied(remedy)
+        loaded = load_profile(profile, overrides).with_remedies(remedy)
         if loaded.runner.kind != "local":
             require_work_allowed("ask a cluster")
         local = loaded.model_copy(update={"runner": RunnerSettings()})
@@ -144,7 +144,7 @@ def make_release(
             preflight.evidence,
             judgments,
             runner,
-            limit=len(preflight.cleared) + bool(profile.tuning) + profile.proposed,
+            limit=len(preflight.cleared) + bool(profile.scale_search) + profile.max_proposed_remedies,
         )
     if isinstance(attempt, AlreadyReleased):
         page = attempt.release.directory / "report.html"
@@ -169,7 +169,7 @@ def add_tuned_candidate(
 ) -> Iterator[ClearedCandidate]:
     """Yield the recipe and its written remedies, then the recipe at its best scale if the profile tunes it."""
     yield from cleared
-    if profile.tuning and (tuned := tuned_remedy(cleared[0], profile, runner)):
+    if profile.scale_search and (tuned := tuned_remedy(cleared[0], profile, runner)):
         yield tuned
 
 

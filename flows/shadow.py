@@ -124,7 +124,7 @@ def require_reason(why: str) -> None:
 
 def _promote(watch: Watch, content: ShadowContent, why: str, now: Callable[[], float]) -> RunOutcome:
     """Promote the candidate, after manual approval if the profile requires it. A rejection rolls it back."""
-    approval = watch.profile.asks("shadow")
+    approval = watch.profile.approval_for("shadow")
     if approval is None:
         return _apply_decision(watch, content, "promoted", why, now)
     page = store_shadow_page(content)

@@ -64,7 +64,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         power = pool.power()
         announce(power.brief())
         recorder = None  # Optuna's study of the search, if it has a location
-        if location := view or profile.sweep_view():
+        if location := view or profile.sweep_storage():
             problem = search.problem
             name = f"{profile.name} {study_key(problem.space, problem.settings)[:8]}"
             recorder = open_view(location, name, problem.space.coordinates, problem.objective).record

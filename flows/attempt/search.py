@@ -218,11 +218,11 @@ def tuned_remedy(cleared: ClearedCandidate, profile: Profile, runner: Runner) ->
         profile: Profile with the remedy ``tune: scale``.
         runner: Runner that scores the trials.
     """
-    assert profile.tuning is not None
+    assert profile.scale_search is not None
     require_work_allowed("search for a scale")
     announce("remedy: a search for the scale")
-    search = prepare_search(profile.tuning)
-    with open_trial_pool(search, profile.tuning, runner) as pool:
+    search = prepare_search(profile.scale_search)
+    with open_trial_pool(search, profile.scale_search, runner) as pool:
         study = run_search(pool)
         verdict = run_confirmation(pool, study)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:

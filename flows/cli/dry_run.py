@@ -44,7 +44,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
             "seconds": seconds,
             "rough": planned.rough if planned else False,
             "cost": cost,
-            "attempts": len(profile.candidates()) + profile.proposed,
+            "attempts": len(profile.candidates()) + profile.max_proposed_remedies,
             "overrides": profile.overrides,
         }
         print_answer(status, message, more, findings)
@@ -84,8 +84,8 @@ def _further_attempts(profile: Profile) -> Iterator[str]:
     written = len(profile.candidates()) - 1
     if written:
         yield f"if the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
-    if profile.tuning:
+    if profile.scale_search:
         yield f"{'then' if written else 'if the gate refuses:'} a search for the scale, not counted above"
-    if profile.proposed:
-        then = "then" if written or profile.tuning else "if the gate refuses:"
-        yield f"{then} up to {profile.proposed} proposed remedies, not counted above"
+    if profile.max_proposed_remedies:
+        then = "then" if written or profile.scale_search else "if the gate refuses:"
+        yield f"{then} up to {profile.max_proposed_remedies} proposed remedies, not counted above"

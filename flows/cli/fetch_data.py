@@ -58,7 +58,7 @@ def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[Fetched
         )
     root = (profile.root / profile.evaluate.data).absolute()
     datasets: list[TaskDataset] = []
-    for task in profile.asked_tasks():
+    for task in profile.task_names():
         require_supported(task, profile.root, code_allowed=task in profile.evaluate.allow_code)
         datasets += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
     fetched: list[FetchedDataset] = []

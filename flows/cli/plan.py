@@ -242,7 +242,7 @@ def _known_power(profile: Profile, parents: Sequence[ResolvedCheckpoint]) -> Gat
 
     evidence = pin_profile_evidence(profile, parents, store().hashes)
     tasks = tuple(find_pinned_data(task) or task for task in evidence.tasks)
-    attempts = len(profile.candidates()) + profile.proposed
+    attempts = len(profile.candidates()) + profile.max_proposed_remedies
     return forecast_power(evidence._replace(tasks=tasks), parents, attempts, past_guards(profile.name))
 
 

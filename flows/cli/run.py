@@ -81,12 +81,12 @@ def run_command(
         if dry:
             from mergegate.flows.cli.dry_run import dry_run
 
-            planned = load_profile(profile, settings).remedied(choice)
+            planned = load_profile(profile, settings).with_remedies(choice)
             planned = planned if publish else planned.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(planned, console, as_json, price or ()))
         from mergegate.flows.release import release, run_release_dry_pass
 
-        loaded = load_for_flow(profile, "release", settings).remedied(choice)
+        loaded = load_for_flow(profile, "release", settings).with_remedies(choice)
         # Pass the file name, because Prefect stores the parameters of a flow.
         arguments = (profile, settings, publish, choice)
         outcome = run_flow(

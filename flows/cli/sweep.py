@@ -50,7 +50,7 @@ def sweep_command(
         view, server = None, None
         if dashboard:
             # Without a location in the profile, the study is next to the scored trials.
-            view = loaded.sweep_view() or str(home() / "sweeps" / f"{loaded.name}.optuna")
+            view = loaded.sweep_storage() or str(home() / "sweeps" / f"{loaded.name}.optuna")
             console.print(Text(f"dashboard: http://127.0.0.1:{_DASHBOARD_PORT}"))
             server = threading.Thread(target=serve_dashboard, args=(view, _DASHBOARD_PORT), daemon=True)
             server.start()
@@ -83,7 +83,7 @@ def tune_command(
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.sweep import sweep as sweep_flow
 
-        loaded = load_for_flow(profile, "sweep").tuned(TuningSize(trials, search, confirmation))
+        loaded = load_for_flow(profile, "sweep").with_scale_search(TuningSize(trials, search, confirmation))
         flow = partial(sweep_flow, loaded, release=release, return_state=True)
         outcome = run_flow(flow, RunView(loaded.headline(), profile, verbose=verbose), console)
         print_outcome(console, outcome, as_json)

@@ -116,7 +116,7 @@ def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]
         ),
     ]
     for deployment in deployments:
-        approval = deployment.profile.asks(deployment.flow) if deployment.profile else None
+        approval = deployment.profile.approval_for(deployment.flow) if deployment.profile else None
         if approval is not None:
             action = "promoted" if deployment.flow == "shadow" else "published"
             message = f"the run was not approved within {approval.timeout}, so nothing is {action}"

@@ -6,9 +6,9 @@ from mergegate.flows.profile.reader import (
     is_recipe,
     is_release_name,
     load_profile,
-    name_in,
     parse_profile,
     profile_schema,
+    read_profile_name,
 )
 from mergegate.flows.profile.schema import RemedyChoice
 
@@ -18,8 +18,8 @@ __all__ = [
     "is_recipe",
     "is_release_name",
     "load_profile",
-    "name_in",
     "parse_profile",
     "profile_schema",
+    "read_profile_name",
     "settings_faults",
 ]

@@ -10,20 +10,16 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.parsing import (
-    expectation,
-    format_value,
-    join_expectations,
-)
+from mergegate.merge_core.parsing import expectation, format_value, join_expectations
 from mergegate.tasks.publish.targets import publish_targets
 
 
-def settings_faults(error: ValidationError, where: str, model: type[BaseModel]) -> InvalidInput:
+def settings_faults(error: ValidationError, file: str, model: type[BaseModel]) -> InvalidInput:
     """Convert a pydantic error about a settings file into one readable error with all faults.
 
     Args:
         error: Error that pydantic raised.
-        where: Name of the file in messages.
+        file: Name of the file in messages.
         model: Settings model. Its keys are suggested for unknown ones.
     """
     locations = [fault["loc"] for fault in error.errors()]
@@ -45,11 +41,11 @@ def settings_faults(error: ValidationError, where: str, model: type[BaseModel]) 
     ]
     if len(faults) == 1:
         (location, found, remedy) = faults[0]
-        return InvalidInput(f"{where}: {location}" if location else where, found=found, remedy=remedy)
+        return InvalidInput(f"{file}: {location}" if location else file, found=found, remedy=remedy)
     lines = "".join(
         f"\n  {location}: {found}" + (f"; {remedy}" if remedy else "") for location, found, remedy in faults
     )
-    return InvalidInput(where, found=f"{len(faults)} faults{lines}")
+    return InvalidInput(file, found=f"{len(faults)} faults{lines}")
 
 
 def _fault(fault: Any, model: type[BaseModel]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -40,39 +41,36 @@ class Profile(ProfileSettings):
         candidate, *remedies = self.candidates()
         more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
         more += ", then its best scale" if TUNE in self.remedies else ""
-        more += ", then what a refusal proposes" if self.proposed else ""
+        more += ", then the proposals of a refusal" if self.max_proposed_remedies else ""
         overrides = f" · {', '.join(self.overrides)}" if self.overrides else ""
         return f"{self.name} · {candidate.recipe.summary()}{more}{overrides}"
 
-    @property
-    def tuning(self) -> Profile | None:
+    @cached_property
+    def scale_search(self) -> Profile | None:
         """The profile of the search behind the remedy ``tune: scale``. None if it is not among the remedies.
 
         Raises:
             InvalidInput: The profile has no tasks, or the recipe does not have exactly one scale.
         """
-        return self._tuning
+        return self.with_scale_search(TuningSize()) if TUNE in self.remedies else None
 
-    @cached_property
-    def _tuning(self) -> Profile | None:
-        return self.tuned(TuningSize()) if TUNE in self.remedies else None
-
-    def tuned(self, size: TuningSize) -> Profile:
+    def with_scale_search(self, size: TuningSize) -> Profile:
         """Return this profile with a search for the scale of its merge over the documents of its tasks.
 
         Raises:
             InvalidInput: The profile already has a search or has no task, or the recipe does not have exactly one
                 scale.
         """
-        where = f"profile {self.name}"
+        location = f"profile {self.name}"
         if self.sweep:
             raise InvalidInput(
-                where, found="a section 'sweep'", expected="a recipe without holes", remedy="mergegate sweep does it"
+                location,
+                found="a section 'sweep'",
+                expected="a recipe without free parameters",
+                remedy="run mergegate sweep, which searches all free parameters",
             )
         if not self.evaluate:
-            raise InvalidInput(
-                where, found="no tasks", expected="evaluate.tasks: what the merge is asked to be sure of"
-            )
+            raise InvalidInput(location, found="no tasks", expected="evaluate.tasks, whose documents the search uses")
         recipe = self.searched_recipe()
         content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
         searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
@@ -100,7 +98,11 @@ class Profile(ProfileSettings):
 
     def _recipe_files(self) -> dict[Path, FileIdentity | None]:
         files = [self.root / path for path in (self.recipe, *self.remedies) if isinstance(path, Path)]
-        return {file: _identity_of(file) for file in files}
+        identities: dict[Path, FileIdentity | None] = dict.fromkeys(files)
+        for file in files:
+            with suppress(OSError, ValueError):  # reading such a file later reports the reason
+                identities[file] = file_identity(file)
+        return identities
 
     @cached_property
     def _candidates(self) -> tuple[Candidate, ...]:
@@ -111,12 +113,9 @@ class Profile(ProfileSettings):
             recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.location))
         written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
         if (round_and_directory := self._client_round) is not None:
-            candidate = recipe_of_documents(
-                round_and_directory[0].documents, round_and_directory[1], f"profile {self.name}: recipe"
-            )
-            recipe = replace(
-                candidate, text=round_and_directory[0].text + candidate.text, remarks=round_and_directory[0].remarks
-            )
+            client_recipe, directory = round_and_directory
+            candidate = recipe_of_documents(client_recipe.documents, directory, f"profile {self.name}: recipe")
+            recipe = replace(candidate, text=client_recipe.text + candidate.text, remarks=client_recipe.remarks)
         return candidate_recipes(recipe, written, self.root, f"profile {self.name}")
 
     @cached_property
@@ -152,11 +151,3 @@ class Profile(ProfileSettings):
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
         """Return this profile for another recipe, with paths relative to ``root`` and without remedies."""
         return Profile.model_validate({**dict(self), "recipe": dict(recipe), "remedies": ()})
-
-
-def _identity_of(file: Path) -> FileIdentity | None:
-    """Return the identity of a file, or None if it cannot exist. Reading it later reports the reason."""
-    try:
-        return file_identity(file)
-    except (OSError, ValueError):
-        return None

@@ -18,11 +18,7 @@ from mergegate.flows.profile.faults import settings_faults
 from mergegate.flows.profile.profile import Profile
 from mergegate.flows.profile.schema import NAME_PATTERN
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import (
-    describe_kind,
-    read_yaml,
-    with_overrides,
-)
+from mergegate.merge_core.parsing import describe_kind, read_yaml, with_overrides
 
 
 def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profile:
@@ -62,15 +58,15 @@ def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
         raise InvalidInput(
             str(source),
             found="a recipe",
-            expected="a profile, which names a recipe and says how to release it",
-            remedy=f"write a profile with 'recipe: {source.name}', or only merge: mergegate merge {source} OUT",
+            expected="a profile, which names a recipe and its release settings",
+            remedy=f"write a profile with 'recipe: {source.name}', or run mergegate merge {source} OUT",
         )
     if "overrides" in data:
         raise InvalidInput(
             f"{source}: overrides",
-            found="a key of what one run is told otherwise",
-            expected="the values themselves, where they belong",
-            remedy="remove it; of one run: mergegate run PROFILE --set KEY=VALUE",
+            found="overrides in a file",
+            expected="each setting under its own key",
+            remedy="remove this key; to override a setting for one run: mergegate run PROFILE --set KEY=VALUE",
         )
     values = with_overrides({"root": source.absolute().parent, **data}, overrides)
     location = " ".join([str(source), *(f"--set {override}" for override in overrides)])
@@ -85,7 +81,7 @@ def profile_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def name_in(file: Path) -> str:
+def read_profile_name(file: Path) -> str:
     """Return the name that a profile file declares, even if the profile is invalid. Empty if there is none.
 
     Raises:
@@ -116,12 +112,12 @@ def _is_recipe_document(document: Mapping[str, object]) -> bool:
     return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules"))
 
 
-def parse_profile(data: Mapping[str, object], where: str) -> Profile:
+def parse_profile(data: Mapping[str, object], location: str) -> Profile:
     """Parse a profile from plain data.
 
     Args:
         data: Content of a profile.
-        where: Location for error messages.
+        location: Name of the data in error messages.
 
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.
@@ -129,7 +125,7 @@ def parse_profile(data: Mapping[str, object], where: str) -> Profile:
     try:
         return Profile.model_validate(data)
     except ValidationError as error:
-        raise settings_faults(error, where, Profile) from None
+        raise settings_faults(error, location, Profile) from None
 
 
 def _mapping_in(file: Path) -> Mapping[str, object]:

@@ -11,15 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from mergegate.flows.candidates import (
-    AUTO,
-    MOST_PROPOSED,
-    TUNE,
-    Written,
-)
-from mergegate.merge_core.parsing import (
-    LocalPath,
-)
+from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
+from mergegate.merge_core.parsing import LocalPath
 from mergegate.tasks.evaluation import find_backend
 from mergegate.tasks.gate import EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
@@ -55,13 +48,12 @@ class Checks(ProfileSection):
     tokenizer: TokenizerSettings = TokenizerSettings()
 
 
-def _listed(remedies: object) -> object:
-    return (remedies,) if remedies == AUTO else remedies
-
-
 Remedies = Annotated[
     tuple[Literal["auto"] | Written, ...],
-    BeforeValidator(_listed, json_schema_input_type=Literal["auto"] | tuple[Literal["auto"] | Written, ...]),
+    BeforeValidator(
+        lambda remedies: (remedies,) if remedies == AUTO else remedies,
+        json_schema_input_type=Literal["auto"] | tuple[Literal["auto"] | Written, ...],
+    ),
 ]
 RemedyChoice = Literal["written", "auto"]
 
@@ -70,36 +62,39 @@ class ProfileSettings(ProfileSection):
     """Settings of a profile. They are checked without reading any file."""
 
     name: str = Field(pattern=NAME_PATTERN, description="Name of the release.")
-    recipe: Written = Field(description="mergekit's dialect: a file, or the same inline.")
+    recipe: Written = Field(description="Recipe in mergekit's dialect: a file, or its content inline.")
     merge: MergeSettings = MergeSettings()
     checks: Checks = Checks()
     perplexity: PerplexitySettings | None = None
     evaluate: EvaluateSettings | None = None
-    judge: JudgeSettings | None = Field(default=None, description="A model that compares answers; absent: none is.")
-    serve: ServeSettings | None = Field(default=None, description="How it is served first; absent: it is not.")
+    judge: JudgeSettings | None = Field(default=None, description="LLM that compares answers. Default: none.")
+    serve: ServeSettings | None = Field(default=None, description="Smoke test of the served merge. Default: none.")
     remedies: Remedies = Field(
         default=(),
-        description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe. After them "
-        "'tune: scale': the scale that a search finds, on documents that the gate then never sees. 'auto', alone or as "
-        "the last of them: then what the refusal itself proposes, three times at most.",
+        description="Remedies to try in order when the gate refuses: a change ('density: 0.3') or another recipe. "
+        "'tune: scale', after them, searches for the best scale on documents that the gate does not use. 'auto', alone "
+        "or as the last one, then tries up to three remedies that follow from the refusal.",
     )
     runner: RunnerSettings = Field(
-        default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
+        default=RunnerSettings(),
+        description="Where models are evaluated in parallel. Default: on this machine, one at a time.",
     )
-    publish: Target | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
-    limits: Limits = Field(default=Limits(), description="How long it may take.")
+    publish: Target | None = Field(
+        default=None, description="Target of the release. Default: none; the gate decides, and nothing is published."
+    )
+    limits: Limits = Field(default=Limits(), description="Time and memory limits.")
     sweep: SweepSettings | None = Field(
         default=None,
-        description="What is free in the recipe, and what it is searched for ('mergegate sweep'). A release takes the "
-        "hand-written values, and is measured on documents that no search looks at.",
+        description="Free parameters of the recipe and the objective of the search ('mergegate sweep'). A release uses "
+        "the hand-written values, and is evaluated on documents that the search does not use.",
     )
     shadow: ShadowSettings | None = Field(
-        default=None, description="How a release is watched on users' traffic before it is promoted; absent: it is not."
+        default=None, description="Test on users' traffic before a release is promoted. Default: none."
     )
     root: LocalPath = Field(default=Path(), description="Directory that relative paths are relative to.")
-    overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")
+    overrides: tuple[str, ...] = Field(default=(), description="Settings that this run overrides, as KEY=VALUE.")
 
-    def asks(self, flow: str) -> ApprovalSettings | None:
+    def approval_for(self, flow: str) -> ApprovalSettings | None:
         """Return the approval settings for the last step of a flow, or None if it needs no approval."""
         if flow != "shadow":
             return self.publish.approval_settings if self.publish else None
@@ -115,56 +110,56 @@ class ProfileSettings(ProfileSection):
     @model_validator(mode="after")
     def _require_in_memory_backend(self) -> Self:
         if self.sweep and self.evaluate and self.evaluate.backend != "hf":
-            raise ValueError("a sweep asks networks in memory: evaluate.backend must be hf")
+            raise ValueError("a sweep evaluates models in memory: set evaluate.backend to hf")
         return self
 
     @model_validator(mode="after")
     def _require_matching_visibility(self) -> Self:
         public = self.publish is not None and self.publish.is_public
         if public and self.checks.license.visibility != "public":
-            raise ValueError("publish is public, so checks.license.visibility must be public too")
+            raise ValueError("publish is public: set checks.license.visibility to public")
         return self
 
     @model_validator(mode="after")
     def _require_auto_last(self) -> Self:
         if AUTO in self.remedies[:-1]:
-            raise ValueError("remedies: 'auto' stands last: what a refusal proposes is tried after what is written")
+            raise ValueError("remedies: 'auto' must be the last one, because its proposals follow the written remedies")
         return self
 
     @model_validator(mode="after")
     def _require_tune_after_written(self) -> Self:
         tune_remedies = [remedy for remedy in self.remedies if isinstance(remedy, dict) and "tune" in remedy]
         if unsupported := next((remedy for remedy in tune_remedies if remedy != TUNE), None):
-            raise ValueError(f"remedies: {unsupported!r:.60}: what can be searched for is the scale: 'tune: scale'")
+            raise ValueError(f"remedies: {unsupported!r:.60}: only the scale can be tuned: write 'tune: scale'")
         if tune_remedies and (
             len(tune_remedies) > 1 or next(remedy for remedy in reversed(self.remedies) if remedy != AUTO) != TUNE
         ):
-            raise ValueError("remedies: 'tune: scale' stands after all that is written, once")
+            raise ValueError("remedies: write 'tune: scale' once, after all written remedies")
         return self
 
     @property
-    def proposed(self) -> int:
+    def max_proposed_remedies(self) -> int:
         """Maximum number of remedies that follow from refusals, after the written ones."""
         return MOST_PROPOSED if AUTO in self.remedies else 0
 
-    def remedied(self, choice: RemedyChoice | None) -> Self:
+    def with_remedies(self, choice: RemedyChoice | None) -> Self:
         """Return this profile with another choice of remedies.
 
         Args:
             choice: ``written`` for the written remedies only, ``auto`` to also try the proposals of a refusal, None
                 for the setting of the profile.
         """
-        if choice is None or (choice == AUTO) == bool(self.proposed):
+        if choice is None or (choice == AUTO) == bool(self.max_proposed_remedies):
             return self
         written = tuple(remedy for remedy in self.remedies if remedy != AUTO)
         return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
 
-    def sweep_view(self) -> str | None:
-        """Return the file or URL where the sweep's study is written for dashboards, or None."""
-        view = self.sweep.optuna_storage if self.sweep else None
-        return view if view is None or "://" in view else str(self.root / view)
+    def sweep_storage(self) -> str | None:
+        """Return the file or URL of the sweep's study for Optuna's dashboard, or None."""
+        storage = self.sweep.optuna_storage if self.sweep else None
+        return storage if storage is None or "://" in storage else str(self.root / storage)
 
-    def asked_tasks(self) -> tuple[str, ...]:
+    def task_names(self) -> tuple[str, ...]:
         """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
         return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))

@@ -4,7 +4,7 @@
 * ``preparation.py``: all measurements that a recipe needs before it can be planned.
 * ``gates.py``: router rows of a mixture of experts, computed from prompts.
 * ``statistics.py``: statistics of a model on its calibration text. ``input_statistics.py`` and
-  ``gradient_statistics.py`` compute them in the model process.
+  ``gradient_statistics.py`` compute them in the model process, with the windows and runs of ``calibration.py``.
 * ``distances.py``: distances between models.
 * ``optimizer.py``: the stage that stores the state of a server optimizer for the next merge.
 """

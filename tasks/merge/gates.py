@@ -21,7 +21,8 @@ untrusted code. The rows are cached by content, like all results of models::
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -153,23 +154,23 @@ class SerializedRouterRows(NamedTuple):
     data: str
 
 
-def compute_rows(model: Model, question: GateRequest, device: str, on_progress: TellProgress) -> SerializedRouterRows:
+def compute_rows(model: Model, request: GateRequest, device: str, on_progress: TellProgress) -> SerializedRouterRows:
     """Return the router rows of all experts. This function runs in the model process."""
     import numpy as np
 
-    with _StateReader(model, question.mode, device) as reader:
-        total = sum(len(pair.positive) + len(pair.negative) for pair in question.experts)
+    with _open_state_reader(model, request.mode, device) as read_states:
+        total = sum(len(pair.positive) + len(pair.negative) for pair in request.experts)
         prompts_done, rows = 0, []
-        for number, pair in enumerate(question.experts):
+        for number, pair in enumerate(request.experts):
             means = []
             for prompts in (pair.positive, pair.negative):
                 states = []
                 for prompt in prompts:
-                    states.append(reader.states(prompt))
+                    states.append(read_states(prompt))
                     on_progress(prompts_done := prompts_done + 1, total)
                 means.append(np.mean(states, axis=0) if states else None)
             rows.append(
-                _router_row(means, f"{model.name}: prompts of expert {number}", of_sums=question.mode == "cheap_embed")
+                _router_row(means, f"{model.name}: prompts of expert {number}", of_sums=request.mode == "cheap_embed")
             )
         computed = next(row for row in rows if row is not None)
         stacked = np.stack([np.zeros_like(computed) if row is None else row for row in rows], axis=1)
@@ -224,92 +225,79 @@ def _normalized(states: Array, location: str) -> Array:
     return states / lengths
 
 
-class _StateReader:
-    """Reader of the states of a model for a prompt, float64 ``[layers, width]``. Use it as a context manager."""
+@contextmanager
+def _open_state_reader(model: Model, mode: str, device: str) -> Iterator[Callable[[str], Array]]:
+    """Yield a function that returns the states of a model for a prompt: float64 ``[layers, width]``."""
+    if mode == "cheap_embed":
+        yield _embedding_reader(model)
+        return
+    import torch
 
-    def __init__(self, model: Model, mode: str, device: str) -> None:
-        self._model, self._mode, self._device = model, mode, device
+    with load_model(model, dtype="auto", device=device) as loaded:
 
-    def __enter__(self) -> _StateReader:
-        if self._mode == "cheap_embed":
-            self._embedding = _Embedding(self._model)
-        else:
-            self._context = load_model(self._model, dtype="auto", device=self._device)
-            self._loaded = self._context.__enter__()
-        return self
+        def hidden_states(prompt: str) -> Array:
+            tokens = _tokens(loaded.tokenizer, prompt, model.name)
+            if loaded.context is not None and len(tokens) > loaded.context:
+                raise InvalidInput(
+                    f"{model.name}: the prompt {prompt[:40]!r}",
+                    found=f"{len(tokens)} tokens",
+                    expected=f"at most {loaded.context}, the context length of the model",
+                    remedy="shorten the prompt",
+                )
+            with torch.inference_mode():
+                ids = torch.tensor([tokens], device=device)
+                layer_inputs = loaded.network(ids, output_hidden_states=True, use_cache=False).hidden_states[:-1]
+                states = torch.stack([layer[0].double() for layer in layer_inputs])
+            states = states.mean(dim=1) if mode == "hidden_avg" else states[:, -1]
+            result: Array = states.cpu().numpy()
+            return result
 
-    def __exit__(self, *failure: Any) -> None:
-        if self._mode != "cheap_embed":
-            self._context.__exit__(*failure)
-
-    def states(self, prompt: str) -> Array:
-        if self._mode == "cheap_embed":
-            return self._embedding.sum(prompt)
-        import torch
-
-        tokens = _tokens(self._loaded.tokenizer, prompt, self._model.name)
-        limit = self._loaded.context
-        if limit is not None and len(tokens) > limit:
-            raise InvalidInput(
-                f"{self._model.name}: the prompt {prompt[:40]!r}",
-                found=f"{len(tokens)} tokens",
-                expected=f"at most {limit}, the context length of the model",
-                remedy="shorten the prompt",
-            )
-        with torch.inference_mode():
-            ids = torch.tensor([tokens], device=self._device)
-            layer_inputs = self._loaded.network(ids, output_hidden_states=True, use_cache=False).hidden_states[:-1]
-            states = torch.stack([layer[0].double() for layer in layer_inputs])
-        states = states.mean(dim=1) if self._mode == "hidden_avg" else states[:, -1]
-        result: Array = states.cpu().numpy()
-        return result
+        yield hidden_states
 
 
-class _Embedding:
-    """Tokenizer and embedding table of a model. Rows of the table are read from disk when they are needed."""
+def _embedding_reader(model: Model) -> Callable[[str], Array]:
+    """Return a function that sums the embeddings of a prompt. Rows of the table are read when they are needed."""
+    import numpy as np
+    import transformers
 
-    def __init__(self, model: Model) -> None:
-        import transformers
+    location = f"{model.name} ({model.directory})"
+    checkpoint = open_checkpoint(model.directory)
+    tables = [tensor for tensor in checkpoint.stored() if is_embedding(tensor.name)]
+    if len(tables) != 1 or tables[0].dtype.kind != "float":
+        raise InvalidInput(
+            location,
+            found=f"{len(tables)} embedding tables",
+            expected="one embedding table in a floating-point format",
+        )
+    table, layers = tables[0], int(checkpoint.config.get("num_hidden_layers", 1))
+    rows, width = table.shape
+    row_bytes = width * table.dtype.size
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            model.directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # A damaged checkpoint can make transformers raise any exception.
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidInput(
+            location, found=f"no tokenizer: {cause[:300]}", expected="a tokenizer that transformers can load"
+        ) from error
 
-        location = f"{model.name} ({model.directory})"
-        checkpoint = open_checkpoint(model.directory)
-        tables = [tensor for tensor in checkpoint.stored() if is_embedding(tensor.name)]
-        if len(tables) != 1 or tables[0].dtype.kind != "float":
-            raise InvalidInput(
-                location,
-                found=f"{len(tables)} embedding tables",
-                expected="one embedding table in a floating-point format",
-            )
-        self._model, self._table = model, tables[0]
-        self._layers = int(checkpoint.config.get("num_hidden_layers", 1))
-        try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                model.directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # A damaged checkpoint can make transformers raise any exception.
-            cause = " ".join(str(error).split()) or type(error).__name__
-            raise InvalidInput(
-                location, found=f"no tokenizer: {cause[:300]}", expected="a tokenizer that transformers can load"
-            ) from error
-
-    def sum(self, prompt: str) -> Array:
-        import numpy as np
-
-        rows, width = self._table.shape
+    def sum_embeddings(prompt: str) -> Array:
         total = np.zeros(width)
-        size = width * self._table.dtype.size
-        with self._table.file.open("rb") as file:
-            for token in _tokens(self._tokenizer, prompt, self._model.name):
+        with table.file.open("rb") as file:
+            for token in _tokens(tokenizer, prompt, model.name):
                 if not 0 <= token < rows:
                     raise InvalidInput(
-                        f"{self._model.name}: the prompt {prompt[:40]!r}",
+                        f"{model.name}: the prompt {prompt[:40]!r}",
                         found=f"token {token}",
                         expected=f"ids below {rows}, the rows of the embeddings",
                     )
-                row = np.empty(size, np.uint8)
-                read_into(file.fileno(), row.data, self._table.offset + token * size, self._table.file)
-                total += numbers(patterns(row, self._table.dtype), self._table.dtype)
-        return np.tile(total, (self._layers, 1))
+                row = np.empty(row_bytes, np.uint8)
+                read_into(file.fileno(), row.data, table.offset + token * row_bytes, table.file)
+                total += numbers(patterns(row, table.dtype), table.dtype)
+        return np.tile(total, (layers, 1))
+
+    return sum_embeddings
 
 
 def _tokens(tokenizer: Any, prompt: str, model: str) -> list[int]:

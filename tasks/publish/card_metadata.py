@@ -76,7 +76,6 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
 
     Args:
         card: Content of README.md.
-        metadata: Metadata that the card was written from.
         names: Names of the other files of the release.
 
     Raises:

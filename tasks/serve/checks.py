@@ -32,8 +32,6 @@ class ServedSubject:
     """A running server and the facts about its model.
 
     Args:
-        client: Client that sends the requests.
-        model: Name of the model on the server.
         settings: Prompts, texts and limits of the checks.
         reference: Expected answers; None if only the server's address is known.
         longest: Longest request in tokens; None if unknown.

@@ -15,7 +15,6 @@ class Completion:
     """A parsed continuation.
 
     Args:
-        text: Generated text.
         identity: Value that must be equal when the request is repeated: the token ids, or else the tokens as text, or
             else the text.
         exact: Whether ``identity`` holds token ids.

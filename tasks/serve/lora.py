@@ -37,8 +37,6 @@ class ServedAdapter:
     """A base and an adapter that vLLM can serve as LoRA.
 
     Args:
-        base: Model that vLLM loads.
-        adapter: Adapter that vLLM applies to it.
         max_rank: Value of ``--max-lora-rank``.
     """
 

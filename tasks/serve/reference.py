@@ -19,7 +19,6 @@ class ScoredText:
     """A fixed text and its likelihood.
 
     Args:
-        text: Original text.
         ids: Token ids, including the tokens that the tokenizer prepends.
         logprobs: Log-probability of each token except the first, given its predecessors, in nats. Shape [len(ids) - 1].
     """
@@ -34,7 +33,6 @@ class Chat:
     """A conversation, rendered with the tokenizer's template up to the assistant's answer.
 
     Args:
-        messages: Messages of the conversation.
         ids: Token ids; empty if the template cannot be rendered.
         turn_ends: Id and text of the special token that ends an assistant's turn, if any.
         problem: Error that the template raised; empty if it can be rendered.
@@ -69,7 +67,6 @@ class ReferenceRequest:
         texts: Texts to score.
         question: Message of the user in the chat to render.
         dtype: Name of the torch dtype in which both transformers and the server compute.
-        device: Device of transformers.
         longest: Longest request that the server accepts, in tokens; longer texts are cut.
     """
 

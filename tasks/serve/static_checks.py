@@ -35,7 +35,6 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: 
     """Run all static checks, the cheapest first.
 
     Args:
-        checkpoint: Checkpoint that will be served.
         must_chat: Whether a chat template is required.
         runs_code: Whether Python files in the checkpoint may be executed.
     """

@@ -97,9 +97,6 @@ def plan_collection(root: Path, runs: Path, rule: RetentionRule, now: float | No
     """Return the plan of a collection without changing anything.
 
     Args:
-        root: Directory of the store.
-        runs: Directory of the run records.
-        rule: Rule for entries that no run needs.
         now: Seconds since the epoch. Default: the current time.
     """
     return _plan(root, explain_retention(runs), rule, time.time() if now is None else now)
@@ -115,9 +112,6 @@ def collect_garbage(
     """Remove entries from the store as ``rule`` allows.
 
     Args:
-        root: Directory of the store.
-        runs: Directory of the run records.
-        rule: Rule for entries that no run needs.
         now: Seconds since the epoch. Default: the current time.
         on_wait: Called once if another process is collecting.
 

@@ -58,7 +58,6 @@ class StateFinding:
             it. ``unfinished``: the next run with the same inputs resumes it. ``abandoned``: no run has resumed it for
             a month. ``left over``: a killed run left it, and no run reads it. ``foreign``: mergegate did not write it
             and does not touch it.
-        path: Path of the file or directory.
         explanation: Explanation of the kind.
         bytes: Size on the disk in bytes.
     """
@@ -75,7 +74,6 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
     Artifacts must have the file names and sizes of their manifests, and values must match their digests.
 
     Args:
-        root: Directory of the store.
         deep: Whether to check the hashes of all files, too. This reads every byte and does not use cached hashes.
     """
     if not root.is_dir():

@@ -83,9 +83,6 @@ def stage_key(stage: str, version: int, inputs: Mapping[str, object], varying_in
     """Return the key of one stage call: 64 hex digits that cover the stage's name, version and inputs.
 
     Args:
-        stage: Name of the stage.
-        version: Version of the stage's code.
-        inputs: Inputs by name.
         varying_input: Name of the input that distinguishes the members of a family. The key then begins with
             :func:`family_prefix`. Default: the key does not belong to a family.
     """

@@ -35,8 +35,6 @@ class RunUse:
     """A run and the entries that it requested from the store.
 
     Args:
-        run: ID of the run.
-        flow: Name of the flow.
         profile: Name of the profile, or an empty string for a run without one.
         started: Start time in seconds since the epoch.
         status: Final status, or an empty string if the run is in progress or was killed.
@@ -63,9 +61,7 @@ class StoreEntry:
 
     Args:
         stage: Directory of the stage, or an empty string for an entry at the top of the store.
-        name: Name of the file or directory.
         key: First 32 hex digits of the key, or an empty string if the name does not contain a key.
-        kind: Kind of the entry.
         bytes: Size on the disk in bytes.
         used: Time when it was created or last used, in seconds since the epoch.
     """
@@ -169,9 +165,7 @@ def plan_retention(
     """Decide which entries to remove.
 
     Args:
-        entries: All entries of the store.
         needed: Entries that must stay, each with the reason.
-        rule: Rule for the other entries.
         now: Seconds since the epoch. An entry with a later time of use, after the clock was set back, counts as used
             now.
         other_bytes: Size in bytes of the parts of the store that are not entries, such as its tables.

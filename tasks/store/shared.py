@@ -117,8 +117,6 @@ class SharedStore:
         has to build it inside the block.
 
         Args:
-            stage: Name of the stage.
-            key: Key of the artifact.
             fetch: Function that fetches the artifact if it is available, and returns whether it was.
             on_wait: Function called once if another machine is building the artifact.
         """
@@ -281,7 +279,6 @@ class SharedStore:
         """Return the result of ``request``, or None if the shared store is unavailable or was so a short time ago.
 
         Args:
-            request: Function that accesses the shared store.
             failure: Text of the warning to log if it fails.
         """
         if time.monotonic() < self._unusable_until:
@@ -376,7 +373,6 @@ def require_shared(address: str, setting: str) -> None:
     """Require that fsspec supports an address and that the package for it is installed.
 
     Args:
-        address: Address of the shared store.
         setting: Setting that contains the address, for the error message.
 
     Raises:

@@ -132,7 +132,6 @@ class Store:
     Users may delete ``root`` or anything in it at any time. mergegate rebuilds it.
 
     Args:
-        root: Directory of the store.
         shared: Shared store from which missing artifacts are fetched and to which new ones are sent. Default: none.
         about_to_read: Function called with a path before the file is hashed. See :class:`HashMemo`.
     """
@@ -154,9 +153,6 @@ class Store:
         """Return an artifact after comparing its files with its manifest: names, sizes and hashes.
 
         Args:
-            stage: Name of the stage.
-            key: Key of the artifact.
-            value_type: Type of the stage's value.
             deep: Whether to read every byte instead of using the cached hashes of unchanged files.
 
         Raises:
@@ -217,9 +213,7 @@ class Store:
         """Return every intact artifact of a stage whose key begins with ``prefix``, ordered by key.
 
         Args:
-            stage: Name of the stage.
             prefix: Prefix of the keys. See :func:`family_prefix`.
-            value_type: Type of the stage's value.
             on_damage: Function called with the reason for each damaged artifact, which is omitted from the result.
             about_to_read: Function called with the first 32 digits of each key before its artifact is read.
         """
@@ -245,7 +239,6 @@ class Store:
         """Lock a family, so that no other process adds members to it.
 
         Args:
-            stage: Name of the stage.
             prefix: Prefix of the keys. See :func:`family_prefix`.
             on_wait: Function called once if another process holds the lock.
         """
@@ -285,9 +278,6 @@ class Store:
         """Return the artifact from the store, or build it if it is missing.
 
         Args:
-            stage: Name of the stage.
-            key: Key of the artifact.
-            value_type: Type of the stage's value.
             make: Function that writes files into the given directory and returns the value.
             resumable: Whether ``make`` can resume from the files of a killed run in the directory. By default the
                 directory starts empty. A file named ``JOURNAL`` in it is not part of the artifact and is removed when

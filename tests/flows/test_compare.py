@@ -133,9 +133,9 @@ def test_tasks_are_skipped_for_a_broken_checkpoint(compared: Compared) -> None:
         (
             [str(MODELS / "base"), f"{MODELS / 'base'}+{MODELS / 'base'}"],
             "profiles/demo.yaml",
-            "no adapter",
+            "the adapter is incomplete",
         ),
-        ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "no such directory here"),
+        ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "not a local directory"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "nowhere.yaml", "No such file"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "bare.yaml", "no evidence to compare with"),
     ],

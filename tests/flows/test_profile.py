@@ -222,13 +222,17 @@ def test_what_a_refusal_proposes_is_tried_after_what_is_written(said: object, wr
     models = [{"model": "./m", "parameters": {"weight": 1, "density": 0.5}}]
     recipe = {"merge_method": "ties", "base_model": "./b", "models": models}
     profile = parse_profile({**GOOD, "recipe": recipe, "remedies": said}, "profile.yaml")
-    assert (len(profile.candidates()) - 1, profile.proposed) == (written, proposed)
-    assert [profile.remedied(choice).proposed for choice in ("written", "auto", None)] == [0, 3, proposed]
-    assert len(profile.remedied("auto").candidates()) - 1 == written
+    assert (len(profile.candidates()) - 1, profile.max_proposed_remedies) == (written, proposed)
+    assert [profile.with_remedies(choice).max_proposed_remedies for choice in ("written", "auto", None)] == [
+        0,
+        3,
+        proposed,
+    ]
+    assert len(profile.with_remedies("auto").candidates()) - 1 == written
 
 
 def test_nothing_is_written_after_what_a_refusal_proposes() -> None:
-    with pytest.raises(InvalidInput, match="'auto' stands last"):
+    with pytest.raises(InvalidInput, match="'auto' must be the last one"):
         parse_profile({**GOOD, "remedies": ["auto", {"density": 0.3}]}, "profile.yaml")
 
 

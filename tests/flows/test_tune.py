@@ -45,7 +45,7 @@ def profile(recipe: dict[str, Any] | Path, **more: Any) -> Profile:
 
 
 def tuned(of: Profile) -> Profile:
-    return of.tuned(TuningSize(trials=8, search=20, confirmation=40))
+    return of.with_scale_search(TuningSize(trials=8, search=20, confirmation=40))
 
 
 def scaled(value: Any, **more: Any) -> dict[str, Any]:
@@ -125,13 +125,13 @@ def test_a_refusal_suggests_tune_only_if_it_applies(recipe: str, has: bool) -> N
 @pytest.mark.parametrize(
     ("remedies", "words"),
     [
-        ([{"tune": "density"}], "what can be searched for is the scale"),
-        ([{"tune": "scale"}, {"lambda": 0.5}], "after all that is written"),
+        ([{"tune": "density"}], "only the scale can be tuned"),
+        ([{"tune": "scale"}, {"lambda": 0.5}], "after all written remedies"),
         ([{"tune": "scale"}, {"tune": "scale"}], "once"),
-        (["auto", {"tune": "scale"}], "'auto' stands last"),
+        (["auto", {"tune": "scale"}], "'auto' must be the last one"),
     ],
 )
-def test_where_the_remedy_may_stand(remedies: list[Any], words: str) -> None:
+def test_the_position_of_the_remedy_is_checked(remedies: list[Any], words: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         profile(AVERAGE, remedies=remedies)
     assert words in str(refused.value)
@@ -143,11 +143,11 @@ def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None
     plain, remedied = (
         profile(AVERAGE, remedies=remedies) for remedies in ([], [{"lambda": 0.5}, {"tune": "scale"}, "auto"])
     )
-    assert remedied.tuning is not None
+    assert remedied.scale_search is not None
     assert len(remedied.candidates()) == 2
     parents = resolve_parents(plain.candidates()[0].recipe)
     before, after = (pin_profile_evidence(one, parents, hashes).tasks for one in (plain, remedied))
-    searched = pin_profile_sweep(remedied.tuning, pin_profile_evidence(plain, parents, hashes), hashes)
+    searched = pin_profile_sweep(remedied.scale_search, pin_profile_evidence(plain, parents, hashes), hashes)
     for whole, left in zip(before, after, strict=True):
         assert whole.only is None
         assert left.only is not None

@@ -42,17 +42,17 @@ def read(
     directory: Path,
     text: HeldOutText,
     out: Path,
-    told: Callable[[int, int], None] = lambda done, total: None,
-    **how: Any,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **reading: Any,
 ) -> ImportanceStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
     journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
-    job = CalibrationJob(model, text, CalibrationReading(**how), "float32", "cpu", out, journal)
-    return read_gradients(job, told)
+    job = CalibrationJob(model, text, CalibrationReading(**reading), "float32", "cpu", out, journal)
+    return read_gradients(job, on_progress)
 
 
-def kept(out: Path) -> dict[str, torch.Tensor]:
+def load_stored_importance(out: Path) -> dict[str, torch.Tensor]:
     files = {name: tensor.file for name, tensor in open_importance(out).items()}
     return {name: load_file(file)[open_importance(out)[name].name] for name, file in files.items()}
 
@@ -74,28 +74,30 @@ def by_autograd(loaded: tuple[Any, Any], documents: tuple[str, ...]) -> dict[str
         logits = network(ids).logits[0]
         chance = torch.Generator().manual_seed(number)
         drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=chance)
-        said = logits.log_softmax(-1).gather(1, drawn).sum()
-        for name, gradient in zip(parameters, torch.autograd.grad(said, list(parameters.values())), strict=True):
+        log_likelihood = logits.log_softmax(-1).gather(1, drawn).sum()
+        for name, gradient in zip(
+            parameters, torch.autograd.grad(log_likelihood, list(parameters.values())), strict=True
+        ):
             sums[name] += gradient.double() ** 2
         positions += ids.shape[1]
     return {name: total / positions for name, total in sums.items()}
 
 
-def agrees(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert wanted.keys() <= found.keys()
-    for name, values in wanted.items():
-        torch.testing.assert_close(found[name].double(), values, rtol=1e-3, atol=1e-5 * float(values.max()), msg=name)
+def assert_close_to(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() <= actual.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(actual[name].double(), values, rtol=1e-3, atol=1e-5 * float(values.max()), msg=name)
 
 
 def test_importance_is_the_mean_square_of_the_gradient_of_each_document(
     loaded: tuple[Any, Any], tmp_path: Path
 ) -> None:
-    found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out")
+    statistics = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out")
     wanted = by_autograd(loaded, SENTENCES)
-    assert (found.documents, found.tensors) == (len(SENTENCES), len(wanted))
-    assert found.parameters == sum(one.numel() for one in wanted.values())
-    agrees(kept(tmp_path / "out"), wanted)
-    assert set(kept(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
+    assert (statistics.documents, statistics.tensors) == (len(SENTENCES), len(wanted))
+    assert statistics.parameters == sum(one.numel() for one in wanted.values())
+    assert_close_to(load_stored_importance(tmp_path / "out"), wanted)
+    assert set(load_stored_importance(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
 
 
 def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -107,12 +109,12 @@ def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], 
     log_likelihood = network(ids).logits[0].log_softmax(-1)
     exact = torch.zeros_like(parameter)
     for position in log_likelihood:
-        for said in position:
-            (gradient,) = torch.autograd.grad(said, parameter, retain_graph=True)
-            exact += said.detach().exp() * gradient**2
+        for log_probability in position:
+            (gradient,) = torch.autograd.grad(log_probability, parameter, retain_graph=True)
+            exact += log_probability.detach().exp() * gradient**2
     read(REVERSER, text_of(tmp_path, (document,) * draws), tmp_path / "out", documents=draws)
-    found = kept(tmp_path / "out")[name]
-    assert float(found.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
+    squares = load_stored_importance(tmp_path / "out")[name]
+    assert float(squares.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
 
 
 def test_importance_does_not_depend_on_the_number_of_runs(
@@ -121,11 +123,11 @@ def test_importance_does_not_depend_on_the_number_of_runs(
     monkeypatch.setattr(calibration, "_SHARE", 0)
     monkeypatch.setattr(calibration, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
-    found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
-    total = found.tensors * len(SENTENCES)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == found.tensors > 1
+    statistics = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *counts: progress.append(counts))
+    total = statistics.tensors * len(SENTENCES)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == statistics.tensors > 1
     assert progress == [(done, total) for done in range(1, total + 1)]
-    agrees(kept(tmp_path / "out"), by_autograd(loaded, SENTENCES))
+    assert_close_to(load_stored_importance(tmp_path / "out"), by_autograd(loaded, SENTENCES))
 
 
 class Stopped(BaseException):
@@ -153,17 +155,17 @@ def test_a_killed_importance_measurement_resumes(
     elif damage == "gone":
         second.unlink()
     steps: list[int] = []
-    found = read(REVERSER, text, out, lambda done, total: steps.append(total))
+    statistics = read(REVERSER, text, out, lambda done, total: steps.append(total))
     lost = {"": 0, "cut": 2, "gone": 1}[damage]
-    assert steps[-1] == (found.tensors - 2 + lost) * len(SENTENCES)
-    agrees(kept(out), by_autograd(loaded, SENTENCES))
+    assert steps[-1] == (statistics.tensors - 2 + lost) * len(SENTENCES)
+    assert_close_to(load_stored_importance(out), by_autograd(loaded, SENTENCES))
 
 
 def test_importance_windows_count_no_position_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     positions = sum(len(loaded[1](one).input_ids) for one in SENTENCES)
     for length in (2, 7):
-        found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / f"{length}", max_length=length)
-        assert found.positions == positions
+        statistics = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / f"{length}", max_length=length)
+        assert statistics.positions == positions
 
 
 # --- conversations ---
@@ -177,7 +179,7 @@ TEMPLATE = (
 
 def say(*turns: str) -> list[dict[str, str]]:
     """Return messages in which user and assistant alternate."""
-    return [{"role": ("user", "assistant")[at % 2], "content": said} for at, said in enumerate(turns)]
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(turns)]
 
 
 @pytest.fixture
@@ -194,28 +196,30 @@ def test_only_the_models_own_turns_count_in_a_conversation(
 ) -> None:
     """The counted positions predict the model's own words and the ends of its turns."""
     turns = ("ab", "ba", "kjh", "hjk")
-    found = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
+    statistics = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
     network, tokenizer = loaded
     whole = "rev: ab>ba.rev: kjh>hjk."
     ids = tokenizer(whole, add_special_tokens=False).input_ids
-    said = [tokenizer(part, add_special_tokens=False).input_ids for part in ("rev: ab>", "ba.", "rev: kjh>", "hjk.")]
-    assert [one for part in said for one in part] == ids, "the tokenizer cuts at turns"
-    first, second = len(said[0]), len(said[0]) + len(said[1]) + len(said[2])
-    own = [*range(first - 1, first - 1 + len(said[1])), *range(second - 1, second - 1 + len(said[3]))]
-    assert found.positions == len(own)
+    part_ids = [
+        tokenizer(part, add_special_tokens=False).input_ids for part in ("rev: ab>", "ba.", "rev: kjh>", "hjk.")
+    ]
+    assert [one for part in part_ids for one in part] == ids, "the tokenizer cuts at turns"
+    first, second = len(part_ids[0]), len(part_ids[0]) + len(part_ids[1]) + len(part_ids[2])
+    own = [*range(first - 1, first - 1 + len(part_ids[1])), *range(second - 1, second - 1 + len(part_ids[3]))]
+    assert statistics.positions == len(own)
     logits = network(torch.tensor([ids])).logits[0, own]
     drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(0))
     likelihood = logits.log_softmax(-1).gather(1, drawn).sum()
     parameters = dict(network.named_parameters())
     gradients = torch.autograd.grad(likelihood, list(parameters.values()))
     squares = {name: one.double() ** 2 / len(own) for name, one in zip(parameters, gradients, strict=True)}
-    agrees(kept(tmp_path / "out"), squares)
+    assert_close_to(load_stored_importance(tmp_path / "out"), squares)
 
 
 def test_a_conversation_is_rendered_with_its_template(talking: Path, tmp_path: Path) -> None:
     """The moments equal those of the rendered text, because the tokenizer adds no token at the start of a text."""
     model = Model(name="talking", digest="talking", directory=talking)
-    found = []
+    measurements = []
     for name, document in (("turns", say("ab", "ba", "kjh", "hjk")), ("plain", "rev: ab>ba.rev: kjh>hjk.")):
         out = tmp_path / name
         out.mkdir()
@@ -223,13 +227,13 @@ def test_a_conversation_is_rendered_with_its_template(talking: Path, tmp_path: P
         text = text_of(tmp_path, [document])
         job = CalibrationJob(model, text, CalibrationReading(), "float32", "cpu", out, place)
         read_inputs(job, lambda done, total: None)
-        found.append({key: one.read() for key, one in open_moments(out).items()})
-    for key, moments in found[0].items():
-        np.testing.assert_array_equal(moments, found[1][key])
+        measurements.append({key: one.read() for key, one in open_moments(out).items()})
+    for key, moments in measurements[0].items():
+        np.testing.assert_array_equal(moments, measurements[1][key])
 
 
 @pytest.mark.parametrize(
-    ("template", "turns", "said"),
+    ("template", "turns", "message"),
     [
         ("", say("ab", "ba"), "chat template: missing"),
         (TEMPLATE, say("ab"), "no text that talking would write"),
@@ -238,22 +242,22 @@ def test_a_conversation_is_rendered_with_its_template(talking: Path, tmp_path: P
     ],
 )
 def test_a_conversation_that_does_not_fit_is_refused(
-    talking: Path, tmp_path: Path, template: str, turns: list[dict[str, str]], said: str
+    talking: Path, tmp_path: Path, template: str, turns: list[dict[str, str]], message: str
 ) -> None:
     (talking / "chat_template.jinja").unlink()
     if template:
         (talking / "chat_template.jinja").write_text(template)
     with pytest.raises(InvalidInput) as refused:
         read(talking, text_of(tmp_path, [turns]), tmp_path / "out")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_turns_that_a_template_changes_later_are_ignored(talking: Path, tmp_path: Path) -> None:
     """Some templates remove the reasoning of earlier turns."""
     last = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}")
     (talking / "chat_template.jinja").write_text(last)
-    found = read(talking, text_of(tmp_path, [say("ab", "ba", "kjh", "hjk")]), tmp_path / "out")
-    assert found.positions == len("hjk.")
+    statistics = read(talking, text_of(tmp_path, [say("ab", "ba", "kjh", "hjk")]), tmp_path / "out")
+    assert statistics.positions == len("hjk.")
 
 
 def test_a_stored_head_that_is_the_embedding_changes_no_importance(tmp_path: Path) -> None:
@@ -283,12 +287,14 @@ def test_elements_of_fused_experts_are_stored_under_their_own_tensors(tmp_path: 
     mixtures.save(network, place, fused=fused)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (place / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    told = read(place, text_of(tmp_path, SENTENCES), tmp_path / "out")
-    found = kept(tmp_path / "out")
+    statistics = read(place, text_of(tmp_path, SENTENCES), tmp_path / "out")
+    stored = load_stored_importance(tmp_path / "out")
     tensors = split_experts(open_checkpoint(place)).tensors
-    assert {name: tuple(one.shape) for name, one in found.items()} == {name: one.shape for name, one in tensors.items()}
-    assert told.parameters == sum(one.numel for one in tensors.values())
-    assert told.unseen == ()
+    assert {name: tuple(one.shape) for name, one in stored.items()} == {
+        name: one.shape for name, one in tensors.items()
+    }
+    assert statistics.parameters == sum(one.numel for one in tensors.values())
+    assert statistics.unseen == ()
     wanted = by_autograd((network, transformers.AutoTokenizer.from_pretrained(place)), SENTENCES)
     parts = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
     if family == "granitemoe":
@@ -301,9 +307,9 @@ def test_elements_of_fused_experts_are_stored_under_their_own_tensors(tmp_path: 
         module, _, part = name.rpartition(".")
         module = module.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else module
         every = [
-            torch.cat([found[f"{module}.{expert}.{own}"] for own in parts[part]]) for expert in range(mixtures.EXPERTS)
+            torch.cat([stored[f"{module}.{expert}.{own}"] for own in parts[part]]) for expert in range(mixtures.EXPERTS)
         ]
-        agrees({name: torch.stack(every)}, {name: values})
+        assert_close_to({name: torch.stack(every)}, {name: values})
 
 
 def test_a_model_that_predicts_nan_is_refused(tmp_path: Path) -> None:

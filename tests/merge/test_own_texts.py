@@ -45,14 +45,14 @@ def read(
     directory: Path,
     text: HeldOutText,
     out: Path,
-    told: Callable[[int, int], None] = lambda done, total: None,
-    **how: Any,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    **reading: Any,
 ) -> InputStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
     journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
-    job = CalibrationJob(model, text, CalibrationReading(**how), "float32", "cpu", out, journal)
-    return read_inputs(job, told)
+    job = CalibrationJob(model, text, CalibrationReading(**reading), "float32", "cpu", out, journal)
+    return read_inputs(job, on_progress)
 
 
 def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
@@ -130,7 +130,12 @@ def test_measuring_layer_by_layer_gives_the_same_moments(
     monkeypatch.setattr(calibration, "_SHARE", 0)
     monkeypatch.setattr(calibration, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
-    read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
+    read(
+        DEMO / "models/reverser",
+        pinned(tmp_path, *SENTENCES),
+        tmp_path / "out",
+        lambda *counts: progress.append(counts),
+    )
     layers = loaded[0].config.num_hidden_layers
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == layers > 1
     assert progress == [(done, layers * len(SENTENCES)) for done in range(1, layers * len(SENTENCES) + 1)]

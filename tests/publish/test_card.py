@@ -45,7 +45,7 @@ def card_of(
     return card
 
 
-def test_the_hubs_library_reads_what_was_meant(tmp_path: Path) -> None:
+def test_the_hubs_library_reads_the_intended_metadata(tmp_path: Path) -> None:
     data = ModelCard(card_of(tmp_path)).data
     assert (data.license, data.base_model, data.base_model_relation) == ("apache-2.0", ["acme/general"], "merge")
     assert (data.library_name, data.pipeline_tag, data.tags) == (
@@ -80,7 +80,7 @@ def test_ordinary_names_are_not_refused(tmp_path: Path) -> None:
         card_of(tmp_path, content((share(name, 1, 2),), name=name))
 
 
-def test_a_path_of_the_machine_is_no_base_model(tmp_path: Path) -> None:
+def test_a_local_path_is_not_a_base_model(tmp_path: Path) -> None:
     one, other = parents(tmp_path)
     local = card_metadata(content(), (other,), license_verdict("mit").combination)
     assert not {"base_model", "base_model_relation"} & set(local)
@@ -113,7 +113,7 @@ def test_a_language_is_named_where_all_parents_agree(
     assert card_metadata(content(), both, license_verdict("mit").combination).get("language") == expected
 
 
-def test_a_score_that_is_no_share_keeps_its_scale(tmp_path: Path) -> None:
+def test_a_score_that_is_not_a_share_keeps_its_scale(tmp_path: Path) -> None:
     odd = TaskScore(task="wiki", metric="word_perplexity,none", n=9, score=0.51234, stderr=0.1, higher_is_better=False)
     (result,) = ModelCard(card_of(tmp_path, content((odd,)))).data.eval_results
     assert (result.metric_type, result.metric_value) == ("perplexity", 0.5123)
@@ -136,11 +136,11 @@ def test_a_graded_score_has_the_normal_interval(tmp_path: Path) -> None:
     assert "| x | f1,none | 100 | 50.0 | 50.0 | 50.0 |" in card_of(tmp_path, content((nothing,)))
 
 
-def test_every_score_stands_there_with_its_interval(tmp_path: Path) -> None:
+def test_the_card_lists_every_score_with_its_interval(tmp_path: Path) -> None:
     assert "| arc\\_easy | acc,none | 400 | 75.0 \\[70.5, 79.0\\] |" in card_of(tmp_path)
 
 
-def test_what_a_license_wants_displayed_stands_at_the_top(tmp_path: Path) -> None:
+def test_required_notices_are_at_the_top_of_the_card(tmp_path: Path) -> None:
     verdict = license_verdict("llama3.1", "apache-2.0", name="acme/Llama-demo")
     assert verdict.combination.status == "allowed"
     card = card_of(tmp_path, verdict=verdict)
@@ -152,7 +152,7 @@ def test_what_a_license_wants_displayed_stands_at_the_top(tmp_path: Path) -> Non
     assert "**Statement of changes.**" in page
 
 
-def test_who_settled_a_doubt_and_why_is_named(tmp_path: Path) -> None:
+def test_the_card_names_who_accepted_a_doubt_and_why(tmp_path: Path) -> None:
     doubtful = license_verdict("other")
     assert doubtful.combination.status == "review"
     settled = license_verdict("other", accepted={"acme/other": "alice: we have a contract"})
@@ -161,7 +161,7 @@ def test_who_settled_a_doubt_and_why_is_named(tmp_path: Path) -> None:
     assert settled.combination.accepted
 
 
-def test_what_the_parents_go_back_to_is_named_and_what_could_not_be_read(tmp_path: Path) -> None:
+def test_the_card_names_ancestors_and_unreadable_ancestors(tmp_path: Path) -> None:
     old = Ancestor(name="acme/old", license="mit", revision=COMMIT, own_text="")
     card = card_of(
         tmp_path, verdict=license_verdict("mit", ancestors=(old,), unread={"acme/older": "no such repository"})
@@ -170,7 +170,7 @@ def test_what_the_parents_go_back_to_is_named_and_what_could_not_be_read(tmp_pat
     assert "acme/older (no such repository)" in card
 
 
-def test_a_text_that_is_not_there_is_left_to_do(tmp_path: Path) -> None:
+def test_a_missing_license_text_is_an_open_task(tmp_path: Path) -> None:
     verdict = license_verdict("apache-2.0")
     (asked,) = (item for item in verdict.combination.obligations if item.kind == "text")
     metadata = card_metadata(content(), parents(tmp_path), verdict.combination)
@@ -181,7 +181,7 @@ def test_a_text_that_is_not_there_is_left_to_do(tmp_path: Path) -> None:
     assert "Still to be done" not in whole
 
 
-def test_the_commands_are_those_for_where_it_stands(tmp_path: Path) -> None:
+def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:
     card = card_of(tmp_path, publication=replace(HERE, signed=True, device="cuda"))
     assert "\nmergegate verify acme/demo --key release.pub " in card
     assert "\nmodel_signing verify key . --signature model.sig --public_key release.pub " in card
@@ -205,7 +205,7 @@ def test_the_commands_are_those_for_where_it_stands(tmp_path: Path) -> None:
         ({"model-index": [{"name": "x", "results": [{"task": {}}]}]}, "the metadata cannot be read"),
     ],
 )
-def test_a_card_that_says_something_else_than_meant_is_refused(
+def test_a_card_that_reads_differently_than_intended_is_refused(
     tmp_path: Path, change: dict[str, object], words: str
 ) -> None:
     import yaml

@@ -59,16 +59,14 @@ def test_a_release_holds_every_file_and_latest_points_to_it(
     assert sorted(path.name for path in (tmp_path / "releases").iterdir()) == ["latest", "v1"]
 
 
-def test_what_was_published_need_not_be_read_to_be_known(
-    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
-) -> None:
+def test_a_published_file_is_not_hashed_again(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     place = publish_directory(files, tmp_path / "releases", "v1", hashes).location
     assert {file.name: hashes.cached_sha256(Path(place) / file.name) for file in files} == {
         file.name: file.sha256 for file in files
     }
 
 
-def test_publishing_again_touches_nothing(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
+def test_publishing_again_changes_nothing(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     target = tmp_path / "releases"
     publish_directory(files, target, "v1", hashes)
     before = [path.lstat().st_mtime_ns for path in sorted(target.rglob("*"))]
@@ -76,9 +74,7 @@ def test_publishing_again_touches_nothing(tmp_path: Path, files: tuple[ReleaseFi
     assert [path.lstat().st_mtime_ns for path in sorted(target.rglob("*"))] == before
 
 
-def test_somebody_who_watches_is_told_every_byte(
-    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
-) -> None:
+def test_progress_reports_every_byte(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     told: list[tuple[int, int]] = []
     publish_directory(files, tmp_path / "releases", "v1", hashes, lambda done, total: told.append((done, total)))
     assert told == [(7, 12), (12, 12)]
@@ -103,9 +99,7 @@ def test_a_version_never_changes_its_content(tmp_path: Path, files: tuple[Releas
     assert (tmp_path / "releases" / "v1" / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_bytes_that_are_not_those_that_were_gated_are_not_published(
-    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
-) -> None:
+def test_altered_files_are_not_published(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     (tmp_path / "w").write_bytes(b"Weights")
     with pytest.raises(Refused, match=r"expected: .*the bytes that were evaluated and gated"):
         publish_directory(files, tmp_path / "releases", "v1", hashes)
@@ -181,7 +175,9 @@ def test_an_alias_is_a_relative_link_that_moves_in_one_step(
 
 
 @pytest.mark.parametrize("name", [".v1.partial/notes.txt", ".latest.partial/notes.txt", ".latest.partial", "latest/x"])
-def test_files_of_the_user_stay(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo, name: str) -> None:
+def test_files_of_the_user_are_kept(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo, name: str
+) -> None:
     file = tmp_path / "releases" / name
     file.parent.mkdir(parents=True)
     file.write_text("of the user")

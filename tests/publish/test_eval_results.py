@@ -30,15 +30,15 @@ def test_a_whole_benchmark_is_read_by_the_hubs_library_as_it_was_measured() -> N
     ],
     ids=["a sample", "another metric", "not registered"],
 )
-def test_what_cannot_be_compared_on_a_leaderboard_is_not_there(score) -> None:
+def test_incomparable_scores_are_not_written_for_a_leaderboard(score) -> None:
     assert eval_results(content((score,))) == {}
 
 
-def test_without_scores_there_is_nothing() -> None:
+def test_without_scores_no_file_is_written() -> None:
     assert eval_results(content()) == {}
 
 
-def test_of_two_variants_of_a_benchmark_the_first_counts() -> None:
+def test_the_first_of_two_variants_of_a_benchmark_counts() -> None:
     scores = (
         share("gpqa_diamond_cot_zeroshot", 60, 198, "exact_match,flexible-extract"),
         share("gpqa_diamond_cot_n_shot", 80, 198, "exact_match,flexible-extract"),

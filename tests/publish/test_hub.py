@@ -83,7 +83,7 @@ def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> d
     "by",
     ["lfs", pytest.param("xet", marks=pytest.mark.slow), pytest.param("lfs in parts", marks=pytest.mark.long)],
 )
-def test_what_is_published_comes_back_byte_for_byte_and_loads(
+def test_a_published_release_downloads_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest
 ) -> None:
     warm: Publishers = request.getfixturevalue(by.partition(" ")[0])
@@ -159,9 +159,7 @@ def test_a_version_never_changes_its_content(lfs: Publishers, stand_in: LookAlik
     assert len(stand_in.repository.history()) == 2
 
 
-def test_a_main_that_moved_since_the_release_was_judged_is_not_written_over(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
+def test_a_changed_main_is_not_overwritten(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
     lfs.publish(stand_in.url, WRITER, files, "v1")
     judged = stand_in.repository.branches["main"]
     theirs = stand_in.repository.add("main", judged, "somebody else's", stand_in.repository.at("main").tree | {})
@@ -172,7 +170,7 @@ def test_a_main_that_moved_since_the_release_was_judged_is_not_written_over(
     assert stand_in.repository.branches["main"] == theirs.id
 
 
-def test_a_commit_between_looking_and_promoting_is_not_written_over(
+def test_a_commit_before_the_promotion_is_not_overwritten(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     def interfere(request: object) -> None:
@@ -188,15 +186,13 @@ def test_a_commit_between_looking_and_promoting_is_not_written_over(
     assert [commit.title for commit in stand_in.repository.history()] == ["somebody else's", "initial commit"]
 
 
-def test_bytes_that_are_not_those_that_were_gated_are_not_sent(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
+def test_altered_files_are_not_sent(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
     answer = lfs.publish(stand_in.url, WRITER, files, "v1", sha256={"model.safetensors": "0" * 64})
     assert "the bytes that were evaluated and gated" in answer["refused"]
     assert not any(entry.method == "PUT" for entry in stand_in.log)
 
 
-def test_a_hub_that_stores_something_else_than_was_sent_is_not_believed(
+def test_a_hub_that_stores_other_bytes_is_detected(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     def damage(request: object) -> None:
@@ -214,7 +210,7 @@ def test_a_hub_that_stores_something_else_than_was_sent_is_not_believed(
     assert sum("/commit/" in entry.path for entry in stand_in.log) < 20
 
 
-def test_somebody_who_undoes_every_step_does_not_keep_us_forever(
+def test_a_writer_that_undoes_every_step_ends_the_publication(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     def undo(request: object) -> None:
@@ -226,7 +222,7 @@ def test_somebody_who_undoes_every_step_does_not_keep_us_forever(
     assert "another writer undoes every step" in answer["refused"]
 
 
-def test_a_card_that_the_hub_refuses_is_noticed_before_anything_is_uploaded(
+def test_a_rejected_card_is_detected_before_any_upload(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     files["README.md"].write_text("---\nlicense: mit\nbase_model_relation: mixture\n---\n")
@@ -237,7 +233,7 @@ def test_a_card_that_the_hub_refuses_is_noticed_before_anything_is_uploaded(
 
 
 @pytest.mark.parametrize("by", ["lfs", "xet"])
-def test_somebody_who_watches_is_told_how_much_has_arrived(
+def test_progress_reports_the_bytes_sent(
     tmp_path: Path, request: pytest.FixtureRequest, files: dict[str, Path], by: str
 ) -> None:
     warm: Publishers = request.getfixturevalue(by)
@@ -251,7 +247,7 @@ def test_somebody_who_watches_is_told_how_much_has_arrived(
 
 @pytest.mark.parametrize("path", ["", "/commit/", "/preupload/", "/tag/", "objects/batch", "/_storage/"])
 @pytest.mark.parametrize("status", [503, 429])
-def test_a_hub_that_stays_down_ends_in_a_refusal_that_says_run_again(
+def test_an_unavailable_hub_is_refused_with_the_advice_to_run_again(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path], path: str, status: int
 ) -> None:
     stand_in.set_faults([Fault("fail", path=path, times=1 << 30, status=status)])
@@ -267,7 +263,7 @@ def test_a_hub_that_stays_down_ends_in_a_refusal_that_says_run_again(
     ("token", "words"),
     [(READER, "403"), (STRANGER, "403"), ("hf_nobody_knows_this", "401 Invalid credentials")],
 )
-def test_a_token_that_may_not_is_refused_and_named_nowhere(
+def test_a_token_without_permission_is_refused_and_never_shown(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path], token: str, words: str
 ) -> None:
     answer = lfs.publish(stand_in.url, token, files, "v1")
@@ -284,7 +280,7 @@ def test_an_error_page_that_repeats_the_token_is_not_repeated(
     assert WRITER not in answer["refused"]
 
 
-def test_the_branches_of_dead_runs_are_swept_away_and_others_are_not(
+def test_staging_branches_of_interrupted_runs_are_deleted(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     lfs.publish(stand_in.url, WRITER, files, "v1")
@@ -317,7 +313,7 @@ def test_a_token_can_come_from_a_secret_block(monkeypatch: pytest.MonkeyPatch, p
         hub_access("hub-tokne", writing=True)
 
 
-def test_an_environment_without_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InvalidInput, match="unset HF_HUB_OFFLINE"):
         hub_access(writing=True)
@@ -355,7 +351,7 @@ def test_an_alias_is_a_tag_that_moves(released: LookAlike) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fail", "drop"])
-def test_an_alias_arrives_whatever_answer_is_lost(released: LookAlike, kind: str) -> None:
+def test_an_alias_is_moved_despite_any_lost_answer(released: LookAlike, kind: str) -> None:
     to = HubTarget(to="hub", repo="acme/demo")
     to.set_alias(Path(), "v1", ALIAS)
     for path, method in (("/refs", "GET"), ("/tag/", "DELETE"), ("/tag/", "POST")):
@@ -368,7 +364,7 @@ def test_an_alias_arrives_whatever_answer_is_lost(released: LookAlike, kind: str
         to.set_alias(Path(), "v2", ALIAS)
 
 
-def test_of_tags_on_one_commit_an_alias_means_the_version() -> None:
+def test_an_alias_means_the_version_among_the_tags_of_its_commit() -> None:
     tags = {"canary": "1", "production": "1", "spring": "1", "v1": "1", "v2": "2"}
     assert version_on(tags, "production") == "v1"
     assert version_on({**tags, "v1": "3"}, "production") == "canary"

@@ -121,7 +121,7 @@ def test_it_is_verified_by_the_hubs_own_hashes_without_its_weights(released: Pro
     assert released.mergegate("verify", "acme/demo@v9").returncode == 2
 
 
-def test_what_is_edited_on_the_hub_is_refused(released: Project) -> None:
+def test_a_release_edited_on_the_hub_is_refused(released: Project) -> None:
     repository = released.stand_in.repositories["acme/demo"]
     before = repository.branches["main"]
     tree = dict(repository.at("main").tree)

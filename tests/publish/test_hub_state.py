@@ -131,7 +131,7 @@ BOTH = ("README.md", "model.safetensors")
         ),
     ],
 )
-def test_the_next_step_follows_from_what_is_there(desired: DesiredState, observed: ObservedState, step: Step) -> None:
+def test_the_next_step_follows_from_the_state(desired: DesiredState, observed: ObservedState, step: Step) -> None:
     assert next_step(desired, observed) == step
 
 
@@ -149,7 +149,7 @@ def test_the_next_step_follows_from_what_is_there(desired: DesiredState, observe
         pytest.param(ObservedState(exists=True), None, "no branch 'main'", id="no main"),
     ],
 )
-def test_what_would_break_a_promise_stops_it_and_says_what_to_do(
+def test_a_step_that_would_break_a_guarantee_is_blocked_with_a_remedy(
     observed: ObservedState, expected_head: str | None, found: str
 ) -> None:
     step = next_step(DESIRED, observed, expected_head)
@@ -158,7 +158,7 @@ def test_what_would_break_a_promise_stops_it_and_says_what_to_do(
     assert step.remedy
 
 
-def test_a_main_that_is_the_release_already_was_not_changed_by_somebody_else() -> None:
+def test_a_main_with_this_release_is_not_a_foreign_change() -> None:
     assert next_step(DESIRED, replace(FRESH, main=NEW_MAIN, staged=STAGED), expected_head=EMPTY.commit) == Tag(
         NEW_MAIN.commit
     )
@@ -183,7 +183,7 @@ def test_a_small_file_is_known_by_its_git_id(blob: str, held: bool) -> None:
     assert CARD.matches(RemoteFile(4, blob)) is held
 
 
-def test_acting_out_the_steps_leads_from_nothing_to_done() -> None:
+def test_the_steps_lead_from_an_empty_hub_to_a_release() -> None:
     observed, steps = ObservedState(exists=False), []
     while not isinstance(step := next_step(PUBLIC, observed, EMPTY.commit), Done):
         steps.append(type(step).__name__)

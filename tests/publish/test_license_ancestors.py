@@ -125,7 +125,7 @@ def test_a_gated_ancestor_is_unread_and_reviewed(stand_in: LookAlike, tmp_path: 
     )
 
 
-def test_what_the_hub_tells_of_a_gated_card_is_enough(
+def test_the_hubs_summary_of_a_gated_card_suffices(
     stand_in: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import json
@@ -147,7 +147,7 @@ def test_what_the_hub_tells_of_a_gated_card_is_enough(
 
 
 @pytest.mark.parametrize("entry", ["acme/gone", "acme/hidden", "../nowhere", "a b/c", "https://example.org/x", "x"])
-def test_what_is_not_there_is_unread(stand_in: LookAlike, tmp_path: Path, entry: str) -> None:
+def test_a_missing_ancestor_is_unread(stand_in: LookAlike, tmp_path: Path, entry: str) -> None:
     stand_in.repositories["acme/hidden"] = Repository("acme/hidden", private=True)
     chat = _local(tmp_path / "chat", f"license: mit\nbase_model: {entry}")
     verdict = _judge(read_licenses([chat], TABLE))
@@ -171,7 +171,7 @@ def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike
     assert not any("m3" in entry.path for entry in stand_in.log)
 
 
-def test_a_sick_hub_is_asked_once(stand_in: LookAlike, tmp_path: Path, waited: list[float]) -> None:
+def test_a_failing_hub_is_queried_once(stand_in: LookAlike, tmp_path: Path, waited: list[float]) -> None:
     stand_in.set_faults([Fault("fail", times=1000)])
     bases = "\n".join(f"- acme/base{number}" for number in range(20))
     verdict = _judge(read_licenses([_local(tmp_path / "chat", f"license: mit\nbase_model:\n{bases}")], TABLE))
@@ -187,7 +187,7 @@ def test_an_answer_that_is_not_the_hubs_raises_nothing(stand_in: LookAlike, tmp_
     assert list(verdict.unread) == ["acme/base"]
 
 
-def test_a_hub_that_falls_sick_between_two_questions_is_not_waited_for(
+def test_a_hub_that_fails_between_two_requests_is_not_awaited(
     stand_in: LookAlike, tmp_path: Path, waited: list[float]
 ) -> None:
     _add(stand_in, "acme/base", "license: mit")
@@ -210,7 +210,7 @@ def test_without_a_network_the_run_goes_on(
     assert verdict.combination.status == "review"
 
 
-def test_offline_nothing_is_asked_and_what_was_read_before_still_counts(
+def test_offline_no_request_is_sent_and_cached_cards_count(
     stand_in: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = _add(stand_in, "acme/base", "license: mit\nbase_model: acme/root")

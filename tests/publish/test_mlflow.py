@@ -173,7 +173,7 @@ def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_p
     assert {one["key"]: one["value"] for one in run["data"]["metrics"]}["drop_high/gsm8k"] == 12
 
 
-def test_what_mlflow_is_told_stands_in_the_provenance() -> None:
+def test_the_registration_follows_from_the_provenance() -> None:
     said = describe_release(files("w"), "demo", "v1", "champion", "oci://here")
     assert said.metrics == {
         "score/mmlu": 0.61,
@@ -203,7 +203,7 @@ def test_the_alias_is_written_last(there: tuple[Any, ...], write: str) -> None:
     assert next_registry_write(ObservedRegistry(*there)) == write
 
 
-def test_what_cannot_be_meant_is_said_with_its_place(
+def test_an_invalid_setting_is_reported_with_its_field(
     blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -288,7 +288,7 @@ def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(
     assert nth >= 20
 
 
-def test_what_is_current_is_complete_when_the_alias_means_it(blobs: SmallRegistry, tmp_path: Path) -> None:
+def test_the_current_release_is_complete_once_the_alias_points_to_it(blobs: SmallRegistry, tmp_path: Path) -> None:
     with small_mlflow() as mlflow:
         to = target(mlflow.url, blobs, "demo")
         assert to.current_release(tmp_path) is None

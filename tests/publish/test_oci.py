@@ -138,7 +138,7 @@ def test_a_release_is_its_digest_and_publishing_again_writes_nothing(url: str, t
     assert opened.read("model.safetensors") == b"weights"
 
 
-def test_a_version_never_changes_and_whoever_was_overtaken_publishes_nothing(url: str, tmp_path: Path) -> None:
+def test_a_version_never_changes_and_an_overtaken_publisher_publishes_nothing(url: str, tmp_path: Path) -> None:
     publish(url, ONE, "v1")
     with pytest.raises(Refused, match="already published with other content"):
         publish(url, TWO, "v1")
@@ -157,14 +157,14 @@ def test_a_version_never_changes_and_whoever_was_overtaken_publishes_nothing(url
         target(url).earlier_release(tmp_path, "first")
 
 
-def test_the_right_to_write_is_asked_for_without_a_trace(url: str, tmp_path: Path) -> None:
+def test_write_access_is_checked_without_a_trace(url: str, tmp_path: Path) -> None:
     check_target(target(url), tmp_path)
     with pytest.raises(InvalidInput, match="no such tag"):
         find_release(target(url).address)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [7, 3 << 20])
-def test_bytes_that_are_not_those_that_were_gated_are_not_published(url: str, tmp_path: Path, size: int) -> None:
+def test_altered_files_are_not_published(url: str, tmp_path: Path, size: int) -> None:
     (tmp_path / "w").write_bytes(b"x" * size)
     gated = written_file("model.safetensors", "w" * size)
     with pytest.raises(Refused, match="the bytes that were evaluated and gated"):
@@ -186,7 +186,7 @@ def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefec
     assert verified.version == released.version
 
 
-def test_what_a_registry_hands_out_is_compared_with_its_digest(small: SmallRegistry, tmp_path: Path) -> None:
+def test_downloads_are_compared_with_their_digest(small: SmallRegistry, tmp_path: Path) -> None:
     publish(small.url, ONE)
     small.blobs[f"sha256:{ONE[0].sha256}"] = b"WEIGHTS"
     with pytest.raises(Refused, match="the downloaded files differ from their list"):
@@ -195,7 +195,7 @@ def test_what_a_registry_hands_out_is_compared_with_its_digest(small: SmallRegis
         find_release(target(small.url).address).read("model.safetensors")
 
 
-def test_what_is_no_release_of_ours_is_refused(small: SmallRegistry, tmp_path: Path) -> None:
+def test_a_foreign_manifest_is_refused(small: SmallRegistry, tmp_path: Path) -> None:
     image = json.dumps({"schemaVersion": 2, "config": {}, "layers": []}).encode()
     small.manifests["sha256:" + hashlib.sha256(image).hexdigest()] = image
     small.tags["latest"] = "sha256:" + hashlib.sha256(image).hexdigest()
@@ -229,7 +229,7 @@ def test_a_login_of_docker_is_used_and_never_shown(tmp_path: Path, home: Path, m
         ({"repository": "user:secret@ghcr.io/acme/demo"}, r"p: publish\.repository"),
     ],
 )
-def test_what_cannot_be_meant_is_said_with_its_place(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_reported_with_its_field(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         target("", **settings)
 

@@ -22,9 +22,7 @@ def target(tmp_path: Path) -> DirectoryTarget:
     return DirectoryTarget(path=tmp_path / "releases")
 
 
-def test_looking_at_what_would_be_published_changes_nothing(
-    tmp_path: Path, target: DirectoryTarget, prefect_api: None
-) -> None:
+def test_a_pending_release_changes_nothing(tmp_path: Path, target: DirectoryTarget, prefect_api: None) -> None:
     what = publishable(tmp_path)
     first = pending(what, target, tmp_path)
     assert not first.is_current
@@ -32,7 +30,7 @@ def test_looking_at_what_would_be_published_changes_nothing(
     assert pending(what, target, tmp_path) == first
 
 
-def test_what_was_approved_is_published_and_then_stands(
+def test_an_approved_release_is_published_and_becomes_current(
     tmp_path: Path, target: DirectoryTarget, prefect_api: None
 ) -> None:
     what = publishable(tmp_path)
@@ -42,9 +40,7 @@ def test_what_was_approved_is_published_and_then_stands(
     assert pending(what, target, tmp_path) == PendingRelease(asked.version, asked.digest, is_current=True)
 
 
-def test_on_the_word_about_one_release_no_other_is_published(
-    tmp_path: Path, target: DirectoryTarget, prefect_api: None
-) -> None:
+def test_an_approval_is_valid_only_for_its_release(tmp_path: Path, target: DirectoryTarget, prefect_api: None) -> None:
     asked = pending(publishable(tmp_path), target, tmp_path)
     other = publishable(tmp_path, weights=b"one bit more")
     with pytest.raises(Refused, match="the release that was approved"):
@@ -52,9 +48,7 @@ def test_on_the_word_about_one_release_no_other_is_published(
     assert not (target.path / "latest").exists()
 
 
-def test_what_is_published_is_asked_about_again_when_something_else_would_replace_it(
-    tmp_path: Path, target: DirectoryTarget, prefect_api: None
-) -> None:
+def test_a_different_release_needs_another_approval(tmp_path: Path, target: DirectoryTarget, prefect_api: None) -> None:
     what = publishable(tmp_path)
     publish(target, tmp_path, what.parts)
     other = publishable(tmp_path, weights=b"one bit more")
@@ -62,7 +56,7 @@ def test_what_is_published_is_asked_about_again_when_something_else_would_replac
 
 
 @pytest.mark.parametrize("damage", [b"", b"something else"])
-def test_a_damaged_list_of_sums_does_not_stand(
+def test_a_damaged_list_of_checksums_is_not_current(
     tmp_path: Path, target: DirectoryTarget, prefect_api: None, damage: bytes
 ) -> None:
     what = publishable(tmp_path)
@@ -74,12 +68,12 @@ def test_a_damaged_list_of_sums_does_not_stand(
 @pytest.mark.parametrize(
     ("said", "seconds"), [(True, 259_200), ({}, 259_200), ({"timeout": "90 min"}, 5400), (False, None)]
 )
-def test_how_a_profile_says_it(said: object, seconds: float | None) -> None:
+def test_approval_can_be_a_flag_or_a_timeout(said: object, seconds: float | None) -> None:
     asks = DirectoryTarget.model_validate({"path": "x", "approval": said}).approval_settings
     assert (asks.timeout_s if asks else None) == seconds
 
 
 @pytest.mark.parametrize("said", [{"timeout": "3"}, {"timeout": "0 s"}, {"timout": "3 d"}])
-def test_what_means_nothing_is_refused(said: object) -> None:
+def test_an_invalid_approval_is_refused(said: object) -> None:
     with pytest.raises(ValidationError):
         DirectoryTarget.model_validate({"path": "x", "approval": said})

@@ -112,7 +112,7 @@ def test_it_has_the_form_of_the_specifications(statement: Any) -> None:
     jsonschema.validate(statement, _SCHEMA)
 
 
-def test_what_stays_behind_for_the_next_merge_is_a_byproduct(tmp_path: Path) -> None:
+def test_optimizer_state_is_listed_as_a_byproduct(tmp_path: Path) -> None:
     statement = json.loads(text_of(tmp_path, byproducts={"mean": (sha("mean"), "optimizer/5d0c/mean")}))
     jsonschema.validate(statement, _SCHEMA)
     (kept,) = statement["predicate"]["runDetails"]["byproducts"]
@@ -152,7 +152,7 @@ def test_in_totos_own_types_read_it(statement: Any) -> None:
     assert build.external_parameters["profile"] == "demo"
 
 
-def test_it_says_by_what_the_weights_were_made(statement: Any) -> None:
+def test_the_provenance_names_recipe_versions_and_seeds(statement: Any) -> None:
     build = statement["predicate"]["buildDefinition"]
     assert build["externalParameters"] == {"recipe": list(yaml.safe_load_all(RECIPE)), "profile": "demo"}
     inside = build["internalParameters"]
@@ -162,14 +162,14 @@ def test_it_says_by_what_the_weights_were_made(statement: Any) -> None:
     assert "float32" in inside["arithmetic"]
 
 
-def test_it_says_who_accepted_which_doubt(statement: Any) -> None:
+def test_the_provenance_names_who_accepted_which_doubt(statement: Any) -> None:
     said = statement["predicate"]["mergegate_licence"]
     assert said["status"] == "allowed"
     assert [one["by"] for one in said["accepted"]] == [["acme/other: alice: we have a contract"]]
     assert all(one["rule"] and one["what"] for one in said["accepted"])
 
 
-def test_it_is_the_same_every_time_and_holds_no_path_of_the_machine(tmp_path: Path) -> None:
+def test_the_provenance_is_deterministic_and_contains_no_local_path(tmp_path: Path) -> None:
     here, elsewhere = text_of(tmp_path / "here"), text_of(tmp_path / "elsewhere")
     assert here == elsewhere
     assert str(tmp_path) not in here

@@ -78,7 +78,7 @@ def publish(files: tuple[ReleaseFile, ...], version: str = "", head: str | None 
     )
 
 
-def test_a_release_lies_under_its_version_and_the_pointer_names_it(bucket: S3OnLoopback, tmp_path: Path) -> None:
+def test_a_release_is_stored_under_its_version_and_the_pointer_names_it(bucket: S3OnLoopback, tmp_path: Path) -> None:
     version = content_version(ONE)
     released = publish(ONE)
     assert (released.new, released.location, released.label) == (True, f"{URL}@{version}", URL)
@@ -100,7 +100,7 @@ def test_publishing_again_writes_nothing(bucket: S3OnLoopback) -> None:
     assert {method for method, _ in bucket.proxy.log} <= {"GET", "HEAD"}
 
 
-def test_a_version_with_a_name_says_its_content_too_and_never_changes(bucket: S3OnLoopback) -> None:
+def test_a_named_version_includes_its_content_hash_and_never_changes(bucket: S3OnLoopback) -> None:
     publish(ONE, "v1")
     assert f"acme/demo/v1-{content_version(ONE)}/model.safetensors" in bucket.objects()
     before = bucket.objects()
@@ -109,7 +109,7 @@ def test_a_version_with_a_name_says_its_content_too_and_never_changes(bucket: S3
     assert bucket.objects() == before
 
 
-def test_whoever_was_overtaken_publishes_nothing(bucket: S3OnLoopback, tmp_path: Path) -> None:
+def test_an_overtaken_publisher_publishes_nothing(bucket: S3OnLoopback, tmp_path: Path) -> None:
     publish(ONE)
     compared_with = target().current_release(tmp_path)
     assert compared_with is not None
@@ -121,9 +121,7 @@ def test_whoever_was_overtaken_publishes_nothing(bucket: S3OnLoopback, tmp_path:
     assert json.loads(bucket.read("acme/demo/latest.json"))["current"] == content_version(TWO)
 
 
-def test_of_two_that_move_the_pointer_at_once_one_is_overtaken(
-    bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run releases between the last check and the write, so only the store's own guard detects it."""
     publish(ONE)
     move = publication._Publication.move_pointer
@@ -150,7 +148,7 @@ def test_an_older_version_is_made_current_again_without_sending_it(bucket: S3OnL
     assert [one["version"] for one in pointer["versions"]] == [content_version(ONE), content_version(TWO)]
 
 
-def test_earlier_versions_are_found_by_name_and_the_first_by_that_word(bucket: S3OnLoopback, tmp_path: Path) -> None:
+def test_earlier_versions_are_found_by_name_or_as_first(bucket: S3OnLoopback, tmp_path: Path) -> None:
     assert target().earlier_release(tmp_path, "first") is None
     publish(ONE, "v1")
     publish(TWO, "v2")
@@ -163,7 +161,7 @@ def test_earlier_versions_are_found_by_name_and_the_first_by_that_word(bucket: S
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_bytes_that_are_not_those_that_were_gated_are_not_published(
+def test_altered_files_are_not_published(
     bucket: S3OnLoopback, tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "_IN_MEMORY", 0)
@@ -177,7 +175,7 @@ def test_bytes_that_are_not_those_that_were_gated_are_not_published(
     assert bucket.uploads() == []
 
 
-def test_a_large_file_travels_in_parts_and_is_read_once(
+def test_a_large_file_is_sent_in_parts_and_read_once(
     bucket: S3OnLoopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "_PART", 5 << 20)
@@ -197,7 +195,7 @@ def test_a_large_file_travels_in_parts_and_is_read_once(
     assert find_release(URL).files() == {"model.safetensors": (len(data), file.sha256)}
 
 
-def test_an_object_that_was_altered_is_noticed_and_repaired_by_publishing_again(bucket: S3OnLoopback) -> None:
+def test_an_altered_object_is_detected_and_repaired_by_publishing_again(bucket: S3OnLoopback) -> None:
     publish(ONE)
     key = f"acme/demo/{content_version(ONE)}/model.safetensors"
     bucket.write(key, b"WEIGHTS")
@@ -206,7 +204,7 @@ def test_an_object_that_was_altered_is_noticed_and_repaired_by_publishing_again(
     assert bucket.read(key) == b"weights"
 
 
-def test_a_store_without_checksums_is_read_instead(bucket: S3OnLoopback) -> None:
+def test_objects_without_checksums_are_downloaded_to_verify(bucket: S3OnLoopback) -> None:
     publish(ONE)
     key = f"acme/demo/{content_version(ONE)}/model.safetensors"
     bucket.client.put_object(Bucket=BUCKET, Key=key, Body=b"WEIGHTS")
@@ -215,7 +213,7 @@ def test_a_store_without_checksums_is_read_instead(bucket: S3OnLoopback) -> None
     assert not publish(ONE).new
 
 
-def test_a_store_that_does_not_guard_its_writes_is_refused(bucket: S3OnLoopback) -> None:
+def test_a_store_without_guarded_writes_is_refused(bucket: S3OnLoopback) -> None:
     def without_guard(method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         for name in [name for name in headers if name.lower() in ("if-none-match", "if-match")]:
             del headers[name]
@@ -229,7 +227,7 @@ def test_a_store_that_does_not_guard_its_writes_is_refused(bucket: S3OnLoopback)
     assert "acme/demo/latest.json" not in bucket.objects()
 
 
-def test_what_is_no_file_of_the_release_is_refused(bucket: S3OnLoopback) -> None:
+def test_a_foreign_object_in_a_version_is_refused(bucket: S3OnLoopback) -> None:
     bucket.write(f"acme/demo/{content_version(ONE)}/evil.py", b"import os")
     with pytest.raises(Refused, match=r"evil\.py is among the files"):
         publish(ONE)
@@ -250,9 +248,7 @@ def test_a_champion_is_downloaded_once(bucket: S3OnLoopback, tmp_path: Path) -> 
     assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
-def test_leftovers_of_runs_that_were_cut_off_long_ago_are_removed(
-    bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_old_interrupted_runs_are_removed(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(ONE)
     for path in ("dead", "other-prefix"):
         bucket.write(f"acme/demo/{path}/model.safetensors", b"left")
@@ -267,7 +263,7 @@ def test_leftovers_of_runs_that_were_cut_off_long_ago_are_removed(
         assert bucket.read(f"acme/demo/{content_version(files)}/model.safetensors")
 
 
-def test_what_is_missing_is_found_before_anything_is_merged(
+def test_missing_prerequisites_are_found_before_the_merge(
     bucket: S3OnLoopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_target(target(), tmp_path)
@@ -294,7 +290,7 @@ def test_what_is_missing_is_found_before_anything_is_merged(
         ({"multipart_threshold": 1}, r"p: publish\.multipart_threshold"),
     ],
 )
-def test_what_cannot_be_meant_is_said_with_its_place(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_reported_with_its_field(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         target(**settings)
 
@@ -321,7 +317,7 @@ def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: 
         find_release(f"s3://{BUCKET}/elsewhere")
 
 
-def test_no_secret_is_in_what_a_person_sees(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "READ_S", 0.2)
     from faulty_proxy import FAULTS, ProxyFault
 
@@ -344,7 +340,7 @@ def _sha256(path: Path) -> str:
     return sha256_file(path)
 
 
-def test_an_alias_is_an_object_beside_the_pointer(bucket: S3OnLoopback) -> None:
+def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None:
     for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
         publish(files, version)
     there, key = bucket.objects(), f"acme/demo/{ALIAS}.json"
@@ -360,7 +356,7 @@ def test_an_alias_is_an_object_beside_the_pointer(bucket: S3OnLoopback) -> None:
         find_release(f"{URL}@{ALIAS}")
 
 
-def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhile(
+def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
     bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for files, version in ((ONE, "v1"), (TWO, "v2")):

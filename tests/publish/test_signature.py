@@ -118,7 +118,7 @@ def test_the_signature_is_over_the_pre_authentication_encoding(tmp_path: Path) -
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=5), st.binary(min_size=32, max_size=32), max_size=4))
-def test_what_was_signed_is_what_is_read(key_file: Path, listed: dict[str, bytes]) -> None:
+def test_a_signature_lists_the_signed_files(key_file: Path, listed: dict[str, bytes]) -> None:
     files = {name: digest.hex() for name, digest in listed.items()}
     assert read_signature(sign("demo", files, key_file).encode()).files == files
 
@@ -158,14 +158,14 @@ def test_no_byte_of_a_signature_can_be_changed_unnoticed(tmp_path: Path) -> None
         (lambda b: b["dsseEnvelope"].update(payload="?"), "payload"),
     ],
 )
-def test_a_bundle_of_another_form_is_none_of_ours(tmp_path: Path, change, why: str) -> None:
+def test_a_bundle_of_another_form_is_rejected(tmp_path: Path, change, why: str) -> None:
     bundle = json.loads(sign("demo", {"a": "0" * 64}, write_keys(tmp_path)[0]))
     change(bundle)
     with pytest.raises(ValueError, match=why):
         read_signature(json.dumps(bundle).encode())
 
 
-def test_files_signed_in_shards_are_said_to_be(tmp_path: Path, model: Path) -> None:
+def test_files_signed_in_shards_are_rejected_with_a_reason(tmp_path: Path, model: Path) -> None:
     from model_signing import hashing, signing
 
     private, _ = write_keys(tmp_path)
@@ -178,12 +178,12 @@ def test_files_signed_in_shards_are_said_to_be(tmp_path: Path, model: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "\ud800", '{"mediaType": 3}'])
-def test_what_is_no_bundle_is_said_in_words(text: str) -> None:
+def test_an_invalid_bundle_is_rejected_with_a_reason(text: str) -> None:
     with pytest.raises(ValueError, match="not a signature"):
         read_signature(text.encode(errors="surrogatepass"))
 
 
-def test_a_digest_over_all_files_that_is_not_theirs_is_said(tmp_path: Path) -> None:
+def test_a_wrong_digest_over_all_files_is_reported(tmp_path: Path) -> None:
     bundle = json.loads(sign("demo", {"a": "0" * 64}, write_keys(tmp_path)[0]))
     statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     statement["subject"][0]["digest"]["sha256"] = "1" * 64
@@ -192,7 +192,7 @@ def test_a_digest_over_all_files_that_is_not_theirs_is_said(tmp_path: Path) -> N
         read_signature(json.dumps(bundle).encode())
 
 
-def test_another_kind_of_key_is_named_as_such(tmp_path: Path) -> None:
+def test_another_kind_of_key_is_rejected(tmp_path: Path) -> None:
     other = Ed25519PrivateKey.generate()
     (tmp_path / "ed.key").write_bytes(
         other.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -17,7 +17,7 @@ from mergegate.tasks.publish.targets.registry import find_release
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 
 
-def test_a_target_is_a_directory_unless_it_says_otherwise() -> None:
+def test_the_default_target_is_a_directory() -> None:
     assert parse_profile({**PROFILE, "publish": {"path": "out"}}, "p").publish == DirectoryTarget(path=Path("out"))
     hub = {"to": "hub", "repo": "acme/demo", "visibility": "public", "gated": "manual"}
     assert parse_profile({**PROFILE, "publish": hub}, "p").publish == HubTarget.model_validate(hub)
@@ -35,7 +35,7 @@ def test_a_target_is_a_directory_unless_it_says_otherwise() -> None:
         ({"to": "hub", "repo": "acme/demo", "version": "a/b"}, "p: publish.version"),
     ],
 )
-def test_what_cannot_be_meant_is_said_with_its_place(publish: dict[str, object], message: str) -> None:
+def test_an_invalid_setting_is_reported_with_its_field(publish: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput) as error:
         parse_profile({**PROFILE, "publish": publish}, "p")
     assert message in str(error.value)
@@ -62,7 +62,7 @@ def test_a_missing_token_or_key_is_found_before_anything_is_merged(
         check_target(DirectoryTarget(path=Path("out"), sign_key=Path("release.key")), tmp_path)
 
 
-def test_a_directory_is_meant_before_a_repository_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_takes_precedence_over_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInput, match="unset HF_HUB_OFFLINE"):
         find_release("acme/demo")
@@ -70,7 +70,7 @@ def test_a_directory_is_meant_before_a_repository_of_that_name(tmp_path: Path, m
     assert find_release("acme/demo") == DirectoryRelease(Path("acme/demo"))
 
 
-def test_a_name_of_no_release_is_answered_with_what_could_be_meant() -> None:
+def test_an_unknown_reference_lists_the_supported_forms() -> None:
     with pytest.raises(InvalidInput) as unknown:
         find_release("./nowhere")
     assert str(unknown.value) == (
@@ -82,7 +82,7 @@ def test_a_name_of_no_release_is_answered_with_what_could_be_meant() -> None:
 
 
 @pytest.mark.parametrize("floor", ["flows", "tasks"])
-def test_nobody_but_the_registry_asks_which_target_it_is(floor: str) -> None:
+def test_only_the_registry_distinguishes_targets(floor: str) -> None:
     project = Path(__file__).resolve().parents[2]
     own = project / "tasks" / "publish" / "targets"
     asking = [

@@ -68,7 +68,7 @@ def test_a_profile_can_name_it_and_its_settings_are_as_strict_as_ours(shelf: typ
         parse_profile({**PROFILE, "publish": {"to": "shlef"}}, "p")
 
 
-def test_a_type_that_is_made_after_it_was_installed_knows_it(shelf: type[PublishTarget]) -> None:
+def test_a_schema_built_after_installation_includes_the_target(shelf: type[PublishTarget]) -> None:
     class Settings(BaseModel):
         publish: Target
 
@@ -84,7 +84,7 @@ def test_the_licenses_of_a_public_one_must_have_been_checked_for_that(shelf: typ
     parse_profile({**private, "publish": SHELF}, "p")
 
 
-def test_what_is_wrong_with_it_is_found_before_anything_is_merged(tmp_path: Path, shelf: type[PublishTarget]) -> None:
+def test_a_problem_with_the_target_is_found_before_the_merge(tmp_path: Path, shelf: type[PublishTarget]) -> None:
     target = target_of({**PROFILE, "publish": SHELF})
     check_target(target, tmp_path)
     signed = target_of({**PROFILE, "publish": {**SHELF, "sign_key": "release.key"}})
@@ -128,7 +128,7 @@ def test_a_release_flows_through_it(
         find_release("shelf:library@v9")
 
 
-def test_a_name_that_no_target_knows_is_answered_with_what_all_of_them_take(shelf: type[PublishTarget]) -> None:
+def test_an_unknown_reference_lists_the_forms_of_all_targets(shelf: type[PublishTarget]) -> None:
     with pytest.raises(InvalidInput) as unknown:
         find_release("./nowhere")
     assert unknown.value.found == "no such directory"
@@ -166,7 +166,7 @@ class Point:
         ([*publish_targets().values()], "the name 'directory' is already in use"),
     ],
 )
-def test_what_another_package_registers_is_checked(monkeypatch: pytest.MonkeyPatch, value: object, words: str) -> None:
+def test_registered_targets_are_checked(monkeypatch: pytest.MonkeyPatch, value: object, words: str) -> None:
     monkeypatch.setattr(target_registry, "entry_points", lambda group: [Point(value)])
     with pytest.raises(InvalidInput, match=f"entry point mergegate.targets:extra: {words}"):
         publish_targets.__wrapped__()

@@ -123,7 +123,7 @@ def test_a_server_without_chats_is_refused_where_the_model_must_chat(smoke: Smok
     assert "serve.chat is true" in verdict.failures[0].expected
 
 
-def test_a_server_that_overlooks_a_bias_is_not_taken_for_one_that_does_not_stop(smoke: Smoke) -> None:
+def test_an_ignored_bias_is_not_a_missing_stop(smoke: Smoke) -> None:
     check = named(smoke("unbiased"), "end of sequence")
     assert (check.outcome, check.seen) == ("not offered", "the server ignores logit_bias")
 
@@ -177,7 +177,7 @@ def test_a_prompt_that_must_stop_and_does_not_is_refused() -> None:
     assert "length at 8 tokens" in verdict.failures[0].seen
 
 
-def test_a_turn_whose_end_stops_nothing_is_refused(tmp_path: Path, tiny: Tiny) -> None:
+def test_a_turn_end_that_does_not_stop_is_refused(tmp_path: Path, tiny: Tiny) -> None:
     # A common fault of merges of base and chat models: the template ends a turn with </s>, the configuration with
     # another id.
     directory = copied(DEMO / "models" / "reverser", tmp_path / "reverser")
@@ -209,7 +209,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for_twice(tmp_path: Path) -
     assert verdict.outcome == "fail"
 
 
-def test_an_address_where_nobody_answers_is_invalid() -> None:
+def test_an_address_without_a_server_is_invalid() -> None:
     with standing_in(Canned()) as server:
         url = server.url
     with pytest.raises(InvalidInput, match="Connection refused"):

@@ -62,10 +62,12 @@ def test_without_an_error_the_last_line_is_the_cause() -> None:
         ("RuntimeError: Unsupported CPU attention configuration: head_dim=24", 1, True, "machine"),
     ],
 )
-def test_who_is_to_blame(cause: str, returncode: int, had_answered: bool, guilty: str) -> None:
+def test_the_machine_the_settings_or_the_model_is_blamed(
+    cause: str, returncode: int, had_answered: bool, guilty: str
+) -> None:
     assert assign_blame(cause, returncode, had_answered=had_answered) == guilty
 
 
-def test_a_port_that_was_taken_is_seen() -> None:
+def test_a_port_in_use_is_detected() -> None:
     assert port_was_taken("OSError: [Errno 98] Address already in use")
     assert not port_was_taken(FAILED_START)

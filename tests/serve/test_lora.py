@@ -86,7 +86,7 @@ NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", TAKEN)
-def test_factors_of_layers_are_taken(place: Path, tmp_path: Path, kind: str) -> None:
+def test_factors_of_layers_are_served_as_lora(place: Path, tmp_path: Path, kind: str) -> None:
     adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, **TAKEN[kind])
     found = plan_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
     assert isinstance(found, ServedAdapter), found
@@ -94,7 +94,7 @@ def test_factors_of_layers_are_taken(place: Path, tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", NOT_TAKEN)
-def test_what_vllm_does_not_take_is_known_before_it_is_started(place: Path, tmp_path: Path, kind: str) -> None:
+def test_unsupported_adapters_are_detected_before_vllm_starts(place: Path, tmp_path: Path, kind: str) -> None:
     family, config, why = NOT_TAKEN[kind]
     adapter = make_adapter(place / family, tmp_path / "adapter", torch.float32, **config)
     found = plan_lora(pinned(adapter, place / family), CPU, ServeSettings())
@@ -103,14 +103,14 @@ def test_what_vllm_does_not_take_is_known_before_it_is_started(place: Path, tmp_
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (65, 128), (257, 320), (321, 512), (512, 512)])
-def test_room_is_made_for_the_next_rank_that_vllm_knows(place: Path, tmp_path: Path, rank: int, room: int) -> None:
+def test_the_rank_limit_is_the_next_one_that_vllm_supports(place: Path, tmp_path: Path, rank: int, room: int) -> None:
     adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, target_modules=LINEAR, r=rank)
     found = plan_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
     assert isinstance(found, ServedAdapter)
     assert found.max_rank == room
 
 
-def test_names_that_vllm_would_overlook_are_not_left_to_it(demo: Path, tmp_path: Path) -> None:
+def test_names_that_vllm_would_ignore_are_detected(demo: Path, tmp_path: Path) -> None:
     """PEFT of a bare model (``AutoModel``) omits the prefix ``model.``; vLLM then silently applies nothing."""
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
@@ -120,7 +120,7 @@ def test_names_that_vllm_would_overlook_are_not_left_to_it(demo: Path, tmp_path:
     assert "find layers.0" in found
 
 
-def test_factors_of_single_experts_are_not_left_to_it(place: Path) -> None:
+def test_factors_of_single_experts_are_detected(place: Path) -> None:
     base = open_checkpoint(place / "mixtral")
     one = next(name for name in base.tensors if ".experts.1.w1" in name).removesuffix(".weight")
     adapter = place / "expert"
@@ -134,7 +134,7 @@ def test_factors_of_single_experts_are_not_left_to_it(place: Path) -> None:
     assert "factors of experts" in lora_problem(base, open_adapter(adapter))
 
 
-def test_a_vocabulary_beyond_what_its_logits_take_is_served_merged(demo: Path) -> None:
+def test_a_too_large_vocabulary_is_served_merged(demo: Path) -> None:
     base = open_checkpoint(pinned(demo).directory)
     large = replace(base, config={**base.config, "vocab_size": 262_144})
     assert "up to 258,048 tokens, not 262,144" in lora_problem(large, open_adapter(demo))
@@ -195,7 +195,7 @@ class TwoSided(Client):
         (float("nan"), 2.0, "fail"),
     ],
 )
-def test_an_adapter_that_is_overlooked_does_not_pass(own: float, without: float, outcome: str) -> None:
+def test_an_ignored_adapter_does_not_pass(own: float, without: float, outcome: str) -> None:
     reference = Reference((ScoredText("abc", (3, 4, 5), (-1.0, -1.0)),), None, ())
     asked = ServedSubject(TwoSided(own, without), "smoke", ServeSettings(), reference, 64, base="smoke-base")
     (check,) = check_adapter(asked)
@@ -207,7 +207,7 @@ SETTINGS: dict[str, Any] = {"prompts": ("rev: abcd>",), "texts": ("the old pig s
 
 
 @pytest.mark.slow
-def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_family(demo: Path, tmp_path: Path) -> None:
     merged = applied(demo, tmp_path / "merged")
     vllm = tmp_path / "python"
     vllm.write_text(
@@ -233,7 +233,7 @@ def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Pa
 
 
 @pytest.mark.slow
-def test_a_factor_that_is_no_number_needs_no_server(demo: Path, tmp_path: Path) -> None:
+def test_a_non_finite_factor_is_refused_without_a_server(demo: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     name, *_ = tensors = load_file(file)

@@ -142,7 +142,7 @@ def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(
     assert end.value.returncode == 1
 
 
-def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, traces: Traces) -> None:
+def test_a_missing_command_is_blamed_on_the_machine(tmp_path: Path, traces: Traces) -> None:
     with (
         ServerProcess(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings()) as server,
         pytest.raises(ServerEnded, match="/nowhere/vllm: No such file") as end,
@@ -205,7 +205,7 @@ def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) ->
 
 
 @pytest.mark.slow
-def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
+def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
     tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:

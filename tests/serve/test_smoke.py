@@ -74,7 +74,7 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
     assert verdict.summary().endswith(f"measured {today()}")
 
 
-def test_what_is_found_statically_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     missing_tensor(checkpoint)
     verdict = smoke(checkpoint, tmp_path / "server.log", settings())
     assert [check.name for check in verdict.failures] == ["tensors"]
@@ -128,7 +128,7 @@ def test_a_server_that_cannot_start_here_says_nothing_about_the_model(
 
 
 @pytest.mark.slow
-def test_the_stage_asks_once_and_keeps_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
+def test_the_stage_runs_once_and_stores_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())
     first = serve(model_in(checkpoint), configured, server, CPU)
@@ -190,7 +190,7 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_cached_verdict_tells_what_was_measured_then(
+def test_a_cached_verdict_shows_its_original_measurements(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured = settings("--model", "{model}")
@@ -316,7 +316,7 @@ class TestCommand:
         assert today() in numbers
 
     @pytest.mark.slow
-    def test_of_a_server_that_dies_the_log_is_named(self, checkpoint: Path) -> None:
+    def test_the_log_of_a_dead_server_is_named(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}", "--fault", "swallows"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
         assert done.exit_code == 3, done.output

@@ -105,7 +105,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint: Path) -> None:
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_one_number_that_is_none_is_found_in_every_format(checkpoint: Path, dtype: torch.dtype, value: float) -> None:
+def test_one_non_finite_number_is_found_in_every_format(checkpoint: Path, dtype: torch.dtype, value: float) -> None:
     if dtype == torch.float8_e4m3fn:
         value = torch.nan  # This format has no infinity.
     healthy = torch.linspace(-400, 400, 1000).to(dtype)
@@ -119,7 +119,7 @@ def test_one_number_that_is_none_is_found_in_every_format(checkpoint: Path, dtyp
     assert "1 of 1,000" in check.seen
 
 
-def test_weights_are_looked_at_to_the_last_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_checked_to_the_last_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergegate.tasks.serve.static_checks._BLOCK", 96)
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:

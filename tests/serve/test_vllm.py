@@ -77,7 +77,7 @@ def failures(verdict: ServeVerdict) -> dict[str, str]:
 # reveals a broken merge.
 @pytest.mark.long
 @pytest.mark.parametrize("variant", LIVE)
-def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
+def test_the_running_server_reveals_problems_that_static_checks_miss(
     merge: Path, reference: Reference, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = shutil.copytree(merge, tmp_path / "broken")
@@ -94,7 +94,7 @@ def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
 
 
 @pytest.mark.parametrize("variant", STATIC)
-def test_what_is_found_statically_is_refused_before_vllm_is_started(merge: Path, tmp_path: Path, variant: str) -> None:
+def test_a_static_failure_is_refused_before_vllm_starts(merge: Path, tmp_path: Path, variant: str) -> None:
     breaks, name, _ = STATIC[variant]
     broken = shutil.copytree(merge, tmp_path / "broken")
     breaks(broken)
@@ -103,7 +103,7 @@ def test_what_is_found_statically_is_refused_before_vllm_is_started(merge: Path,
     assert not (tmp_path / "server.log").exists()
 
 
-def test_a_merge_with_a_zeroed_norm_is_refused_for_its_silence(merge: Path, tmp_path: Path) -> None:
+def test_a_merge_with_a_zeroed_norm_is_refused_for_empty_answers(merge: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(merge, tmp_path / "zeroed")
     zeroed_norm(broken)
     verdict = smoke(broken, tmp_path / "server.log")
@@ -112,7 +112,7 @@ def test_a_merge_with_a_zeroed_norm_is_refused_for_its_silence(merge: Path, tmp_
     assert seen["no loop"] == "4 of 4; 100 % at most"
 
 
-def test_what_a_server_imports_is_compiled_before_it_is_started() -> None:
+def test_imports_of_a_server_are_compiled_before_it_starts() -> None:
     """A confined server cannot store compiled bytecode; compiling took half of the time until it was ready."""
     compile_server(find_server(SETTINGS, PROJECT))
     package = next((PROJECT / PYTHON).parent.parent.glob("lib/python*/site-packages/vllm"))

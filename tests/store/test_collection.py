@@ -115,7 +115,7 @@ def age(home: Home, days: float) -> None:
         os.utime(place, (place.stat().st_mtime - days * DAY,) * 2)
 
 
-def test_what_nobody_needs_goes_after_its_grace_period_and_not_before(home: Home) -> None:
+def test_unneeded_entries_are_removed_only_after_their_grace_period(home: Home) -> None:
     old, young = key_of("merge", "old"), key_of("merge", "young")
     home.build("merge", old)
     age(home, 1.5)
@@ -144,7 +144,7 @@ def test_a_plan_changes_nothing(home: Home) -> None:
     assert sorted(home.place.rglob("*")) == before
 
 
-def test_what_was_set_aside_left_over_or_left_unfinished_goes_too_and_strangers_files_do_not(home: Home) -> None:
+def test_leftovers_are_removed_and_foreign_files_are_kept(home: Home) -> None:
     key = key_of("merge", 1)
     home.build("merge", key)
     place = home.store.directory("merge", key)
@@ -162,7 +162,7 @@ def test_what_was_set_aside_left_over_or_left_unfinished_goes_too_and_strangers_
     assert home.has("merge", key)
 
 
-def test_what_somebody_builds_now_is_left_alone(home: Home) -> None:
+def test_an_artifact_that_is_being_built_is_kept(home: Home) -> None:
     key, begun, go_on = key_of("merge", 1), threading.Event(), threading.Event()
 
     def make(out: Path) -> Value:
@@ -182,7 +182,7 @@ def test_what_somebody_builds_now_is_left_alone(home: Home) -> None:
     assert home.has("merge", key)
 
 
-def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_recorded_during_its_removal_is_restored(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run records its use after the collector's first check and before its second."""
     key = key_of("merge", 1)
     home.build("merge", key)
@@ -199,7 +199,7 @@ def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatc
         assert home.has("merge", key)
 
 
-def test_an_artifact_that_goes_at_any_moment_of_the_look_is_a_miss_and_made_again(
+def test_an_artifact_removed_at_any_point_of_the_check_is_a_miss_and_rebuilt(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The artifact is removed before each of the calls with which a build examines it."""
@@ -240,7 +240,7 @@ def test_an_artifact_that_goes_at_any_moment_of_the_look_is_a_miss_and_made_agai
         assert home.has("merge", key), f"gone before call {at}"
 
 
-def test_two_collectors_at_once_take_everything_away_once(home: Home) -> None:
+def test_two_concurrent_collectors_remove_each_entry_once(home: Home) -> None:
     keys = [key_of("merge", number) for number in range(20)]
     for key in keys:
         home.build("merge", key)
@@ -308,7 +308,7 @@ def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
     return needed, loose
 
 
-def test_a_collector_killed_at_any_call_leaves_nothing_half_deleted_that_looks_whole(tmp_path: Path) -> None:
+def test_a_collector_killed_at_any_call_leaves_no_partial_artifact(tmp_path: Path) -> None:
     original = Home(tmp_path / "original")
     needed, loose = filled(original)
     shutil.copytree(original.place, tmp_path / "counted", symlinks=True)
@@ -359,7 +359,7 @@ class Project:
     "seed",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))],
 )
-def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_runs_stay_within_the_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store stays within its quota and keeps everything that active runs, the champion or the last runs need.
 
     Parents change, and both runs and collector fail or are killed at random; some runs are refused.
@@ -434,6 +434,6 @@ def test_a_quota_that_is_too_small_removes_all_else_and_says_by_how_much(home: H
     assert explain_retention(home.runs) == {EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}
 
 
-def test_a_store_that_is_not_there_has_nothing_to_give(home: Home) -> None:
+def test_a_missing_store_is_empty(home: Home) -> None:
     assert collect_garbage(home.root, home.runs, EVERYTHING).plan.removals == ()
     assert list_store(home.place / "nowhere") == ()

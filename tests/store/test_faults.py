@@ -154,7 +154,7 @@ def test_a_refusal_says_where_what_and_what_to_do(error: OSError, words: tuple[s
     assert all(word in said for word in words), said
 
 
-def test_a_network_that_is_gone_is_no_disk() -> None:
+def test_a_network_error_is_not_a_disk_error() -> None:
     assert not is_disk_error(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
     with pytest.raises(ConnectionError), disk_errors_refused():
         raise ConnectionResetError(errno.ECONNRESET, "reset")

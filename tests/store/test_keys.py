@@ -47,7 +47,7 @@ def test_stage_and_version_are_part_of_the_key() -> None:
     assert len(keys) == 3
 
 
-def test_keys_of_a_family_begin_alike_and_no_others_do() -> None:
+def test_only_keys_of_one_family_share_a_prefix() -> None:
     def key(**inputs: object) -> str:
         return stage_key("evaluate", 1, inputs, "part")
 
@@ -64,7 +64,7 @@ def test_keys_of_a_family_begin_alike_and_no_others_do() -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}])
-def test_what_has_no_stable_form_is_refused(value: object) -> None:
+def test_a_value_without_a_canonical_form_is_an_error(value: object) -> None:
     with pytest.raises(TypeError, match=r"no canonical JSON form|only string keys"):
         canonical(value)
 
@@ -74,7 +74,7 @@ def test_not_a_number_is_refused() -> None:
         canonical(float("nan"))
 
 
-def test_a_merkle_digest_sees_name_size_and_hash() -> None:
+def test_a_merkle_digest_covers_name_size_and_hash() -> None:
     digests = {
         merkle({"a": (1, "x")}),
         merkle({"b": (1, "x")}),

@@ -62,7 +62,7 @@ def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule,
 
 @relaxed
 @given(stores(), runs, rules, st.integers(0, 10**9))
-def test_everything_is_decided_once_and_the_bytes_add_up(
+def test_each_entry_is_decided_once_and_the_sizes_add_up(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int
 ) -> None:
     plan = planned(entries, known, rule, beside)
@@ -74,7 +74,7 @@ def test_everything_is_decided_once_and_the_bytes_add_up(
 
 @relaxed
 @given(stores(), runs, rules)
-def test_what_a_counting_run_used_never_goes(
+def test_entries_of_counting_runs_are_never_removed(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
 ) -> None:
     gone = {one.entry_name for one, _ in planned(entries, known, rule).removals if one.kind in ("artifact", "value")}
@@ -94,7 +94,7 @@ def test_what_a_counting_run_used_never_goes(
 
 @relaxed
 @given(stores(), runs, rules)
-def test_the_quota_holds_unless_what_is_needed_alone_exceeds_it(
+def test_the_quota_is_met_unless_needed_entries_exceed_it(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
 ) -> None:
     plan = planned(entries, known, rule)
@@ -111,7 +111,7 @@ def test_the_quota_holds_unless_what_is_needed_alone_exceeds_it(
 
 @relaxed
 @given(stores(), runs, rules)
-def test_the_least_recently_used_goes_first_and_no_more_than_has_to(
+def test_only_as_many_least_recently_used_entries_as_necessary_are_removed(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
 ) -> None:
     plan = planned(entries, known, rule)
@@ -128,7 +128,7 @@ def run(at: int, profile: str = "demo", *, status: str = "refused", judged: bool
     return RunUse(f"{profile}-{at}", "release", profile, float(at), status, judged, live, {name_of(at): ""})
 
 
-def test_nights_on_which_nothing_could_be_judged_displace_nothing() -> None:
+def test_runs_without_a_verdict_displace_no_other_run() -> None:
     """A month-long outage of the Hub must not cost the evaluations of all parents."""
     good, better = run(1, status=RELEASED), run(2)
     outage = [run(at, status="refused", judged=False) for at in range(3, 33)]
@@ -147,7 +147,7 @@ def test_a_command_without_a_flow_counts_while_it_goes_on() -> None:
     assert runs_that_count([run(1, profile="", live=True), run(2, profile="")]) == {"-1": "in use"}
 
 
-def test_the_strongest_reason_is_said() -> None:
+def test_the_strongest_reason_is_reported() -> None:
     known = [run(1, status=RELEASED), run(2), run(3, live=True, status="")]
     used = {name_of(0): ""}
     known = [RunUse(**{**vars(one), "used": used}) for one in known]
@@ -166,11 +166,11 @@ def test_the_strongest_reason_is_said() -> None:
         ("123", 123),
     ],
 )
-def test_bytes_are_read_as_people_write_them(said: str, bytes_: int) -> None:
+def test_sizes_are_parsed_in_common_notations(said: str, bytes_: int) -> None:
     assert parse_bytes(said, "here") == bytes_
 
 
 @pytest.mark.parametrize("said", ["", "GB", "-1GB", "1e9", "fifty", "1.GB", "50 G B", "٣GB", "9" * 30])
-def test_what_is_no_number_of_bytes_is_refused(said: str) -> None:
+def test_an_invalid_size_is_refused(said: str) -> None:
     with pytest.raises(InvalidInput, match="here"):
         parse_bytes(said, "here")

@@ -32,12 +32,12 @@ def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) 
     assert (run.is_live, run.status, run.judged, run.profile, run.flow) == (False, "released", True, "demo", "release")
 
 
-def test_without_a_registered_run_nothing_is_noted(tmp_path: Path) -> None:
+def test_without_a_registered_run_nothing_is_recorded(tmp_path: Path) -> None:
     assert not record_use(tmp_path, "nobody", "merge", KEY, "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_run_is_live_no_longer_and_its_record_stays(tmp_path: Path) -> None:
+def test_a_killed_run_is_no_longer_live_and_keeps_its_record(tmp_path: Path) -> None:
     script = f"""
 import os, signal, pathlib
 from mergegate.tasks.store import open_run, record_use
@@ -59,7 +59,7 @@ with open_run(runs, "killed", "release", "demo"):
     assert (run.is_live, run.status, set(run.used)) == (False, "", {NAME})
 
 
-def test_a_suspended_run_goes_on_with_its_record(tmp_path: Path) -> None:
+def test_a_suspended_run_continues_its_record(tmp_path: Path) -> None:
     ended(tmp_path, "one")
     with open_run(tmp_path, "one", "release", "demo"):
         record_use(tmp_path, "one", "gate", KEY, "")
@@ -69,7 +69,7 @@ def test_a_suspended_run_goes_on_with_its_record(tmp_path: Path) -> None:
         assert set(run.used) == {NAME, EntryName("gate", KEY[:32])}
 
 
-def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
+def test_an_incomplete_line_loses_only_itself(tmp_path: Path) -> None:
     ended(tmp_path, "one", status="")
     with (tmp_path / "one.jsonl").open("ab") as file:
         file.write(b'{"stage": "gate", "key": "0123')
@@ -88,7 +88,7 @@ def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
-def test_what_is_no_file_in_place_of_a_record_is_set_aside(tmp_path: Path, kind: str) -> None:
+def test_a_record_that_is_not_a_file_is_set_aside(tmp_path: Path, kind: str) -> None:
     ended(tmp_path, "one")
     place = tmp_path / "two.jsonl"
     if kind == "directory":
@@ -101,7 +101,7 @@ def test_what_is_no_file_in_place_of_a_record_is_set_aside(tmp_path: Path, kind:
     assert not os.path.lexists(place)
 
 
-def test_of_each_profile_the_runs_that_count_stay(tmp_path: Path) -> None:
+def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None:
     ended(tmp_path, "a1", status="released")
     for night in range(2, 7):
         ended(tmp_path, f"a{night}")

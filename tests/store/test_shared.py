@@ -65,7 +65,7 @@ def address(tmp_path: Path) -> str:
     return f"file://{tmp_path}/shared"
 
 
-def test_a_machine_that_starts_empty_makes_nothing_again(tmp_path: Path, address: str) -> None:
+def test_an_empty_machine_fetches_everything_and_rebuilds_nothing(tmp_path: Path, address: str) -> None:
     one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
     here, there = one.build(), two.build()
     assert (one.made, two.made) == (1, 0)
@@ -76,9 +76,7 @@ def test_a_machine_that_starts_empty_makes_nothing_again(tmp_path: Path, address
     assert list((tmp_path / "shared").rglob("*.lease")) == []
 
 
-def test_what_arrives_is_remembered_and_asked_for_once(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_files_are_hashed_once(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(tmp_path / "1", address).build()
     two = Machine(tmp_path / "2", address)
     two.build()
@@ -86,7 +84,7 @@ def test_what_arrives_is_remembered_and_asked_for_once(
     two.build()
 
 
-def test_members_of_a_family_are_found_there_too(tmp_path: Path, address: str) -> None:
+def test_family_members_are_fetched_from_the_shared_store(tmp_path: Path, address: str) -> None:
     one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
     for number, key in enumerate(("a" * 16 + "0" * 48, "a" * 16 + "1" * 48, "b" * 64)):
         one.build(key, answer=number)
@@ -121,7 +119,7 @@ def flaky(machine: Machine, at: int) -> Flaky:
 
 
 @pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="each", marks=pytest.mark.slow)])
-def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believed(
+def test_a_run_survives_any_failed_request_and_uses_no_incomplete_artifact(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
     monkeypatch.setattr("mergegate.tasks.store.shared._POLL_S", (0.02, 0.1))
@@ -145,7 +143,7 @@ def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believ
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
-def test_whatever_request_of_the_reader_fails_it_makes_the_artifact_itself(tmp_path: Path, address: str) -> None:
+def test_a_reader_builds_the_artifact_itself_after_any_failed_request(tmp_path: Path, address: str) -> None:
     Machine(tmp_path / "maker", address).build()
     at = 1
     while True:
@@ -161,7 +159,7 @@ def test_whatever_request_of_the_reader_fails_it_makes_the_artifact_itself(tmp_p
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated", "missing", "manifest"])
-def test_what_is_damaged_there_is_a_miss_and_is_replaced(tmp_path: Path, address: str, how: str) -> None:
+def test_a_damaged_shared_artifact_is_a_miss_and_is_replaced(tmp_path: Path, address: str, how: str) -> None:
     Machine(tmp_path / "1", address).build()
     stage = tmp_path / "shared" / "evaluate"
     (marker,) = stage.glob("*.manifest")
@@ -193,14 +191,14 @@ def test_no_name_in_a_manifest_leads_out_of_the_store(tmp_path: Path, address: s
     assert not list(tmp_path.rglob("evil"))
 
 
-def test_what_is_too_large_stays_where_it_was_made(tmp_path: Path, address: str) -> None:
+def test_a_too_large_artifact_is_not_shared(tmp_path: Path, address: str) -> None:
     one, two = Machine(tmp_path / "1", address, max_bytes=10), Machine(tmp_path / "2", address)
     one.build()
     two.build()
     assert (one.made, two.made) == (1, 1)
 
 
-def test_a_store_that_is_down_is_left_alone_for_a_minute(
+def test_an_unavailable_shared_store_is_not_used_for_a_minute(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine = Machine(tmp_path / "1", address)
@@ -212,7 +210,7 @@ def test_a_store_that_is_down_is_left_alone_for_a_minute(
     assert "continuing without it" in caplog.text
 
 
-def test_a_stage_that_fails_gives_its_turn_back(tmp_path: Path, address: str) -> None:
+def test_a_failed_stage_releases_its_lease(tmp_path: Path, address: str) -> None:
     one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
 
     def fails(out: Path) -> Said:
@@ -262,7 +260,7 @@ def worker(root: Path, address: str, count: Path, kill: str = "", lease_s: float
     return process
 
 
-def test_of_many_that_try_at_once_one_has_the_lease(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_workers_acquires_the_lease(tmp_path: Path) -> None:
     """All workers share a file system; fsspec's own guard is not atomic, because it checks first and writes later."""
     shared = SharedStore(f"file://{tmp_path}/shared", tmp_path / "own", 1 << 20)
     for turn in range(40):
@@ -279,7 +277,7 @@ def test_of_many_that_try_at_once_one_has_the_lease(tmp_path: Path) -> None:
             lease.release()
 
 
-def test_three_workers_at_once_make_each_thing_once_and_end_alike(tmp_path: Path, address: str) -> None:
+def test_three_concurrent_workers_build_each_artifact_once(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     workers = [worker(tmp_path / str(number), address, count) for number in range(3)]
     for one in workers:
@@ -295,7 +293,7 @@ def test_three_workers_at_once_make_each_thing_once_and_end_alike(tmp_path: Path
     assert len(count.read_text().split()) == 4
 
 
-def test_the_turn_of_a_worker_that_was_killed_passes_to_the_next(tmp_path: Path, address: str) -> None:
+def test_the_lease_of_a_killed_worker_passes_to_the_next(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     killed = worker(tmp_path / "1", address, count, "kill", lease_s=0.5)
     killed.communicate("\n", timeout=HANG_S)
@@ -317,7 +315,7 @@ def bucket() -> Iterator[Any]:
         yield there
 
 
-def test_a_bucket_will_do(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_can_be_the_shared_store(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROJECT / "tests" / "publish")
     with bucket.found_by_clients(monkeypatch):
         one, two = Machine(tmp_path / "1", "s3://models/store"), Machine(tmp_path / "2", "s3://models/store")
@@ -372,7 +370,7 @@ def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.Mo
         shared_store(tmp_path)
 
 
-def test_without_a_shared_store_nothing_is_asked(tmp_path: Path) -> None:
+def test_without_a_shared_store_no_request_is_sent(tmp_path: Path) -> None:
     with pytest.raises(StoreMiss):
         Store(tmp_path).open("evaluate", KEY, Said)
     assert not (tmp_path / ".outbox").exists()

@@ -37,7 +37,7 @@ def never(out: Path) -> Value:
     raise AssertionError("it was built a second time")
 
 
-def test_what_was_built_is_found_and_not_built_again(tmp_path: Path) -> None:
+def test_a_built_artifact_is_found_and_not_rebuilt(tmp_path: Path) -> None:
     built, made = Store(tmp_path).build("merge", KEY, Value, writes("abc"))
     found, made_again = Store(tmp_path).build("merge", KEY, Value, never)
     assert (made, made_again) == (True, False)
@@ -45,7 +45,7 @@ def test_what_was_built_is_found_and_not_built_again(tmp_path: Path) -> None:
     assert (found.directory / "sub" / "weights").read_text() == "abc"
 
 
-def test_the_digest_speaks_of_content_and_not_of_the_key(tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_and_not_on_the_key(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first, _ = store.build("merge", KEY, Value, writes("abc"))
     same, _ = store.build("merge", KEY[::-1], Value, writes("abc"))
@@ -88,7 +88,7 @@ def damage_the_value(directory: Path) -> None:
         (damage_the_value, "instead of|was altered"),
     ],
 )
-def test_a_damaged_artifact_is_a_miss_that_says_why_and_is_built_again(
+def test_a_damaged_artifact_is_a_miss_with_a_reason_and_is_rebuilt(
     tmp_path: Path, damage: Callable[[Path], None], why: str
 ) -> None:
     store = Store(tmp_path)
@@ -101,7 +101,7 @@ def test_a_damaged_artifact_is_a_miss_that_says_why_and_is_built_again(
     assert again == artifact
 
 
-def test_an_alteration_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
+def test_an_alteration_that_keeps_size_and_time_is_detected(tmp_path: Path) -> None:
     store = Store(tmp_path)
     artifact, _ = store.build("merge", KEY, Value, writes("abc"))
     weights = artifact.directory / "sub" / "weights"
@@ -139,7 +139,7 @@ def test_a_resumable_build_finds_what_the_last_one_left(tmp_path: Path) -> None:
     assert artifact.value.words == "half"
 
 
-def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
+def test_two_processes_build_the_same_key_once(tmp_path: Path) -> None:
     inside, go_on, waits = threading.Event(), threading.Event(), threading.Event()
 
     def slow(out: Path) -> Value:
@@ -194,7 +194,7 @@ def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None
     assert not (artifact.directory / "half").exists()
 
 
-def test_a_family_is_found_by_how_its_keys_begin_and_without_what_is_damaged(tmp_path: Path) -> None:
+def test_a_family_is_found_by_prefix_without_damaged_members(tmp_path: Path) -> None:
     store, damage = Store(tmp_path), list[str]()
     keys = [f"{'a' * 16}{digit * 48}" for digit in "123"]
     for key in (*keys, "b" * 64):
@@ -207,7 +207,7 @@ def test_a_family_is_found_by_how_its_keys_begin_and_without_what_is_damaged(tmp
     assert store.family("merge", "a" * 16, Value) == ()
 
 
-def test_who_holds_a_family_is_waited_for(tmp_path: Path) -> None:
+def test_a_locked_family_is_awaited(tmp_path: Path) -> None:
     store, order = Store(tmp_path), list[str]()
     waits = threading.Event()
 

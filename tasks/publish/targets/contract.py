@@ -51,7 +51,6 @@ class PublishRequest:
     """A release to publish.
 
     Attributes:
-        files: All files of the release.
         name: Name of the release in the profile.
         version: Version name.
         root: Directory of the profile; relative paths start there.

@@ -170,7 +170,6 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
     """Return the next step toward the desired state.
 
     Args:
-        desired: Release to publish.
         observed: Repository state, just read.
         expected_head: Head of ``main`` that the release was compared with. If ``main`` is neither that nor already this
             release, it has changed in the meantime. None: any head is accepted.

@@ -13,7 +13,7 @@ from mergegate.tasks.publish import state_license_files
 
 
 @pytest.mark.parametrize("licenses", [("apache-2.0",), ("mit", "apache-2.0")])
-def test_the_license_of_the_release_is_read_where_the_state_lies(tmp_path: Path, licenses: tuple[str, ...]) -> None:
+def test_the_license_of_the_state_is_read_from_its_own_card(tmp_path: Path, licenses: tuple[str, ...]) -> None:
     verdict = license_verdict(*licenses)
     for name, text in state_license_files((), verdict):
         (tmp_path / "mean" / name).parent.mkdir(parents=True, exist_ok=True)
