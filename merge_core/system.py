@@ -3,7 +3,7 @@
 Merging does not need any of them for correct results. On systems without a call (macOS, the BSDs), read-ahead is
 shorter, a full disk is only detected while writing, and intermediate results of a chain are in a temporary file instead
 of memory. Features that need Linux and have no fallback are refused when a child process starts
-(``tasks/sandbox/linux.py``).
+(``tasks/sandbox/preparation.py``).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
         if file not in LINUX
         and (names := {name for kind, name in asked if kind == "linux"} - CTYPES_TOO.get(file, set()) - ADDRESSES)
     }
-    assert stray == {}, "put it into merge_core/system.py, with what is done elsewhere, or into tasks/sandbox/linux.py"
+    assert stray == {}, "move it to merge_core/system.py, with a fallback for other systems"
 
 
 ADDRESSES = {"/runs/flow-run/"}  # URLs of Prefect's pages, not paths on a disk.

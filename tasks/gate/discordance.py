@@ -120,16 +120,16 @@ def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Sc
     return Discordance(share=share, documents=documents, models=(reference, nearest))
 
 
-def _exchanged_share(left: DocumentValues, right: DocumentValues) -> float | None:
+def _exchanged_share(first: DocumentValues, second: DocumentValues) -> float | None:
     """Return the share of documents that are lost in one direction and won in the other, or None if not comparable.
 
     Adds one document, as ``find_past_discordance`` does.
     """
-    shared = left.keys() & right.keys()
+    shared = first.keys() & second.keys()
     if len(shared) < MIN_DOCUMENTS:
         return None
-    differences = [left[document] - right[document] for document in shared]
-    lower, higher = sorted(math.fsum(scored[document] for document in shared) for scored in (left, right))
+    differences = [first[document] - second[document] for document in shared]
+    lower, higher = sorted(math.fsum(scored[document] for document in shared) for scored in (first, second))
     if lower < _COMPARABLE * higher:
         return None
     won = math.fsum(change**2 for change in differences if change > 0)

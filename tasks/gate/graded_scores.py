@@ -189,18 +189,18 @@ def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]
     for look, first in reversed(list(zip(plan_looks(schedule, confidence), (0, *schedule), strict=False))):
         bound = normal_quantile(look.confidence) * math.sqrt(look.documents)
         span = look.documents - first
-        left = np.arange(span, 0, -1, dtype=np.float64)  # Documents left until the look, before each document.
+        remaining = np.arange(span, 0, -1, dtype=np.float64)  # Documents left until the look, before each document.
         if after is None:
             z = ndtri(np.exp(_LOG_P))
             steepness = np.exp(-0.5 * z**2 - _LOG_P)[None, :] / math.sqrt(2 * math.pi)
         else:
             knots = np.unique(np.geomspace(1, span, 24).round())
             steepness = _between(
-                np.log(left),
+                np.log(remaining),
                 np.log(knots),
                 np.stack([_steepness(float(knot), bound, look.documents, after) for knot in knots]),
             )
-        slopes[first : look.documents] = np.clip(steepness / np.sqrt(left)[:, None], 0.0, _LARGEST_BET)
+        slopes[first : look.documents] = np.clip(steepness / np.sqrt(remaining)[:, None], 0.0, _LARGEST_BET)
         after = _value(float(span), bound, look.documents, after)
     return slopes
 
@@ -212,12 +212,12 @@ class _Value(NamedTuple):
     value: NDArray[np.float64]
 
 
-def _steepness(left: float, bound: float, documents: int, after: _Value) -> NDArray[np.float64]:
-    """Return ``d log V / dS`` at ``_LOG_P``, times the root of the documents left."""
-    promise = _value(left, bound, documents, after)
+def _steepness(remaining: float, bound: float, documents: int, after: _Value) -> NDArray[np.float64]:
+    """Return ``d log V / dS`` at ``_LOG_P``, times the root of the remaining documents."""
+    promise = _value(remaining, bound, documents, after)
     height = np.log(promise.value)
     slopes: NDArray[np.float64] = np.interp(_LOG_P, height, np.gradient(height, promise.sums))
-    return slopes * math.sqrt(left)
+    return slopes * math.sqrt(remaining)
 
 
 def _between(
@@ -232,15 +232,15 @@ def _between(
     return mixed
 
 
-def _value(left: float, bound: float, documents: int, after: _Value | None) -> _Value:
-    """Return the chance to cross ``bound`` after ``left`` more documents, or a later bound, by the current sum.
+def _value(remaining: float, bound: float, documents: int, after: _Value | None) -> _Value:
+    """Return the chance to cross ``bound`` after ``remaining`` more documents, or a later bound, by the current sum.
 
     Args:
         documents: Number of documents at the look. The range of sums scales with its square root.
     """
     from scipy.special import ndtr
 
-    root = math.sqrt(left)
+    root = math.sqrt(remaining)
     far = np.linspace(bound - 12 * math.sqrt(documents), bound, 300)
     sums = np.unique(np.concatenate([far, bound + root * np.linspace(-7, 4, 221)]))
     value = ndtr((sums - bound) / root)

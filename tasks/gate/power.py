@@ -50,7 +50,7 @@ class DrawnDrops(NamedTuple):
 
 
 class PlannedTask(NamedTuple):
-    """Guard of a task and what is expected of the task before any document is scored.
+    """Guard of a task, with its planned looks and expected discordance.
 
     Args:
         guard: Guard to forecast.

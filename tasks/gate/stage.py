@@ -102,7 +102,7 @@ class GateVerdict(StageValue):
 
 @dataclass(frozen=True)
 class GatePlan:
-    """Rule of the gate, and what is known about one merge before its evidence.
+    """Rule of the gate, and the plan of one merge that is known before its evidence.
 
     Args:
         merged: Name of the merge among the models.

@@ -100,7 +100,7 @@ class _Deadline:
             self.subject,
             found=f"still running after {format_duration(self.seconds)}",
             expected=f"an end within {self.setting}",
-            remedy=f"find out what it was waiting for. If it needs more time, raise {self.setting} in the profile. "
+            remedy=f"find the cause of the delay. If it needs more time, raise {self.setting} in the profile. "
             "Finished work is kept, and the next run resumes from there",
         )
 

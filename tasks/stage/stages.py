@@ -435,11 +435,9 @@ def stage(
     )
 
 
-def value_stage(
-    name: str, *, version: int, subject: str | None = None, retries: int = 0
-) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
+def value_stage(name: str, *, version: int, subject: str | None = None) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
     """Declare a stage that writes no files and only returns a value. See :func:`stage` for the arguments."""
-    return lambda work: ValueStage(work, name=name, version=version, subject=subject, retries=retries)
+    return lambda work: ValueStage(work, name=name, version=version, subject=subject)
 
 
 class StepValue(Protocol):
@@ -456,9 +454,7 @@ class StepValue(Protocol):
 S = TypeVar("S", bound=StepValue)
 
 
-def step(
-    name: str, *, is_done: Callable[P, bool] | None = None, retries: int = 0
-) -> Callable[[Callable[P, S]], Callable[P, S]]:
+def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Callable[P, S]], Callable[P, S]]:
     """Declare a step, which is never cached because it reads or changes something outside the store.
 
     A step must be idempotent, so that running it again is harmless. mergegate checks pinned inputs before the step. If
@@ -468,7 +464,6 @@ def step(
         name: Name of the step.
         is_done: Function with the same arguments that returns whether the step has nothing left to do. It must not do
             any work, and returns false when in doubt. Default: there is always work to do.
-        retries: Number of retries after an error that no user can cause. Default: 0.
     """
 
     declare_stage(name)
@@ -502,8 +497,6 @@ def step(
                 name=name,
                 cache_policy=NO_CACHE,
                 persist_result=False,
-                retries=retries,
-                retry_condition_fn=_is_retryable,
             )
 
         @functools.wraps(work)

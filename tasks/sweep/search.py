@@ -40,7 +40,7 @@ _BASELINE_SEED = 1_000_003  # added to the seed, so that random search has a see
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """The space that is searched, what its candidates are worth, and what they are compared with.
+    """Search space with its settings, the objective of its candidates, and the models they are compared with.
 
     Args:
         hand_written: Recipes that the winner must beat. The first is the searched recipe with its start values.

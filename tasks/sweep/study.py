@@ -115,11 +115,10 @@ class SearchProgress:
     Args:
         trials: Number of trials so far.
         budget: Total number of trials.
-        best: Best score so far. It is None until a trial has a score.
-        hand_written: Score of the best hand-written recipe. It is None until such a recipe has a score.
-        seconds_left: Estimated remaining time in seconds, based on the speed of this run. It is None until there is an
-            estimate.
-        spent: Money spent so far. It is None if no rate is configured.
+        best: Best score so far. None until a trial has a score.
+        hand_written: Score of the best hand-written recipe. None until such a recipe has a score.
+        seconds_left: Estimated remaining seconds, based on the speed of this run. None until there is an estimate.
+        spent: Money spent so far. None without a configured rate.
     """
 
     trials: int
@@ -141,8 +140,8 @@ class Study:
         objective: Objective of the search.
         coordinates: Coordinates of the search space, in their order in the space.
         trials: All trials, sorted by number.
-        best: Candidate with the best score, not counting hand-written recipes. It is None if no candidate has a score.
-        front: Trials on the Pareto front. It is empty if there is only one objective.
+        best: Candidate with the best score, not counting hand-written recipes. None if all candidates lack a score.
+        front: Trials on the Pareto front. Empty if there is only one objective.
         sizes: Number of search documents for each pair of task and measure.
         tables: Scores of the hand-written recipes and of the best candidates, by trial number.
         recipes: Recipes of the same trials as in ``tables``, by trial number.
@@ -153,7 +152,7 @@ class Study:
         new_count: Number of trials that were scored in this run.
         seconds: Duration in seconds by activity. ``merge``, ``load`` and ``score`` are totals over all trials, and
             ``wall`` is the elapsed time of the search.
-        spent: Money that was spent. It is None if no rate is configured.
+        spent: Money that was spent. None without a configured rate.
         stop_reason: Limit of the budget that ended the search.
     """
 

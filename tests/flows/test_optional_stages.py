@@ -27,7 +27,7 @@ def everything(released_with_everything: Path) -> tuple[Project, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(everything: tuple[Project, dict[str, Any]]) -> None:
+def test_the_report_compares_the_merge_with_the_ensemble(everything: tuple[Project, dict[str, Any]]) -> None:
     project, ended = everything
     together = ended["content"]["ensemble"]
     assert together["documents"] == 600
@@ -35,7 +35,7 @@ def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(everything: tu
 
 
 @pytest.mark.slow
-def test_a_judge_that_prefers_the_first_position_is_inconclusive(released: Released) -> None:
+def test_a_judge_with_position_bias_is_inconclusive(released: Released) -> None:
     project, _ = released
     with serving(lambda body: says("A")) as asked:
         biased = project.mergegate("run", profile(project, "judged", judge=asks_a_judge(project, asked.url)), "--json")
@@ -49,7 +49,7 @@ def test_a_judge_that_prefers_the_first_position_is_inconclusive(released: Relea
     assert "judge-1" in Path(outcome(biased)["report"]).read_text()
 
 
-def test_a_judge_without_an_existing_reference_is_refused_first(project: Project) -> None:
+def test_a_judge_with_an_unknown_reference_is_rejected_at_once(project: Project) -> None:
     name = profile(project, "unknown", judge={**asks_a_judge(project, "http://localhost:1/v1"), "guarded_by": "shiftr"})
     result = project.mergegate("run", name)
     assert result.exit_code == 2
@@ -58,7 +58,7 @@ def test_a_judge_without_an_existing_reference_is_refused_first(project: Project
 
 
 @pytest.mark.slow
-def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Released) -> None:
+def test_a_merge_that_the_gate_refuses_is_not_judged(released: Released) -> None:
     project, _ = released
     recipe = {"recipe": "demo/recipes/linear.yaml"}
     guards = {"evaluate": yaml.safe_load((project.root / "profiles" / "demo-refused.yaml").read_text())["evaluate"]}
@@ -68,7 +68,7 @@ def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Rele
     assert asked.bodies == []
 
 
-def test_a_missing_server_is_reported_before_the_merge(project: Project) -> None:
+def test_a_missing_server_is_found_before_the_merge(project: Project) -> None:
     result = project.mergegate("run", profile(project, "nowhere", serve={"python": "nowhere/bin/python"}))
     assert result.exit_code == 2
     assert "serve.python" in result.output
@@ -85,7 +85,7 @@ def speeds(ended: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_merge_is_released_if_its_server_answers_as_the_model_does(
+def test_a_merge_is_released_if_its_server_answers_like_the_model(
     everything: tuple[Project, dict[str, Any]],
 ) -> None:
     project, ended = everything
@@ -99,7 +99,7 @@ def test_a_merge_is_released_if_its_server_answers_as_the_model_does(
 
 
 @pytest.mark.slow
-def test_a_merge_whose_server_answers_otherwise_is_refused(released: Released) -> None:
+def test_a_merge_whose_server_answers_differently_is_refused(released: Released) -> None:
     """Without a model, the stand-in server returns canned answers, so it does not serve the merge."""
     project, _ = released
     result = project.mergegate("run", profile(project, "canned", serve=served_by_a_stand_in()), "--json")

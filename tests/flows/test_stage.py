@@ -90,12 +90,12 @@ def test_the_second_run_is_served_from_the_store() -> None:
     assert spy_again.seen == [("started", "count", ""), ("ended", "count", "", "cached", "number 1")]
 
 
-def test_other_inputs_are_another_run() -> None:
+def test_different_inputs_are_a_cache_miss() -> None:
     assert run(1)[2] + run(2)[2] == 2
 
 
 @pytest.mark.parametrize("damage", ["delete", "truncate", "alter", "value"])
-def test_a_damaged_artifact_is_rebuilt_and_the_log_says_why(
+def test_a_damaged_artifact_is_rebuilt_with_a_log_line(
     damage: str, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _, _ = run(3)
@@ -119,7 +119,7 @@ def test_a_damaged_artifact_is_rebuilt_and_the_log_says_why(
     assert ("the stage runs again" in caplog.text) == (damage != "delete")
 
 
-def test_what_a_user_can_cause_is_raised_without_a_traceback_and_not_cached(
+def test_user_errors_are_raised_without_a_traceback_and_not_cached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     error, spy, _ = run(5, fail=True)
@@ -137,13 +137,13 @@ def test_a_cached_refusal_refuses_again() -> None:
         assert spy.seen[-1] == ("ended", "count", "", "refused", "number 6")
 
 
-def test_progress_speaks_for_the_running_stage_and_its_subject() -> None:
+def test_progress_names_the_running_stage_and_its_subject() -> None:
     model = Model(name="reverser", digest="d", directory=Path("/nowhere"))
     _, spy, _ = run(7, model=model)
     assert ("advanced", "count", "reverser", 1, 2, "steps") in spy.seen
 
 
-def test_a_model_is_the_same_under_another_name() -> None:
+def test_the_name_of_a_model_does_not_change_the_key() -> None:
     run(8, model=Model(name="reverser", digest="d", directory=Path("/here")))
     _, _, ran = run(8, model=Model(name="math", digest="d", directory=Path("/there")))
     assert ran == 0
@@ -177,7 +177,7 @@ def test_a_step_is_never_cached() -> None:
     assert len(done) == 2
 
 
-def test_a_dry_pass_does_no_work() -> None:
+def test_a_dry_pass_stops_at_an_unfinished_step() -> None:
     done: list[str] = []
 
     class Done:
@@ -231,7 +231,7 @@ def task_runs(flow_run: UUID, count: int = 2) -> dict[str, Any]:
     raise AssertionError(f"{len(found)} task runs: {found}")
 
 
-def test_prefect_shows_a_miss_a_hit_and_a_rebuild_apart() -> None:
+def test_prefect_distinguishes_a_miss_a_hit_and_a_rebuild() -> None:
     def seen() -> tuple[str, str]:
         runs = task_runs(two_stages(21))
         return runs["count"].state_name, runs["double"].state_name
@@ -250,14 +250,14 @@ def test_prefect_shows_a_refusal_as_a_failure_with_its_reason() -> None:
     assert (runs["count"].state_name, runs["count"].state.message) == ("Refused", "here: no")
 
 
-def test_prefects_graph_shows_which_stage_waited_for_which() -> None:
+def test_prefects_graph_shows_dependencies_between_stages() -> None:
     for _ in range(2):  # The second time, both come from the store.
         runs = task_runs(two_stages(23))
         assert [str(one.id) for one in runs["double"].task_inputs["wait_for"]] == [str(runs["count"].id)]
         assert not runs["count"].task_inputs.get("wait_for")
 
 
-def test_what_allowed_a_stage_is_in_the_graph_too() -> None:
+def test_the_graph_has_stages_passed_to_after() -> None:
     @flow
     def allowed() -> dict[str, Any]:
         from prefect.context import FlowRunContext
@@ -272,7 +272,7 @@ def test_what_allowed_a_stage_is_in_the_graph_too() -> None:
     assert [one.id for one in runs["count second"].task_inputs["wait_for"]] == [runs["double"].id]
 
 
-def test_a_stage_without_files_has_no_directory_and_is_verified_all_the_same(home: Path) -> None:
+def test_a_value_stage_has_no_directory_but_is_verified(home: Path) -> None:
     two_stages(26)
     (file,) = (home / "store" / "double").iterdir()
     assert file.suffix == ".json"
@@ -290,7 +290,7 @@ def meet(out: Path, number: int) -> Counted:
     return Counted(number=number)
 
 
-def test_independent_stages_run_side_by_side_on_a_task_runner() -> None:
+def test_independent_stages_run_in_parallel_on_a_task_runner() -> None:
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
     def both() -> list[int]:
         running = [meet.submit(1), meet.submit(2)]
@@ -299,7 +299,7 @@ def test_independent_stages_run_side_by_side_on_a_task_runner() -> None:
     assert both() == [1, 2]
 
 
-def test_what_a_submitted_stage_raises_is_raised_where_its_result_is_wanted() -> None:
+def test_result_raises_the_error_of_a_submitted_stage() -> None:
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
     def one() -> None:
         running = count.submit(27, fail=True)
@@ -309,7 +309,7 @@ def test_what_a_submitted_stage_raises_is_raised_where_its_result_is_wanted() ->
     one()
 
 
-def test_an_error_that_no_user_caused_is_retried_where_the_stage_says_so() -> None:
+def test_unexpected_errors_are_retried_if_the_stage_has_retries() -> None:
     tries: list[int] = []
 
     @stage("shaky", version=1, retries=2)

@@ -45,7 +45,7 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-def test_a_winner_that_is_confirmed_is_released(swept: Swept) -> None:
+def test_a_confirmed_winner_is_released(swept: Swept) -> None:
     _, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
     assert "held-out documents confirm a gain of" in printed["first"].output  # Announced before the search.
@@ -55,7 +55,7 @@ def test_a_winner_that_is_confirmed_is_released(swept: Swept) -> None:
 
 
 @pytest.mark.slow
-def test_the_winners_file_is_a_recipe_whose_merge_is_what_was_released(swept: Swept, tmp_path: Path) -> None:
+def test_the_recipe_file_of_the_winner_reproduces_the_release(swept: Swept, tmp_path: Path) -> None:
     project, _, _ = swept
     file = project.home / "sweeps" / f"{small_sweeps.NAME}-winner.yaml"
     assert "$" not in file.read_text()
@@ -69,7 +69,7 @@ def test_the_winners_file_is_a_recipe_whose_merge_is_what_was_released(swept: Sw
 
 
 @pytest.mark.slow
-def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept) -> None:
+def test_a_repeated_sweep_scores_and_releases_nothing_new(swept: Swept) -> None:
     project, printed, scored = swept
     assert printed["again"].exit_code == 0, printed["again"].output
     assert "= search" in printed["again"].output
@@ -81,7 +81,7 @@ def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept
 
 
 @pytest.mark.slow
-def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> None:
+def test_a_sweep_without_a_better_candidate_confirms_none(swept: Swept) -> None:
     project, printed, _ = swept
     assert printed["saturated"].exit_code == 3
     assert "no candidate confirmed" in printed["saturated"].output
@@ -92,9 +92,7 @@ def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> 
 
 
 @pytest.mark.slow
-def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_in_common(
-    swept: Swept, tmp_path: Path
-) -> None:
+def test_search_confirmation_and_gate_partition_the_documents(swept: Swept, tmp_path: Path) -> None:
     """The search scores the hand-written recipe on both sets of documents.
 
     The engine then writes the same merge, and a plain model scores it one document at a time. The numbers agree on
@@ -146,7 +144,7 @@ def _likelihoods(model: Path, rows: list[dict[str, str]]) -> NDArray[np.float64]
     return np.array(found)
 
 
-def test_a_sweep_choice_that_must_not_be_merged_is_refused_first(project: Project) -> None:
+def test_a_forbidden_choice_is_refused_before_any_merge(project: Project) -> None:
     recipe = {
         "merge_method": "$method",
         "base_model": "demo/models/base",
@@ -172,7 +170,7 @@ def test_a_sweep_choice_that_must_not_be_merged_is_refused_first(project: Projec
     assert not project.artifacts("merge")
 
 
-def test_a_profile_without_a_sweep_section_is_refused_with_a_remedy(project: Project) -> None:
+def test_a_profile_without_a_sweep_section_is_rejected_with_an_example(project: Project) -> None:
     result = project.mergegate("sweep", "profiles/demo.yaml")
     assert result.exit_code == 2
     assert "no section 'sweep'" in result.output
@@ -195,7 +193,7 @@ def put_letters(project: Project) -> None:
     shutil.copy(DEMO / "data" / "reverse.jsonl", project.root / "profiles" / "eval-data" / "letters_test.jsonl")
 
 
-def test_data_that_a_sweep_lacks_are_named_by_the_check(project: Project) -> None:
+def test_check_lists_missing_data_of_a_sweep(project: Project) -> None:
     name = sweep_by_name(project)
     for _ in range(2):  # First without the directory, then without the file.
         result = project.mergegate("check", name, "--json")
@@ -208,7 +206,7 @@ def test_data_that_a_sweep_lacks_are_named_by_the_check(project: Project) -> Non
 
 
 @pytest.mark.slow
-def test_a_sweep_searches_on_data_of_the_directory(project: Project) -> None:
+def test_a_sweep_uses_data_from_the_data_directory(project: Project) -> None:
     name = sweep_by_name(project)
     (project.root / "profiles" / "eval-data").mkdir()
     put_letters(project)
@@ -219,7 +217,7 @@ def test_a_sweep_searches_on_data_of_the_directory(project: Project) -> None:
     assert small_sweeps.scored_trials(project.home, "letters")
 
 
-def test_recipes_of_one_file_name_are_both_to_be_beaten(tmp_path: Path) -> None:
+def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
     for folder, weight in (("a", 0.3), ("b", 0.6)):
         (tmp_path / folder).mkdir()
         models = [{"model": str(DEMO / "models" / name)} for name in ("reverser", "shifter")]

@@ -31,7 +31,7 @@ def printed(content: SweepContent, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [120, 80, 60, 44])
-def test_no_number_is_lost_however_narrow_the_terminal(width: int) -> None:
+def test_a_narrow_terminal_shows_all_numbers(width: int) -> None:
     text = printed(samples.confirmed(), width)
     for number in (f"{MINUS}0.0072", f"{MINUS}0.0831", f"{MINUS}0.0053", "+0.0002"):
         assert number in text
@@ -56,7 +56,7 @@ def test_a_search_without_a_score_has_no_table() -> None:
 
 
 @pytest.mark.parametrize("width", [120, 72, 50])
-def test_while_it_searches_there_is_one_line_that_fits(width: int) -> None:
+def test_the_progress_line_fits_the_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
     shown = TerminalProgress(console)
     status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, dropped=9, seconds_left=41)

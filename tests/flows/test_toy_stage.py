@@ -78,7 +78,7 @@ def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_stage_from_outside_refuses_a_release(
+def test_a_custom_stage_can_refuse_a_release(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, _ = released
@@ -92,7 +92,7 @@ def test_a_stage_from_outside_refuses_a_release(
 
 
 @pytest.mark.slow
-def test_its_section_is_in_the_report_the_summary_and_on_prefects_page(
+def test_a_custom_section_is_in_report_summary_and_prefects_page(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project, _ = released
@@ -111,7 +111,7 @@ def test_its_section_is_in_the_report_the_summary_and_on_prefects_page(
     assert "On the scales <&>" in console.export_text()
 
 
-def test_where_nobody_asks_it_leaves_no_trace(released: tuple[Project, Printed]) -> None:
+def test_a_custom_stage_that_is_not_configured_leaves_no_trace(released: tuple[Project, Printed]) -> None:
     project, printed = released
     assert "scales" not in printed.output
     (place,) = (line.split()[1] for line in printed.output.splitlines() if line.startswith("  release "))

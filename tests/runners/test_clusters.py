@@ -28,8 +28,8 @@ class Opened:
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[tuple[int, Any]]:
         """Run each call in its own flow, as sweeps and releases do, because one runner serves several flows."""
-        worker_functions.asked[:] = [lambda: list(self.runner.each(function, items))]
-        return worker_functions.one_of_several()
+        worker_functions.pending_calls[:] = [lambda: list(self.runner.each(function, items))]
+        return worker_functions.run_in_flow()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -57,7 +57,7 @@ def test_results_equal_those_of_this_process(opened: Opened) -> None:
 
 def test_two_items_run_at_a_time_and_results_arrive_in_order_of_completion(opened: Opened, tmp_path: Path) -> None:
     items = [(tmp_path, number, 4) for number in range(4)]
-    found = worker_functions.heard(opened.runner.each(worker_functions.last_first, items), tmp_path)
+    found = worker_functions.record_arrivals(opened.runner.each(worker_functions.finish_in_reverse, items), tmp_path)
     assert dict(found) == {0: 0, 1: 1, 2: 4, 3: 9}
     assert found[0][0] == 1
 
@@ -76,7 +76,7 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_message(opened: Opened) -
 
 
 def test_a_killed_worker_costs_one_attempt_of_one_item(opened: Opened, tmp_path: Path) -> None:
-    found = opened.each(worker_functions.killed_once, [(tmp_path, number, 2) for number in range(6)])
+    found = opened.each(worker_functions.kill_first_worker, [(tmp_path, number, 2) for number in range(6)])
     assert dict(found) == {number: number for number in range(6)}
     tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
     assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
@@ -85,7 +85,7 @@ def test_a_killed_worker_costs_one_attempt_of_one_item(opened: Opened, tmp_path:
 
 
 def test_an_item_that_kills_every_worker_fails(opened: Opened, tmp_path: Path) -> None:
-    found = dict(opened.each(worker_functions.always_kills, [(tmp_path, number, 2) for number in range(6)]))
+    found = dict(opened.each(worker_functions.kill_every_worker, [(tmp_path, number, 2) for number in range(6)]))
     assert isinstance(found[2], InvalidInput)
     assert "its worker died on every attempt" in found[2].found
     assert {at: result for at, result in found.items() if at != 2} == {at: at for at in range(6) if at != 2}
@@ -97,7 +97,7 @@ def test_workers_use_the_home_and_the_api_of_the_run(opened: Opened) -> None:
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
-    workers = [value for _, value in opened.each(worker_functions.environment_there, range(4))]
+    workers = [value for _, value in opened.each(worker_functions.worker_environment, range(4))]
     for worker in workers:
         assert worker["api"] == worker["PREFECT_API_URL"] == settings.api.url
         assert worker["prefect home"] == worker["PREFECT_HOME"] == str(settings.home)
@@ -114,14 +114,14 @@ def test_workers_use_the_home_and_the_api_of_the_run(opened: Opened) -> None:
 
 def test_each_worker_of_an_own_dask_cluster_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
     """Ray itself distributes the GPUs that it finds."""
-    found = opened.each(worker_functions.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
+    found = opened.each(worker_functions.gpu_with_both_running, [(tmp_path, number, 2) for number in range(2)])
     assert {gpu for _, gpu in found} == ({"5", "6"} if opened.kind == "dask" else {"none of its own"})
 
 
 def test_stages_that_run_on_a_worker_are_reported_to_the_run(opened: Opened) -> None:
     watcher = DeferredProgress()
     with progress_watcher(watcher):
-        opened.each(worker_functions.run_a_stage, range(2))
+        opened.each(worker_functions.run_stage, range(2))
     assert sorted((one.stage, one.subject, one.status) for one in watcher.stages) == [
         ("evaluate", "0", "made"),
         ("evaluate", "1", "made"),
@@ -129,7 +129,7 @@ def test_stages_that_run_on_a_worker_are_reported_to_the_run(opened: Opened) -> 
 
 
 def test_a_runner_is_usable_after_an_iterator_was_closed(opened: Opened, tmp_path: Path) -> None:
-    results = opened.runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)])
+    results = opened.runner.each(worker_functions.record_run, [(tmp_path, number) for number in range(20)])
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert dict(opened.each(worker_functions.square, range(3))) == {0: 0, 1: 1, 2: 4}
@@ -151,7 +151,7 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
     ) as there:
         settings = RunnerSettings(kind="dask", address=there.scheduler_address)
         with open_runner(settings) as runner:
-            (_, worker), *_ = runner.each(worker_functions.environment_there, [0])
+            (_, worker), *_ = runner.each(worker_functions.worker_environment, [0])
             assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
             mark = next(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
             mark.unlink()  # Simulates a machine that has a different directory at this path.

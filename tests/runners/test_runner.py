@@ -24,7 +24,7 @@ from mergegate.tasks.stage.progress import report_stage
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_each_item_runs_once_for_any_number_of_workers(workers: int, tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
-        found = dict(runner.each(worker_functions.noted, [(tmp_path, number) for number in range(20)]))
+        found = dict(runner.each(worker_functions.record_run, [(tmp_path, number) for number in range(20)]))
     assert found == {number: number * number for number in range(20)}
     assert all(len(file.read_text().split()) == 1 for file in tmp_path.iterdir())
 
@@ -44,7 +44,7 @@ def test_one_worker_uses_the_current_thread_and_keeps_the_order() -> None:
 def test_results_arrive_in_order_of_completion(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 4) for number in range(4)]
-        came = worker_functions.heard(runner.each(worker_functions.last_first, items), tmp_path)
+        came = worker_functions.record_arrivals(runner.each(worker_functions.finish_in_reverse, items), tmp_path)
     assert came[0][0] == 1
     assert dict(came) == {0: 0, 1: 1, 2: 4, 3: 9}
 
@@ -67,7 +67,7 @@ def test_threads_inherit_the_context_of_the_caller() -> None:
 def test_each_slot_runs_one_item_at_a_time(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 2) for number in range(2)]
-        assert {value for _, value in runner.each(worker_functions.slot_when_both_are_there, items)} == {0, 1}
+        assert {value for _, value in runner.each(worker_functions.slot_with_both_running, items)} == {0, 1}
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -76,7 +76,10 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def asked_at(
-    slot: WorkerSlot, function: object = worker_functions.who_am_i, *arguments: object, models: tuple[Model, ...] = ()
+    slot: WorkerSlot,
+    function: object = worker_functions.process_identity,
+    *arguments: object,
+    models: tuple[Model, ...] = (),
 ) -> object:
     with use_slot(slot):
         return call_model_process(function, arguments, location=f"place {slot.number}", models=models)  # type: ignore[arg-type]
@@ -114,7 +117,9 @@ def test_processes_of_several_slots_work_in_parallel(tmp_path: Path) -> None:
     """Each call waits for the other, so they would never end if they ran one after the other."""
     slots = slots_for(2, 2, ())
     with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(asked_at, slot, worker_functions.meet, tmp_path, slot.number) for slot in slots]
+        futures = [
+            threads.submit(asked_at, slot, worker_functions.wait_for_peer, tmp_path, slot.number) for slot in slots
+        ]
         assert [future.result() for future in futures] == ["met", "met"]
 
 
@@ -126,7 +131,7 @@ def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp
     other = asked_at(slots[1])
     assert isinstance(other, tuple)
     model = Model(name="a", digest="a", directory=tmp_path)
-    assert asked_at(slots[0], worker_functions.die_the_first_time, tmp_path, models=(model,)) == "second time"
+    assert asked_at(slots[0], worker_functions.die_on_first_call, tmp_path, models=(model,)) == "second time"
     assert not alive(other[0])
     # A model that is killed while it runs alone is not retried.
     with pytest.raises(InvalidInput, match="killed by signal 9"):
@@ -139,7 +144,7 @@ def test_a_cancelled_slot_ends_its_process(tmp_path: Path) -> None:
     gone = threading.Event()
     slot = WorkerSlot(1, cancelled=gone)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(asked_at, slot, worker_functions.wait_for_ever, tmp_path)
+        waiting = threads.submit(asked_at, slot, worker_functions.wait_forever, tmp_path)
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert not waiting.done()
         gone.set()
