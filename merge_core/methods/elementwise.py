@@ -82,7 +82,7 @@ def _amplified(task: TensorTask) -> Steps:
 
 
 def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
-    """Return the map that adds the changes to the base, with one factor per model for those that it alone made."""
+    """Return the map that adds the changes to the base, with one factor per model for its unique changes."""
 
     def map_block(block: Block) -> torch.Tensor:
         import torch

@@ -104,7 +104,7 @@ def _select_by_windows(
 def _select_by_digits(
     scores: ScoreFunction, requests: Sequence[SelectionRequest]
 ) -> Generator[Fold, Any, list[SelectionThreshold]]:
-    """Select with one pass per digit, and one that numbers the ties of the requests that need it."""
+    """Select with one pass per digit, and a last pass that numbers ties if a request needs it."""
     stored = scores.stored
     (shift, width), *next_digits = DIGITS[scores.dtype]
 

@@ -169,8 +169,8 @@ def _events(body: bytes) -> Iterator[str]:
     incomplete and is skipped, unless it is the end marker ``[DONE]``.
     """
     text = body.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    *complete, rest = text.split("\n\n")
-    for event in [*complete, *([rest] if rest.strip() == "data: [DONE]" else [])]:
+    *complete, last = text.split("\n\n")
+    for event in [*complete, *([last] if last.strip() == "data: [DONE]" else [])]:
         lines = [line for line in event.split("\n") if line.startswith("data:")]
         if lines:
             yield "\n".join(line.removeprefix("data:").removeprefix(" ") for line in lines)

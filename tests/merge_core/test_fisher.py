@@ -143,5 +143,5 @@ def test_an_unprepared_merge_is_refused(root: Path) -> None:
 
 
 def test_a_recipe_without_stored_matrices_has_no_wide_inputs() -> None:
-    with pytest.raises(InvalidInput, match="no matrices are kept"):
+    with pytest.raises(InvalidInput, match="does not store matrices"):
         load_recipe(recipe("statistics: {diagonal_above: 9}\n"))

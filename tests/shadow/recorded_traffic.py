@@ -13,7 +13,7 @@ sys.path.append(str(TESTS / "judge"))
 
 from judge_server import Asked, Response, completion, serving  # noqa: E402  # from the tests of the judge
 
-from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair  # noqa: E402  # noqa: E402
+from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair  # noqa: E402
 
 __all__ = [
     "CHAT",
@@ -23,9 +23,9 @@ __all__ = [
     "answer",
     "chat",
     "completion",
-    "given",
-    "likes_good_answers",
     "pair",
+    "prefer_good_answers",
+    "recorded_answer",
     "serving",
     "stream",
 ]
@@ -33,11 +33,11 @@ __all__ = [
 CHAT = "/v1/chat/completions"
 
 
-def chat(*said: str, **more: Any) -> bytes:
+def chat(*messages: str, **fields: Any) -> bytes:
     """Return a chat request in which user and assistant alternate, starting with the user."""
-    who = ("user", "assistant")
-    messages = [{"role": who[at % 2], "content": text} for at, text in enumerate(said)]
-    return json.dumps({"model": "m", "messages": messages, **more}).encode()
+    roles = ("user", "assistant")
+    body = [{"role": roles[at % 2], "content": text} for at, text in enumerate(messages)]
+    return json.dumps({"model": "m", "messages": body, **fields}).encode()
 
 
 def answer(text: str, **more: Any) -> bytes:
@@ -55,7 +55,7 @@ def stream(*pieces: str, ends: bool = True, newline: str = "\n") -> bytes:
     return "".join(line + 2 * newline for line in lines).encode()
 
 
-def given(body: bytes | str, status: int = 200, error: str = "") -> RecordedAnswer:
+def recorded_answer(body: bytes | str, status: int = 200, error: str = "") -> RecordedAnswer:
     """Return an arm's recorded answer."""
     return RecordedAnswer(status, body if isinstance(body, bytes) else answer(body), 0.02, 0.1, error)
 
@@ -64,25 +64,25 @@ def pair(
     number: int,
     session: str = "",
     *,
-    asked: bytes | None = None,
+    request: bytes | None = None,
     parent: RecordedAnswer | str = "good",
     candidate: RecordedAnswer | str = "good",
     path: str = CHAT,
     at: float | None = None,
 ) -> RecordedPair:
-    """Return a recorded pair, in a session of its own unless `session` is given."""
+    """Return a recorded pair, in a session of its own unless `session` is recorded_answer."""
     return RecordedPair(
         f"request-{number}",
         session or f"session-{number}",
         1000.0 + number if at is None else at,
         path,
-        asked or chat(f"question {number}"),
-        given(parent) if isinstance(parent, str) else parent,
-        given(candidate) if isinstance(candidate, str) else candidate,
+        request or chat(f"question {number}"),
+        recorded_answer(parent) if isinstance(parent, str) else parent,
+        recorded_answer(candidate) if isinstance(candidate, str) else candidate,
     )
 
 
-def likes_good_answers(body: dict[str, Any]) -> Response:
+def prefer_good_answers(body: dict[str, Any]) -> Response:
     """Prefer the answer that contains 'good'."""
     shown = body["messages"][1]["content"]
     a, b = (re.search(rf"<<< answer {name} \w+\n(.*?)\n>>>", shown, re.DOTALL) for name in "AB")

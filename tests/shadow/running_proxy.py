@@ -21,30 +21,30 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True)
-class Watched:
+class RunningProxy:
     """A running proxy with its servers and a client."""
 
     url: str
     parent: Stub
     candidate: Stub
     client: httpx.Client
-    place: Path
+    directory: Path
     proxy: ShadowProxy
 
     def records(self) -> Records:
         """Open the records; call it after the proxy has stopped and written everything."""
-        return open_records(records_at(self.place))
+        return open_records(database_url(self.directory))
 
     def status(self) -> dict[str, Any]:
         """Return the proxy's own status."""
         return dict(self.client.get(f"{self.url}/shadow/status").json())
 
 
-def records_at(place: Path) -> str:
-    return f"sqlite:///{place / 'records.sqlite'}"
+def database_url(directory: Path) -> str:
+    return f"sqlite:///{directory / 'records.sqlite'}"
 
 
-def settings_of(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
+def shadow_settings(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
     """Return a profile's ``shadow`` section that copies every request by default.
 
     Args:
@@ -56,26 +56,26 @@ def settings_of(parent: str, candidate: str, own: Any = None, **more: Any) -> Sh
 
 
 @contextmanager
-def watched(
-    place: Path, *, parent: str = "", candidate: str = "", connect: Any = None, **more: Any
-) -> Iterator[Watched]:
+def running_proxy(
+    directory: Path, *, parent: str = "", candidate: str = "", connect: Any = None, **more: Any
+) -> Iterator[RunningProxy]:
     """Run servers with these faults (``dead``: no server listens) behind a proxy with these settings."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with stub("parent", parent) as ours, stub("candidate", candidate) as theirs:
-        settings = settings_of(
+        settings = shadow_settings(
             NOBODY if parent == "dead" else ours.url, NOBODY if candidate == "dead" else theirs.url, **more
         )
         recorder = Recorder(
-            connect or (lambda: open_records(records_at(place))),
+            connect or (lambda: open_records(database_url(directory))),
             open_redaction(settings.redact, settings.redactor),
             queue_size=settings.record_queue,
             max_body_bytes=settings.max_body_bytes,
             retention_days=settings.retention_days,
         )
         routing = Routing(candidate="v1", mode=settings.mode, share=settings.share, since=0.0)
-        proxy = ShadowProxy(settings, FollowedRouting(place / "routing.json", routing), recorder)
+        proxy = ShadowProxy(settings, FollowedRouting(directory / "routing.json", routing), recorder)
         with serving(proxy.application()) as url, httpx.Client(timeout=60, trust_env=False) as client:
-            yield Watched(url, ours, theirs, client, place, proxy)
+            yield RunningProxy(url, ours, theirs, client, directory, proxy)
             ours.release()
 
 

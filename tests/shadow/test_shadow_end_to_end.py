@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from stub_openai import serving
-from watched_project import Watched, make_project
+from watched_project import WatchedProject, make_project
 
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, records_url, routing_file, write_routing
 from mergegate.tasks.shadow.records import open_records
@@ -87,7 +87,7 @@ def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
             assert dict(done.statuses) == {"200": 240}
             while recorder.counts().get("copies", 0) < 240:
                 time.sleep(0.05)
-        looked = Watched(project, routing.since).look("--json")
+        looked = WatchedProject(project, routing.since).look("--json")
     said = json.loads(looked.stdout)
     assert (said["status"], looked.exit_code) == (status, code)
     assert said["shadow"]["losses" if status == "promoted" else "wins"] <= 10

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
-from recorded_traffic import Response, likes_good_answers, pair, serving
+from recorded_traffic import Response, pair, prefer_good_answers, serving
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.judge import JudgeServer, JudgmentSettings
@@ -42,7 +42,7 @@ def judge(
 
 def test_a_win_survives_the_swap_and_equal_answers_need_no_judge(tmp_path: Path) -> None:
     answers = (("good", "bad"), ("bad", "good"), ("bad", "worse"), ("good", "good"))
-    with serving(likes_good_answers) as asked:
+    with serving(prefer_good_answers) as asked:
         judge(tmp_path, pairs_of(*answers), asked.url)
     assert len(asked.bodies) == 2 * 3
     found = {one.id: (one.score, one.consistent is None) for one in read_judged(tmp_path, "demo", "v1", JUDGING).pairs}
@@ -61,7 +61,7 @@ def test_an_unreliable_judge_gets_each_prompt_once(tmp_path_factory: pytest.Temp
             return Response(status=400, body="{}")
         left[0] -= 1
         answered[str(body["messages"])] += 1
-        return likes_good_answers(body)
+        return prefer_good_answers(body)
 
     pairs = pairs_of(*[("good", "bad"), ("bad", "good"), ("bad", "worse")] * 2)
     with serving(mortal) as asked:
@@ -83,7 +83,7 @@ def test_an_unreliable_judge_gets_each_prompt_once(tmp_path_factory: pytest.Temp
 
 def test_only_a_torn_line_is_judged_again(tmp_path: Path) -> None:
     pairs = pairs_of(*[("good", "bad")] * 4)
-    with serving(likes_good_answers) as asked:
+    with serving(prefer_good_answers) as asked:
         judge(tmp_path, pairs, asked.url)
         (ledger,) = tmp_path.glob("*.judged")
         ledger.write_bytes(ledger.read_bytes()[:-7])
@@ -94,7 +94,7 @@ def test_only_a_torn_line_is_judged_again(tmp_path: Path) -> None:
 
 def test_another_judge_starts_a_new_ledger_but_another_address_does_not(tmp_path: Path) -> None:
     pairs = pairs_of(("good", "bad"))
-    with serving(likes_good_answers) as asked, serving(likes_good_answers) as moved:
+    with serving(prefer_good_answers) as asked, serving(prefer_good_answers) as moved:
         judge(tmp_path, pairs, asked.url)
         judge(tmp_path, pairs, moved.url)
         assert len(moved.bodies) == 0
@@ -103,7 +103,7 @@ def test_another_judge_starts_a_new_ledger_but_another_address_does_not(tmp_path
 
 
 def test_the_ledger_contains_no_user_text(tmp_path: Path) -> None:
-    with serving(likes_good_answers) as asked:
+    with serving(prefer_good_answers) as asked:
         judge(tmp_path, pairs_of(("good secret", "bad secret")), asked.url)
     (ledger,) = tmp_path.glob("*.judged")
     assert ledger.stat().st_size

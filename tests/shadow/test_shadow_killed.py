@@ -13,25 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_traffic import RecordedPair, Response, chat, given, likes_good_answers, pair, serving, stream
-from watched_project import Watched, rows, watched
+from recorded_traffic import RecordedPair, Response, chat, pair, prefer_good_answers, recorded_answer, serving, stream
+from watched_project import WatchedProject, rows, watched
 
 PROJECT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
-def streams(watch: Watched, count: int, *, wrong: int) -> list[RecordedPair]:
+def streams(watch: WatchedProject, count: int, *, wrong: int) -> list[RecordedPair]:
     """Return streamed conversations in which the candidate answers `wrong` of every ten incorrectly."""
-    found = []
+    pairs = []
     for number in range(count):
-        said = "bad" if number % 10 < wrong else "good"
-        asked = chat("hello", "good day", f"question {number}", stream=True)
-        right, ours = given(stream("a ", "good", " one")), given(stream("a ", said, f" one {number}"))
-        found.append(pair(number, asked=asked, parent=right, candidate=ours, at=watch.began + number))
-    return found
+        word = "bad" if number % 10 < wrong else "good"
+        request = chat("hello", "good day", f"question {number}", stream=True)
+        parent = recorded_answer(stream("a ", "good", " one"))
+        candidate = recorded_answer(stream("a ", word, f" one {number}"))
+        pairs.append(pair(number, request=request, parent=parent, candidate=candidate, at=watch.began + number))
+    return pairs
 
 
-def look(watch: Watched) -> subprocess.Popen[str]:
+def look(watch: WatchedProject) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"MERGEGATE_HOME": str(watch.project.home), "PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-m", "mergegate", "shadow", "evaluate", "profiles/watched.yaml", "--json"]
@@ -56,7 +57,7 @@ def test_a_killed_look_resumes_without_repeating_judgments(
                 reached.set()
             else:
                 asked[json.dumps(body["messages"])] += 1
-                return likes_good_answers(body)
+                return prefer_good_answers(body)
         go_on.wait()
         return Response(status=503)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_traffic import Asked, completion, likes_good_answers, pair, serving
-from watched_project import VERSION, Watched, rows, watched
+from recorded_traffic import Asked, completion, pair, prefer_good_answers, serving
+from watched_project import VERSION, WatchedProject, rows, watched
 
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.shadow.recorded_traffic import RecordedPair
@@ -25,11 +25,11 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def judge() -> Iterator[Asked]:
-    with serving(likes_good_answers) as asked:
+    with serving(prefer_good_answers) as asked:
         yield asked
 
 
-def alias_of(watch: Watched) -> str:
+def alias_of(watch: WatchedProject) -> str:
     """Return the version that 'production' names at a publish target with two versions; initially 'before'."""
     link = watch.project.root / "releases" / "demo" / "production"
     if not link.parent.is_dir():
@@ -58,7 +58,9 @@ def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def traffic(watch: Watched, count: int, *, better: int = 0, worse: int = 0, first: int = 0) -> list[RecordedPair]:
+def traffic(
+    watch: WatchedProject, count: int, *, better: int = 0, worse: int = 0, first: int = 0
+) -> list[RecordedPair]:
     """Return pairs, of every ten `better` won and `worse` lost by the candidate; the others are ties."""
     found = []
     for number in range(first, first + count):
@@ -91,7 +93,7 @@ def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, 
     assert "nothing new" in again.output
     assert len(judge.bodies) == asked
 
-    status = told(watch.by_hand("status", "--json"))
+    status = told(watch.decide("status", "--json"))
     assert (status["status"], status["shadow"]["serving"], status["shadow"]["pairs"]) == ("promoted", "promoted", 100)
     history = told(watch.project.mergegate("history", "--json"))["runs"]
     assert sorted((run["flow"], run["status"]) for run in history) == [
@@ -99,7 +101,7 @@ def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, 
         ("shadow", "promoted"),
     ]
 
-    back = watch.by_hand("rollback", "--reason", "users complain")
+    back = watch.decide("rollback", "--reason", "users complain")
     assert back.exit_code == 0, back.output
     assert watch.routing.serving == "rolled back"
     assert "users complain" in watch.routing.why

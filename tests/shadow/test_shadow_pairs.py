@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
-from recorded_traffic import CHAT, answer, chat, given, pair, stream
+from recorded_traffic import CHAT, answer, chat, pair, recorded_answer, stream
 
 from mergegate.tasks.shadow.bodies import Unreadable, answer_in, question_in
 from mergegate.tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
@@ -64,9 +64,9 @@ def test_a_half_judged_pair_is_finished_first() -> None:
 
 def test_an_unanswered_request_is_counted_and_not_replaced() -> None:
     broken = [
-        pair(0, candidate=given("good", status=500)),
-        pair(1, parent=given("good", error="ReadError")),
-        pair(2, candidate=given(stream("go", ends=False))),
+        pair(0, candidate=recorded_answer("good", status=500)),
+        pair(1, parent=recorded_answer("good", error="ReadError")),
+        pair(2, candidate=recorded_answer(stream("go", ends=False))),
         pair(3, path="/v1/embeddings"),
         pair(4),
     ]

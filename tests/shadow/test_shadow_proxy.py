@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_proxy import CHAT, COMPLETIONS, Watched, question, records_at, watched
+from running_proxy import CHAT, COMPLETIONS, RunningProxy, database_url, question, running_proxy
 from sqlalchemy.exc import OperationalError
 
 from mergegate.tasks.shadow import read_routing
@@ -50,7 +50,7 @@ CONTENTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, fault: str) -> None:
-    with watched(tmp_path, candidate=fault) as one:
+    with running_proxy(tmp_path, candidate=fault) as one:
         for content in CONTENTS:
             direct = seen(one.client, one.parent.url, CHAT, content)
             assert seen(one.client, one.url, CHAT, content) == direct
@@ -61,12 +61,12 @@ def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, f
 @pytest.mark.parametrize("stream", [False, True])
 def test_faults_of_the_parent_reach_the_client(tmp_path: Path, fault: str, stream: bool) -> None:
     content = json.dumps(question(stream=stream)).encode()
-    with watched(tmp_path, parent=fault) as one:
+    with running_proxy(tmp_path, parent=fault) as one:
         assert seen(one.client, one.url, CHAT, content) == seen(one.client, one.parent.url, CHAT, content)
 
 
 def test_an_unavailable_parent_gives_an_openai_error(tmp_path: Path) -> None:
-    with watched(tmp_path, parent="dead") as one:
+    with running_proxy(tmp_path, parent="dead") as one:
         answer = one.client.post(one.url + CHAT, json=question())
     assert answer.status_code == 502
     assert "did not answer" in answer.json()["error"]["message"]
@@ -77,7 +77,7 @@ def test_an_unavailable_parent_gives_an_openai_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: str, stream: bool) -> None:
-    with watched(tmp_path) as one:
+    with running_proxy(tmp_path) as one:
         body = question("how?", path, stream=stream)
         answer = one.client.post(one.url + path, json=body, headers={"x-session-id": "s", "x-request-id": "r7"})
         direct = one.client.post(one.candidate.url + path, json=body)
@@ -93,7 +93,7 @@ def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: 
 
 
 def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
-    with watched(tmp_path) as one:
+    with running_proxy(tmp_path) as one:
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             for path in ("/v1/models/a%2Fb?x=%20y", "/health", "/v1/files"):
                 sent = b"content" if method in ("POST", "PUT") else None
@@ -105,7 +105,7 @@ def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
 
 
 def test_a_hanging_candidate_delays_no_client_and_copies_are_bounded(tmp_path: Path) -> None:
-    with watched(tmp_path, candidate="hang", max_copies=2) as one:
+    with running_proxy(tmp_path, candidate="hang", max_copies=2) as one:
         for _ in range(5):
             assert one.client.post(one.url + CHAT, json=question()).status_code == 200
         while one.status()["counts"].get("not copied: too many copies", 0) < 3:
@@ -117,7 +117,7 @@ def test_a_hanging_candidate_delays_no_client_and_copies_are_bounded(tmp_path: P
 
 
 def test_too_many_concurrent_requests_get_a_retry_after(tmp_path: Path) -> None:
-    with watched(tmp_path, parent="hang", max_requests=1) as one, httpx.Client(timeout=60) as other:
+    with running_proxy(tmp_path, parent="hang", max_requests=1) as one, httpx.Client(timeout=60) as other:
         with one.client.stream("GET", f"{one.url}/v1/models") as _:
             pass  # This request is answered, because only chat requests hang.
         while one.status()["in_flight"]:
@@ -135,7 +135,7 @@ def test_too_many_concurrent_requests_get_a_retry_after(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["dead", "error"])
 def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path: Path, fault: str) -> None:
-    with watched(tmp_path, candidate=fault, mode="split") as one:
+    with running_proxy(tmp_path, candidate=fault, mode="split") as one:
         answer = one.client.post(one.url + CHAT, json=question("who?"))
     assert "parent echo who?" in answer.text
     with one.records() as records:
@@ -149,7 +149,7 @@ def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path:
 
 
 def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) -> None:
-    with watched(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
+    with running_proxy(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
         for _ in range(30):
             one.client.post(one.url + CHAT, json=question())
         routing = read_routing(tmp_path / "routing.json")
@@ -166,7 +166,7 @@ def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) 
     [("promoted", "candidate", 0), ("rolled back", "parent", 0), ("watch", "parent", 1)],
 )
 def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
-    with watched(tmp_path) as one:
+    with running_proxy(tmp_path) as one:
         one.proxy._routing.decide(serving, "somebody said so")
         said = one.client.post(one.url + CHAT, json=question())
     assert f"{answers} echo" in said.text
@@ -176,7 +176,7 @@ def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answer
 
 def test_each_server_may_use_its_own_model_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_CANDIDATE", "own-key")
-    with watched(tmp_path, own={"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}) as one:
+    with running_proxy(tmp_path, own={"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}) as one:
         one.client.post(one.url + CHAT, json=question(), headers={"authorization": "Bearer client"})
     asked, own = one.parent.seen, one.candidate.seen
     assert json.loads(own[0][1])["model"] == "merge-7"
@@ -186,7 +186,7 @@ def test_each_server_may_use_its_own_model_name(tmp_path: Path, monkeypatch: pyt
 
 def test_a_secret_is_in_no_record_log_or_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     patterns = [r"sk-[A-Za-z0-9]+"]
-    with watched(tmp_path, redact=patterns) as one:
+    with running_proxy(tmp_path, redact=patterns) as one:
         for stream in (False, True):
             body = question(f"my key is {SECRET}", stream=stream, user=SECRET)
             headers = {
@@ -214,12 +214,12 @@ class Failing:
     def __call__(self) -> Any:
         if self.broken:
             raise OperationalError("insert", {}, Exception("disk is full"))
-        return open_records(records_at(self.place))
+        return open_records(database_url(self.place))
 
 
 def test_clients_are_answered_without_a_database_and_lost_records_are_counted(tmp_path: Path) -> None:
     database = Failing(tmp_path)
-    with watched(tmp_path, connect=database) as one:
+    with running_proxy(tmp_path, connect=database) as one:
         for _ in range(3):
             assert one.client.post(one.url + CHAT, json=question()).status_code == 200
         while one.status()["counts"].get("not recorded: database", 0) < 6:
@@ -235,7 +235,7 @@ def test_a_user_stays_on_one_arm_and_a_larger_share_only_adds_users(tmp_path: Pa
     answered: dict[float, dict[str, set[str]]] = {}
     for share in (0.3, 0.6):
         (tmp_path / str(share)).mkdir()
-        with watched(tmp_path / str(share), mode="split", share=share) as one:
+        with running_proxy(tmp_path / str(share), mode="split", share=share) as one:
             answered[share] = arms_of_users(one, users=40, requests=2)
     for share, users in answered.items():
         assert all(len(arms) == 1 for arms in users.values())
@@ -244,7 +244,7 @@ def test_a_user_stays_on_one_arm_and_a_larger_share_only_adds_users(tmp_path: Pa
     assert first < second
 
 
-def arms_of_users(one: Watched, users: int, requests: int) -> dict[str, set[str]]:
+def arms_of_users(one: RunningProxy, users: int, requests: int) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for number in range(users * requests):
         user = f"user-{number % users}"

@@ -104,11 +104,11 @@ class Case:
     @classmethod
     def create(cls, parents: Sequence[License | LicensedParent], use: Use, table: LicenseTable) -> Case:
         """Return the case in canonical form. A bare license represents a parent that is named like its license."""
-        named = {
+        unique_parents = {
             LicensedParent(name=parent.id, license=parent) if isinstance(parent, License) else parent
             for parent in parents
         }
-        return cls(tuple(sorted(named, key=lambda parent: parent.model_dump_json())), use, table)
+        return cls(tuple(sorted(unique_parents, key=lambda parent: parent.model_dump_json())), use, table)
 
     @property
     def public(self) -> bool:

@@ -93,8 +93,8 @@ class Declaration(BaseModel):
     def words(self) -> str:
         """Declaration for a message: the text of the card and its problems."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
-        named = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
-        return "; ".join([*named, *self.problems])
+        quotes = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
+        return "; ".join([*quotes, *self.problems])
 
 
 def read_declaration(source: CardSource, name: str | None = None) -> Declaration:

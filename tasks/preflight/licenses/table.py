@@ -116,11 +116,11 @@ class LicenseTable(BaseModel):
             identifiers = {self.lookup(entry, license_name).id for entry in license} or {UNKNOWN}
             return self.licenses[identifiers.pop() if len(identifiers) == 1 else UNKNOWN]
         first, name = self._identify(license), self._identify(license_name)
-        named = isinstance(license_name, str) and license_name.strip()
+        has_name = isinstance(license_name, str) and license_name.strip()
         if first is None and license is not None:
             return self.licenses[OTHER if isinstance(license, str) and license.strip() else UNKNOWN]
         if first in (None, OTHER, UNKNOWN):
-            return self.licenses[name or (OTHER if named else first) or UNKNOWN]
+            return self.licenses[name or (OTHER if has_name else first) or UNKNOWN]
         agree = name in (None, OTHER, UNKNOWN, first)
         return self.licenses[first if first and agree else UNKNOWN]
 

@@ -86,8 +86,8 @@ def _words(text: str) -> str:
     """Return the words of a text in one line, without copyright lines and list markers."""
     lines = (line.strip().lstrip("#>* ") for line in text.lstrip("\ufeff").splitlines())
     # A copyright line only names the owner. A line that also mentions use or permission is a condition.
-    kept = (line for line in lines if not _COPYRIGHT.match(line) or _CONDITION.search(line))
-    text_without_notices = " ".join(_MARK.sub("", line) for line in kept)
+    terms = (line for line in lines if not _COPYRIGHT.match(line) or _CONDITION.search(line))
+    text_without_notices = " ".join(_MARK.sub("", line) for line in terms)
     words = _OWNER.sub("name of the owner nor", " ".join(_WORD.findall(text_without_notices.lower())))
     return words.replace("copyright owner or contributors", "copyright holder or contributors")
 

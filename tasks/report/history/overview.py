@@ -144,12 +144,14 @@ def _durations(runs: Sequence[RunRecord]) -> Curves | None:
     names = dict.fromkeys(name for run in seconds_by_run for name in run)
     total = {name: sum(run.get(name, 0.0) for run in seconds_by_run) for name in names}
     longest = sorted(total, key=lambda name: -total[name])[:_STAGES]
-    most = max((sum(run.values()) for run in seconds_by_run), default=0.0)
-    unit, factor = ("seconds", 1.0) if most < 180 else ("minutes", 60.0) if most < 3 * 3600 else ("hours", 3600.0)
+    longest_run = max((sum(run.values()) for run in seconds_by_run), default=0.0)
+    unit, factor = (
+        ("seconds", 1.0) if longest_run < 180 else ("minutes", 60.0) if longest_run < 3 * 3600 else ("hours", 3600.0)
+    )
     series = [Series(name, tuple(run.get(name, 0.0) / factor for run in seconds_by_run)) for name in longest]
     if len(total) > len(longest):
-        rest = (sum(seconds for name, seconds in run.items() if name not in longest) for run in seconds_by_run)
-        series.append(Series("all others", tuple(seconds / factor for seconds in rest)))
+        remaining = (sum(seconds for name, seconds in run.items() if name not in longest) for run in seconds_by_run)
+        series.append(Series("all others", tuple(seconds / factor for seconds in remaining)))
     days = [_day(run) for run in runs]
     plots = [draw_bars(series, days, chart, unit) for chart in (WIDE, NARROW)]
     return _picture(f"What its stages took, {unit}", series, plots, bars=True)

@@ -196,10 +196,10 @@ def _constraints(study: Study) -> tuple[str, ...]:
     sentences = []
     for limit in study.objective.limits:
         unit, factor = _UNITS.get(limit.key.measure, ("", 1.0))
-        most = f"{factor * limit.max_drop:g} {unit}".strip()
+        allowed = f"{factor * limit.max_drop:g} {unit}".strip()
         title = limit.key.metric or _TITLES[limit.key.measure]
         sentences.append(
-            f"On {limit.key.task or 'the held-out text'} a candidate may be at most {most} ({title}) below "
+            f"On {limit.key.task or 'the held-out text'} a candidate may be at most {allowed} ({title}) below "
             f"{limit.reference or 'the hand-written recipe'}."
         )
     return tuple(sentences)

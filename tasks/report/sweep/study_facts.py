@@ -163,7 +163,7 @@ def decimals_for(content: SweepContent, objective: int) -> int:
     score, if that is smaller.
     """
     shown, test = content.objectives[objective], content.confirmation
-    most = 3 if shown.factor == 100 else 6
+    max_decimals = 3 if shown.factor == 100 else 6
     if test is not None and test.objective == objective:
         size = max(abs(test.gain), (test.high - test.low) / 2)
         nonzero = [shown.factor * end for end in (test.low, test.high, test.gain) if end != 0]
@@ -173,7 +173,7 @@ def decimals_for(content: SweepContent, objective: int) -> int:
         nonzero = []
     size *= shown.factor
     digits = 1 - math.floor(math.log10(size)) if math.isfinite(size) and size > 0 else 1
-    decimals = max(1, min(most - 1 if shown.factor == 100 else most, digits))
-    while decimals < most and any(float(f"{end:.{decimals}f}") == 0 for end in nonzero):
+    decimals = max(1, min(max_decimals - 1 if shown.factor == 100 else max_decimals, digits))
+    while decimals < max_decimals and any(float(f"{end:.{decimals}f}") == 0 for end in nonzero):
         decimals += 1
     return decimals
