@@ -26,8 +26,8 @@ from mergegate.tasks.store import (
     OpenRun,
     RetentionRule,
     collect_garbage,
+    forget_runs,
     open_run,
-    prune_runs,
     read_run,
     record_created,
     record_use,
@@ -112,7 +112,7 @@ def keep_quota() -> str:
     """
     try:
         quota = store_quota()
-        prune_runs(runs_directory())
+        forget_runs(runs_directory())
         root = home() / "store"
         if quota is None or store_bytes(root) <= quota:
             return ""

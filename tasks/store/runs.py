@@ -5,7 +5,7 @@
     with open_run(runs, run_id, "release", "support-assistant") as run:
         record_use(runs, run_id, "merge", key, "")     # before any process of the run opens the artifact
         run.end("released", judged=True)
-    prune_runs(runs)                                   # keep the relevant runs of each profile
+    forget_runs(runs)                                  # keep the relevant runs of each profile
 
 A run is a file ``<runs>/<id>.jsonl`` with one line for each use. Its process holds a shared lock on the file, which
 the kernel releases when the process ends, so a killed run needs no cleanup. Its record stays, because the next run
@@ -115,15 +115,28 @@ def read_runs(runs: Path) -> tuple[RunUse, ...]:
     return RunReader(runs).read()
 
 
-def prune_runs(runs: Path) -> None:
-    """Delete the records of runs that no longer count. See :func:`tasks.store.retention.runs_that_count`."""
+def forget_runs(runs: Path, profile: str | None = None) -> int:
+    """Delete the records of all ended runs of a profile that is no longer in use. Return how many were deleted.
+
+    Args:
+        profile: Name of the profile. None: delete the records of runs that no longer count, of any profile. See
+            :func:`tasks.store.retention.runs_that_count`.
+    """
     records = read_runs(runs)
-    _forget(runs, {record.run for record in records} - set(runs_that_count(records)))
-
-
-def forget_profile(runs: Path, profile: str) -> int:
-    """Delete the records of all ended runs of a profile that is no longer in use; return how many were deleted."""
-    return _forget(runs, {record.run for record in read_runs(runs) if record.profile == profile})
+    if profile is None:
+        run_ids = {record.run for record in records} - set(runs_that_count(records))
+    else:
+        run_ids = {record.run for record in records if record.profile == profile}
+    deleted = 0
+    for run in sorted(run_ids):
+        file = runs / f"{run}{_SUFFIX}"
+        with suppress(FileNotFoundError):
+            descriptor = try_open_locked(file, os.O_RDONLY, required=False)
+            if descriptor is not None:  # None: the run is in progress.
+                file.unlink()
+                os.close(descriptor)
+                deleted += 1
+    return deleted
 
 
 class RunReader:
@@ -215,16 +228,3 @@ def _is_live(file: Path) -> bool:
         return True
     os.close(descriptor)
     return False
-
-
-def _forget(runs: Path, run_ids: set[str]) -> int:
-    deleted = 0
-    for run in sorted(run_ids):
-        file = runs / f"{run}{_SUFFIX}"
-        with suppress(FileNotFoundError):
-            descriptor = try_open_locked(file, os.O_RDONLY, required=False)
-            if descriptor is not None:  # None: the run is in progress.
-                file.unlink()
-                os.close(descriptor)
-                deleted += 1
-    return deleted

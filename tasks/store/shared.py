@@ -120,7 +120,12 @@ class SharedStore:
             fetch: Function that fetches the artifact if it is available, and returns whether it was.
             on_wait: Function called once if another machine is building the artifact.
         """
-        self.send_pending()
+        if self._sender is None:  # send what an earlier process did not send
+            self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # Joined when the process ends.
+            with suppress(FileNotFoundError):
+                for note in sorted((self.root / OUTBOX).iterdir()):
+                    earlier_stage, _, name = note.name.rpartition("-")
+                    self._send_later(earlier_stage, self.root / earlier_stage / name, note, None)
         if fetch():
             yield True
             return
@@ -166,16 +171,6 @@ class SharedStore:
                 lease.release()
             return
         self._send_later(stage, path, note, lease)
-
-    def send_pending(self) -> None:
-        """Send the artifacts that an earlier process did not send. Only the first call in a process does this."""
-        if self._sender is not None:
-            return
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # Joined when the process ends.
-        with suppress(FileNotFoundError):
-            for note in sorted((self.root / OUTBOX).iterdir()):
-                stage, _, name = note.name.rpartition("-")
-                self._send_later(stage, self.root / stage / name, note, None)
 
     def settle(self) -> None:
         """Wait until every offered artifact was sent or failed."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -79,8 +80,11 @@ class OciTarget(PublishTarget):
         return f"oci://{self.repository}"
 
     def check(self, root: Path) -> None:
-        """Raise an error if an upload cannot be started. The upload is canceled."""
-        self._registry().check_upload()
+        """Raise an error if an upload cannot be started, which proves write access. The upload is canceled."""
+        registry = self._registry()
+        upload = registry.ask("POST", "/blobs/uploads/", content=b"", expected=(202,))
+        with suppress(Refused):
+            registry.ask("DELETE", upload.headers["location"], expected=range(200, 500))
 
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Download the release of ``latest``. Its head is the digest of the manifest."""

@@ -14,13 +14,12 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish.content import ReleaseFile, file_identities
@@ -100,7 +99,9 @@ def publish_s3(request: PublishRequest, location: S3Location, multipart_threshol
                     publication.send(names)
                     has_sent = True
                 case MovePointer(pointer, head):
-                    publication.move_pointer(pointer, head)
+                    # If another publisher was faster, the guard fails and the next read shows it.
+                    guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
+                    location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
             has_changed = True
     except Exception as error:
         if is_of_client(error):
@@ -214,24 +215,21 @@ class _Publication:
                 raise file.altered(actual)
             self.location.ask("put_object", Key=key, Body=data, **checksum)
         else:
-            self._send_stream(file, file.source, {"Key": key, **checksum})
+            try:
+                with _HashedFile(file.source) as body:
+                    try:
+                        self.location.ask("put_object", Key=key, Body=body, **checksum)
+                    finally:
+                        streamed = body.sha256()
+            except FileNotFoundError:
+                raise file.altered() from None
+            except Exception as error:
+                if is_of_client(error) and streamed is not None and streamed != file.sha256:
+                    raise file.altered(streamed) from None  # the store has noticed, too
+                raise
+            if streamed is not None and streamed != file.sha256:
+                raise file.altered(streamed)
         report(file.size)
-
-    def _send_stream(self, file: ReleaseFile, source: Path, options: Mapping[str, Any]) -> None:
-        try:
-            with _HashedFile(source) as body:
-                try:
-                    self.location.ask("put_object", Body=body, **options)
-                finally:
-                    actual = body.sha256()
-        except FileNotFoundError:
-            raise file.altered() from None
-        except Exception as error:
-            if is_of_client(error) and actual is not None and actual != file.sha256:
-                raise file.altered(actual) from None  # the store has noticed, too
-            raise
-        if actual is not None and actual != file.sha256:
-            raise file.altered(actual)
 
     def send_in_parts(self, file: ReleaseFile, key: str, report: Callable[[int], None]) -> None:
         """Send a large file in parts with a sha256 each. The object is created only if the whole file matches."""
@@ -257,11 +255,6 @@ class _Publication:
             with suppress(Exception):
                 self.location.ask("abort_multipart_upload", **upload)
             raise
-
-    def move_pointer(self, pointer: Pointer, head: str) -> None:
-        """Write the pointer unless it has changed. If another publisher was faster, the next read shows it."""
-        guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
-        self.location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
 
     def remove_leftovers(self, pointer: Pointer | None) -> None:
         """Remove leftovers of runs that were interrupted long ago. Failures are only logged: the release is done."""
