@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from mergegate.tasks.http import Answer
-from mergegate.tasks.serve.client import Client, Completion, parse_chat, parse_completion
+from mergegate.tasks.serve.client import Client, Completion, parse_completion
 from mergegate.tasks.serve.reference import Reference
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.verdict import Check
@@ -228,14 +228,14 @@ def check_chat(subject: ServedSubject) -> list[Check]:
             expected = "an answer, because serve.chat is true"
             return [Check.failed("chat", answer.complaint, expected, "use a server that supports chats")]
         return [Check.not_offered("chat", answer.complaint)]
-    text, logprobs = parse_chat(answer)
-    if text is None:
+    reply = parse_completion(answer, is_chat=True)
+    if reply is None:
         return [Check.failed("chat", answer.complaint, "an answer", remedy)]
-    if logprobs is not None and not all(map(math.isfinite, logprobs)):
+    if reply.logprobs is not None and not all(map(math.isfinite, reply.logprobs)):
         return [Check.failed("chat", "log-probabilities that are not finite", "finite numbers", _BROKEN_MODEL)]
-    if not text.strip():
+    if not reply.text.strip():
         return [Check.failed("chat", "an empty answer", "some text", "compare the template with that of a parent")]
-    checks = [Check.passed("chat", _quoted(text), "some text")]
+    checks = [Check.passed("chat", _quoted(reply.text), "some text")]
     if chat is not None:
         ids = _tokenize(subject, messages=messages, add_generation_prompt=True)
         checks.append(_compare_ids("chat template", ids, chat.ids))

@@ -164,7 +164,8 @@ class ServerProcess:
             self._gpus.release()
 
     def _start(self) -> None:
-        self._port = free_port()
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # a port on which no process listens at the moment
+            self._port = int(listener.getsockname()[1])
         self._log.write_bytes(b"")
         self._began = time.monotonic()
         with self._log.open("ab") as output:
@@ -202,10 +203,3 @@ class ServerProcess:
         if len(content) > 2 * _TAIL:
             content = content[:_TAIL] + b"\n" + content[-_TAIL:]
         return content.decode(errors="replace")
-
-
-def free_port() -> int:
-    """Return a local port on which no process listens at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -28,7 +28,7 @@ from mergegate.tasks.store import (
     collect_garbage,
     forget_runs,
     open_run,
-    read_run,
+    read_runs,
     record_created,
     record_use,
     store_bytes,
@@ -98,8 +98,7 @@ def note_artifact(size: int) -> None:
 def created_bytes() -> int:
     """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
     run = _running_flow()
-    record = read_run(runs_directory(), run) if run is not None else None
-    return record.bytes_created if record else 0
+    return sum(record.bytes_created for record in read_runs(runs_directory(), run)) if run is not None else 0
 
 
 def keep_quota() -> str:

@@ -104,15 +104,9 @@ def record_created(runs: Path, run: str, size: int) -> None:
         _append(runs / f"{run}{_SUFFIX}", {"made": size})
 
 
-def read_run(runs: Path, run: str) -> RunUse | None:
-    """Return the record of a run so far, or None if it is missing or cannot be read."""
-    record = read_state(runs / f"{run}{_SUFFIX}", _parse)
-    return None if isinstance(record, Damaged) else record
-
-
-def read_runs(runs: Path) -> tuple[RunUse, ...]:
-    """Return all registered runs, in progress or ended. Records that cannot be read are skipped."""
-    return RunReader(runs).read()
+def read_runs(runs: Path, run: str = "*") -> tuple[RunUse, ...]:
+    """Return all registered runs, in progress or ended, or only one. Records that cannot be read are skipped."""
+    return RunReader(runs, run).read()
 
 
 def forget_runs(runs: Path, profile: str | None = None) -> int:
@@ -142,13 +136,13 @@ def forget_runs(runs: Path, profile: str | None = None) -> int:
 class RunReader:
     """Reader of run records that parses only the files that have changed since its last call."""
 
-    def __init__(self, runs: Path) -> None:
-        self._runs = runs
+    def __init__(self, runs: Path, run: str = "*") -> None:
+        self._runs, self._pattern = runs, f"{run}{_SUFFIX}"
         self._parsed: dict[Path, tuple[tuple[int, int, int], RunUse | None]] = {}
 
     def read(self) -> tuple[RunUse, ...]:
         """Return all current records, oldest run first."""
-        files = sorted(self._runs.glob(f"*{_SUFFIX}")) if self._runs.is_dir() else []
+        files = sorted(self._runs.glob(self._pattern)) if self._runs.is_dir() else []
         records = [record for file in files if (record := self._read(file)) is not None]
         return tuple(sorted(records, key=lambda record: (record.started, record.run)))
 

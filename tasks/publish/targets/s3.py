@@ -14,14 +14,16 @@ from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
     FIRST,
     CurrentRelease,
+    PublicationBlocked,
     PublishRequest,
     PublishTarget,
     Release,
     no_such_anchor,
     require_alias_name,
+    undone,
 )
 from mergegate.tasks.publish.targets.s3_access import S3_URL, S3Location, require_boto3, s3_location
-from mergegate.tasks.publish.targets.s3_publication import MAX_SINGLE_REQUEST, publish_s3
+from mergegate.tasks.publish.targets.s3_publication import MAX_SINGLE_REQUEST, S3Publication
 from mergegate.tasks.publish.targets.s3_release import (
     S3Release,
     download_entry,
@@ -30,8 +32,17 @@ from mergegate.tasks.publish.targets.s3_release import (
     read_alias,
     read_pointer,
 )
-from mergegate.tasks.publish.targets.s3_state import POINTER
+from mergegate.tasks.publish.targets.s3_state import (
+    LISTINGS,
+    NO_POINTER,
+    POINTER,
+    MovePointer,
+    SendFiles,
+    UpToDate,
+    next_s3_step,
+)
 
+_ROUNDS = 20
 _NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
 
 
@@ -105,10 +116,44 @@ class S3Target(PublishTarget):
         return CurrentRelease(download_entry(location, entry))
 
     def publish(self, request: PublishRequest) -> Release:
-        """Send the files of the version, then move the pointer."""
-        location, version = self._location(), request.version
-        has_changed = publish_s3(request, location, self.multipart_threshold)
-        return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
+        """Send the files of the version, then move the pointer: read the state, take the next step, and repeat.
+
+        Raises:
+            Refused: The version exists with different content, the pointer has moved, a source file has changed since
+                the gate, or the store rejects a request, does not answer, does not store the files, or ignores write
+                guards.
+            InvalidInput: Credentials are missing.
+        """
+        location, version, expected_head = self._location(), request.version, request.expected_head
+        publication = S3Publication(request, location, self.multipart_threshold)
+        has_changed = has_sent = False
+        with explained_errors(location):
+            for _ in range(_ROUNDS):
+                observed = publication.observe()
+                expected_head = observed.head if expected_head is None else expected_head
+                match next_s3_step(publication.desired, observed, expected_head):
+                    case UpToDate():
+                        if has_changed:
+                            publication.remove_leftovers(observed.pointer)
+                        return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
+                    case PublicationBlocked() as blocked:
+                        raise blocked.refusal(location.url)
+                    case SendFiles(names):
+                        if has_sent:
+                            raise Refused(
+                                location.url,
+                                found=f"the stored files differ from the sent ones ({', '.join(names) or LISTINGS})",
+                                expected="the bytes that were evaluated and gated",
+                                remedy="run again; the pointer was not moved",
+                            )
+                        publication.send(names)
+                        has_sent = True
+                    case MovePointer(pointer, head):
+                        # If another publisher was faster, the guard fails and the next read shows it.
+                        guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
+                        location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
+                has_changed = True
+        raise undone(location.url)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Write ``name.json`` next to the pointer."""
