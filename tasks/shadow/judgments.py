@@ -65,12 +65,16 @@ class JudgedPair(NamedTuple):
 
 
 class JudgedPairs:
-    """Ledger of judged pairs, locked by this process. Use :func:`open_judged` to open it."""
+    """Ledger of judged pairs, locked by this process. Use :func:`open_judged` to open it.
+
+    Attributes:
+        by_session: Request ID of each session in the ledger, including sessions with a half-judged pair.
+    """
 
     def __init__(self, journal: RecordJournal) -> None:
         self._journal = journal
         self._judgments: dict[str, dict[Order, Judgment]] = {}
-        self._sessions: dict[str, str] = {}
+        self.by_session: dict[str, str] = {}
         self._pairs: dict[str, JudgedPair] = {}
         for record in journal.records:
             self._add(record)
@@ -90,11 +94,6 @@ class JudgedPairs:
         """Share of the pairs seen by the judge in which both orders agree, or None if it has seen no pair."""
         verdicts = [pair.consistent for pair in self._pairs.values() if pair.consistent is not None]
         return sum(verdicts) / len(verdicts) if verdicts else None
-
-    @property
-    def by_session(self) -> Mapping[str, str]:
-        """Request ID of each session in the ledger, including sessions with a half-judged pair."""
-        return {session: request_id for request_id, session in self._sessions.items()}
 
     @property
     def half_judged(self) -> tuple[str, ...]:
@@ -149,7 +148,8 @@ class JudgedPairs:
         id, session, at = record["pair"]
         if id in self._pairs:
             return
-        self._sessions[id] = session
+        if id not in self._judgments:
+            self.by_session[session] = id
         if record.get("tie"):
             self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None)
             return

@@ -28,6 +28,7 @@ from mergegate.tasks.preflight.licenses.case import (
     Subject,
     join_words,
 )
+from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License
 
 
@@ -76,23 +77,35 @@ def _derivatives(case: Case) -> Iterator[LicenseFinding]:
             yield LicenseFinding("blocked", f"{name} does not permit redistribution of the weights", case.about(entry))
 
 
-def _commercial(case: Case) -> Iterator[LicenseFinding]:
-    """Limit commercial use to the permission of the strictest parent."""
-    if case.use.purpose == "commercial":
+def _for_each_license(
+    status: LicenseStatus, applies: Callable[[Use, License], bool], words: Callable[[License], str]
+) -> Callable[[Case], Iterator[LicenseFinding]]:
+    """Return a rule that looks at one license at a time. ``words`` complete a sentence that begins with the license."""
+
+    def judge(case: Case) -> Iterator[LicenseFinding]:
         for entry in case.resolved:
-            if entry.commercial == "forbidden":
-                yield LicenseFinding("blocked", f"{case.describe(entry)} forbids commercial use", case.about(entry))
+            if applies(case.use, entry):
+                yield LicenseFinding(status, f"{case.describe(entry)} {words(entry)}", case.about(entry))
+
+    return judge
 
 
-def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
-    """Block research licenses that count any distribution by a company as commercial."""
-    if case.public and case.use.commercial_entity:
-        for entry in case.resolved:
-            if entry.sharing == "noncommercial-only":
-                sentence = (
-                    f"{case.describe(entry)} does not permit distribution by a commercial entity, even free of charge"
-                )
-                yield LicenseFinding("blocked", sentence, case.about(entry))
+# Commercial use is limited to the permission of the strictest parent.
+_commercial = _for_each_license(
+    "blocked",
+    lambda use, entry: use.purpose == "commercial" and entry.commercial == "forbidden",
+    lambda _: "forbids commercial use",
+)
+# Some research licenses count any distribution by a company as commercial.
+_company_distributes = _for_each_license(
+    "blocked",
+    lambda use, entry: use.visibility == "public" and use.commercial_entity and entry.sharing == "noncommercial-only",
+    lambda _: "does not permit distribution by a commercial entity, even free of charge",
+)
+# A license that grants nothing in some territory or to some users needs a review.
+_territory = _for_each_license(
+    "review", lambda _, entry: bool(entry.territory), lambda entry: f"is limited: {entry.territory}"
+)
 
 
 def _improving_others(case: Case) -> Iterator[LicenseFinding]:
@@ -195,13 +208,6 @@ def _compatible_outer_licenses(share_alike: list[License]) -> set[str]:
 
 def _describe_all(case: Case, licenses: list[License]) -> str:
     return join_words(case.describe(entry) for entry in licenses)
-
-
-def _territory(case: Case) -> Iterator[LicenseFinding]:
-    """Require a review of a license that grants nothing in some territory or to some users."""
-    for entry in case.resolved:
-        if entry.territory:
-            yield LicenseFinding("review", f"{case.describe(entry)} is limited: {entry.territory}", case.about(entry))
 
 
 def _ancestry(case: Case) -> Iterator[LicenseFinding]:

@@ -71,8 +71,13 @@ def sweep_sentence(content: SweepContent) -> str:
     documents = f"{test.documents:,} documents that no trial has seen"
     gain = gain_text(content)
     if test.confirmed:
+        winner, value = trial_numbered(content, content.winner), ""
+        if winner is not None and len(winner.point) == 1:  # A search with only one parameter says which value won.
+            ((name, number_or_choice),) = winner.point.items()
+            is_float = isinstance(number_or_choice, float)
+            value = f" ({name} {number_or_choice:.4g})" if is_float else f" ({name} {number_or_choice})"
         return (
-            f"Of {count}, trial {content.winner}{_winner_value(content)} won, and on {documents} it is {gain} better "
+            f"Of {count}, trial {content.winner}{value} won, and on {documents} it is {gain} better "
             f"than {reference}, {p_text(test.p)}."
         )
     if test.note:
@@ -82,15 +87,6 @@ def sweep_sentence(content: SweepContent) -> str:
         f"Trial {content.winner} was the best where it was searched; on {documents} it is {gain} {worse} than "
         f"{reference}, {p_text(test.p)}: that may be chance."
     )
-
-
-def _winner_value(content: SweepContent) -> str:
-    """Return the value that won, if the search had only one parameter."""
-    winner = trial_numbered(content, content.winner)
-    if winner is None or len(winner.point) != 1:
-        return ""
-    ((name, value),) = winner.point.items()
-    return f" ({name} {value:.4g})" if isinstance(value, float) else f" ({name} {value})"
 
 
 def sweep_consequence(content: SweepContent) -> str:
@@ -286,12 +282,22 @@ def search_effort(content: SweepContent) -> str:
 
 
 def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
-    """Return each reason why trials have no score, with the trials that it affects."""
+    """Return each reason why trials have no score, with the trials that it affects.
+
+    The trials are 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'.
+    """
     trials_by_problem: dict[str, list[int]] = {}
     for trial in content.trials:
         if state_of(trial) == "failed":
             trials_by_problem.setdefault(trial.problem or "its score is not a number", []).append(trial.number)
-    return tuple((_trial_list(numbers), problem) for problem, numbers in trials_by_problem.items())
+    rows = []
+    for problem, numbers in trials_by_problem.items():
+        *first, last = map(str, numbers)
+        listed = f"s {', '.join(first)} and {last}" if first else f" {last}"
+        if len(numbers) > 4:
+            listed = f"s {', '.join(first[:3])} and {len(numbers) - 3} more"
+        rows.append((f"trial{listed}", problem))
+    return tuple(rows)
 
 
 def budget_rows(budget: ReportedBudget, scored: int) -> tuple[tuple[str, str, str, float | None], ...]:
@@ -324,15 +330,6 @@ def money(amount: float) -> str:
 def _trial_count(content: SweepContent) -> str:
     count = len(content.trials)
     return f"{count} trial{'' if count == 1 else 's'}"
-
-
-def _trial_list(numbers: list[int]) -> str:
-    """Return 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'."""
-    if len(numbers) == 1:
-        return f"trial {numbers[0]}"
-    if len(numbers) > 4:
-        return f"trials {', '.join(map(str, numbers[:3]))} and {len(numbers) - 3} more"
-    return f"trials {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
