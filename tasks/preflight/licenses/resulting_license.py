@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.preflight.licenses.case import Case, join_words
 from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
-from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License
+from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, WEAK_KINDS, License
 
 ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
 
@@ -69,7 +69,8 @@ def resulting_license(case: Case) -> ResultingLicense:
         parents_licenses = [key for key in fits if key in {entry.id for entry in case.resolved}]
         license = (parents_licenses or list(fits))[0]
         return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
-    staying = tuple(entry.id for entry in case.resolved if not entry.weak)
+    # Under a weak license, merged weights may carry another one, along with the text and the credit of this one.
+    staying = tuple(entry.id for entry in case.resolved if entry.kind not in WEAK_KINDS or entry.restrictive)
     if not staying and not case.unresolved:
         strongest = max(case.resolved, key=lambda entry: _strength(case, entry))
         return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
@@ -81,7 +82,7 @@ def resulting_license(case: Case) -> ResultingLicense:
 
 def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
     """Rank attribution over permissive over public domain; then patent terms, marking of changes, and table order."""
-    rank = ("public-domain", "permissive", "attribution").index(entry.kind)
+    rank = WEAK_KINDS.index(entry.kind)
     return rank, bool(entry.never_under), entry.state_changes, -list(case.table.licenses).index(entry.id)
 
 

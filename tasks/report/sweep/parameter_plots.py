@@ -101,14 +101,33 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
                     axes.set_yticklabels([])
                 name = shortened(parameter.name, 17 if layout.narrow else 34)
                 write(axes, (0, 1), name, TextStyle(size=12 if layout.narrow else 13, bold=True), shift=(0, -13))
-                _label_range(axes, parameter, panel_width)
-                _mark_slice(axes, content, parameter, objective, axis)
+                _draw_slice(axes, content, parameter, objective, axis, panel_width)
             legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
             plots.append(inline(figure, plot, spoken_values(content)))
     return tuple(plots)
 
 
-def _mark_slice(axes: Axes, content: SweepContent, parameter: ReportedParameter, objective: int, axis: Axis) -> None:
+def _draw_slice(
+    axes: Axes, content: SweepContent, parameter: ReportedParameter, objective: int, axis: Axis, width: float
+) -> None:
+    # Label the ends and the middle of a range, or the choices of a category.
+    if parameter.type == "category":
+        room = int(width / len(parameter.among) / _CHARACTER)
+        positions = [share_of(parameter, choice) for choice in parameter.among]
+        names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
+    else:
+        low, high = float(parameter.low), float(parameter.high)
+        middle = (low + high) / 2
+        if parameter.type == "log" and low > 0:
+            middle = float(f"{math.sqrt(low * high):.1g}")
+        if parameter.type == "integer":
+            middle = round(middle)
+        positions = [0.0, share_of(parameter, middle), 1.0]
+        names = [value_text(low), value_text(middle), value_text(high)]
+        if len(set(names)) < 3:
+            positions, names = [0.0, 1.0], [value_text(low), value_text(high)]
+    axes.set_xticks(positions, names)
+
     axes.set_xlim(-0.03, 1.03)
     start = share_of(parameter, parameter.start)
     if math.isfinite(start):
@@ -127,26 +146,6 @@ def _mark_slice(axes: Axes, content: SweepContent, parameter: ReportedParameter,
         else:
             marks.append(Mark(x, max(y, axis.low + step), trial, "v" if axis.is_below(y) else ""))
     mark_trials(axes, marks)
-
-
-def _label_range(axes: Axes, parameter: ReportedParameter, width: float) -> None:
-    """Label the ends and the middle of a range, or the choices of a category."""
-    if parameter.type == "category":
-        room = int(width / len(parameter.among) / _CHARACTER)
-        positions = [share_of(parameter, choice) for choice in parameter.among]
-        names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
-    else:
-        low, high = float(parameter.low), float(parameter.high)
-        middle = (low + high) / 2
-        if parameter.type == "log" and low > 0:
-            middle = float(f"{math.sqrt(low * high):.1g}")
-        if parameter.type == "integer":
-            middle = round(middle)
-        positions = [0.0, share_of(parameter, middle), 1.0]
-        names = [value_text(low), value_text(middle), value_text(high)]
-        if len(set(names)) < 3:
-            positions, names = [0.0, 1.0], [value_text(low), value_text(high)]
-    axes.set_xticks(positions, names)
 
 
 def spoken_values(content: SweepContent) -> str:

@@ -25,7 +25,6 @@ from mergegate.tasks.report.sweep.study_facts import (
     recipe_rows,
     state_of,
     trial_numbered,
-    winner_selection_bias,
 )
 from mergegate.tasks.report.table import Row, ScoreTable
 from mergegate.tasks.report.wording import MINUS, NONE, interval, number, plain
@@ -56,7 +55,10 @@ def sweep_title(content: SweepContent) -> str:
 
 
 def sweep_sentence(content: SweepContent) -> str:
-    """Return the reason for the outcome, with the numbers of the confirmation test."""
+    """Return the reason for the outcome, with the numbers of the confirmation test.
+
+    The gain has its interval: '0.0021 nats a token [0.0016, 0.0026]'.
+    """
     test = content.confirmation
     # Hand-written recipes are not candidates.
     candidates = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
@@ -69,7 +71,12 @@ def sweep_sentence(content: SweepContent) -> str:
     if len(content.objectives) > 1:
         reference += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
-    gain = gain_text(content)
+    shown, decimals = content.objectives[test.objective], decimals_for(content, test.objective)
+    # The sentence about a loss without a note already says "worse", so the loss has flipped signs.
+    factor = -shown.factor if test.gain < 0 and not test.note else shown.factor
+    low, high = sorted((factor * test.low, factor * test.high))
+    parts = (number(factor * test.gain, decimals), shown.unit, interval(low, high, decimals))
+    gain = " ".join(part for part in parts if part)
     if test.confirmed:
         winner, value = trial_numbered(content, content.winner), ""
         if winner is not None and len(winner.point) == 1:  # A search with only one parameter says which value won.
@@ -101,22 +108,6 @@ def sweep_consequence(content: SweepContent) -> str:
 def winner_word(content: SweepContent) -> str:
     """Return the word for the best trial. It is called the winner only after the search has finished."""
     return "winner" if content.finished else "best so far"
-
-
-def gain_text(content: SweepContent) -> str:
-    """Return the gain and its interval: '0.0021 nats a token [0.0016, 0.0026]'.
-
-    A loss without a note is displayed with flipped signs, because its sentence already says "worse".
-    """
-    test = content.confirmation
-    if test is None:
-        return NONE
-    shown = content.objectives[test.objective]
-    decimals = decimals_for(content, test.objective)
-    flip = -1 if test.gain < 0 and not test.note else 1
-    low, high = sorted((flip * shown.factor * test.low, flip * shown.factor * test.high))
-    size = number(flip * shown.factor * test.gain, decimals)
-    return " ".join(part for part in (size, shown.unit, interval(low, high, decimals)) if part)
 
 
 def level_text(test: ReportedConfirmation) -> str:
@@ -197,21 +188,23 @@ def search_text(content: SweepContent) -> str:
 
 
 def optimism_sentence(content: SweepContent, objective: int) -> str:
-    """Return how much of the winner's lead was luck with the search documents.
+    """Return how much of the winner's lead over the reference was luck with the search documents.
 
-    The result is empty if that is unknown.
+    The result is empty if the winner or the reference lacks a score on either set, or if they are the same trial.
     """
-    bias = winner_selection_bias(content, objective)
-    if bias is None:
+    rows = {row.role: row for row in recipe_rows(content, objective)}
+    if not {"winner", "reference"} <= rows.keys():
+        return ""
+    winner, reference = rows["winner"], rows["reference"]
+    search, held_out = winner.search - reference.search, winner.held_out - reference.held_out
+    if not (math.isfinite(search) and math.isfinite(held_out)):
         return ""
     unit = content.objectives[objective].unit
-    seen, unseen = (
-        f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (bias.search, bias.held_out)
-    )
+    seen, unseen = (f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (search, held_out))
     start = f"On the search documents the winner leads the best hand-written recipe by {seen}, elsewhere by {unseen}"
-    if bias.search <= 0:
+    if search <= 0:
         return f"{start}."
-    luck = 1 - bias.held_out / bias.search
+    luck = 1 - held_out / search
     if luck <= 0.005:
         return f"{start}: none of the lead was luck with the documents."
     if luck >= 1:
