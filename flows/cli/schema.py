@@ -107,19 +107,14 @@ def _section(name: str, section: Mapping[str, Any], definitions: Mapping[str, An
     yield "| key | type | default | what it is for |"
     yield "| --- | --- | --- | --- |"
     for key, value in section["properties"].items():
-        default = "required" if key in section.get("required", ()) else _default(value)
+        raw = value.get("default", value.get("const"))
+        default = (
+            "none" if raw in (None, [], {}) else "see its section" if isinstance(raw, dict) else f"`{json.dumps(raw)}`"
+        )
+        default = "required" if key in section.get("required", ()) else default
         words = " ".join(str(value.get("description", "")).split()).replace("|", "\\|")
         yield f"| `{key}` | {_type(value)} | {default} | {words} |"
     yield ""
-
-
-def _default(value: Mapping[str, Any]) -> str:
-    default = value.get("default", value.get("const"))
-    if default is None:
-        return "none"
-    if isinstance(default, dict):
-        return "see there" if default else "none"
-    return f"`{json.dumps(default)}`" if default != [] else "none"
 
 
 def _type(value: Mapping[str, Any]) -> str:

@@ -44,11 +44,10 @@ from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
-from mergegate.merge_core.plan.heads import with_head
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
 from mergegate.merge_core.plan.layout import OutputTensor, lay_out
 from mergegate.merge_core.plan.mixture import plan_mixture
-from mergegate.merge_core.plan.outline import OutputSpec, outline
+from mergegate.merge_core.plan.outline import OutputSpec, outline, with_head
 from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.plan.stacking import config_of_slices, differing_kinds
 from mergegate.merge_core.plan.turn_ends import with_turn_ends

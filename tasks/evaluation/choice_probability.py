@@ -83,7 +83,6 @@ def choice_from_task(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | N
 
     Args:
         task: lm-eval's ``lm_eval.api.task.Task``.
-        sample: Sample that lm-eval returned.
     """
     labels = choices_of(task, sample["doc"])
     if labels is None:
@@ -100,7 +99,6 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
 
     Args:
         task: lm-eval's ``lm_eval.api.task.Task``.
-        document: Document as in the task's data.
     """
     from lm_eval.api.task import ConfigurableTask
 

@@ -23,12 +23,7 @@ _on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run alread
 
 
 def pass_at(k: int, answers: int, passing: int) -> float:
-    """Return the unbiased estimate of pass@k.
-
-    Args:
-        k: Number of answers drawn, from 1 to ``answers``.
-        answers: Number of answers to the document.
-        passing: Number of answers that pass.
+    """Return the unbiased estimate of pass@k from the number of answers to a document, and of those that pass.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 1)
     (0.25, 0.5)
@@ -55,12 +50,7 @@ class CodeEval:
         k: Sequence[int] = (1, 10, 100),
         **_: Any,
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
-        """Run every answer together with the tests of its document.
-
-        Args:
-            references: Tests, one program text per document.
-            predictions: Answers, any number per document.
-            k: Values of k for pass@k.
+        """Run every answer (``predictions``) together with the tests of its document (``references``).
 
         Returns:
             The mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a document, and

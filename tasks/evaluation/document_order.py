@@ -137,7 +137,6 @@ def order_documents(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]
 
     Args:
         sizes: Number of documents of each task, by task name.
-        seed: Seed that determines the random order.
 
     Returns:
         One pair for each document: the name of its task and its position in the data of that task.
@@ -154,17 +153,11 @@ def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
 def documents_of_range(
     sizes: Mapping[str, int], seed: int, part: DocumentRange, only: Container[tuple[str, int]] | None = None
 ) -> dict[str, list[int]]:
-    """Return the documents in one range of the scoring order.
+    """Return the ascending positions of the documents in one range of the scoring order, by task.
 
     Args:
         sizes: Number of documents of each task, by task name.
-        seed: Seed that determines the random order.
-        part: Range of the scoring order.
-        only: Documents to include, as pairs of task and position in its data. If it is None, all documents are
-            included.
-
-    Returns:
-        Ascending positions of the documents, by task. Tasks without documents in the range are left out.
+        only: Documents to include, as pairs of task and position in its data. None: all documents.
     """
     every = order_documents(sizes, seed)
     counted = every if only is None else [document for document in every if document in only]

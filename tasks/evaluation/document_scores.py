@@ -98,9 +98,6 @@ def pair_documents(
     """Pair the scores of both models under ``metric``, document by document, in the order of ``merge``.
 
     Args:
-        reference: Scores of the reference.
-        merge: Scores of the merge.
-        metric: Metric to compare.
         location: Name of the comparison in messages, such as ``'reverse: merge against reverser'``.
 
     Raises:

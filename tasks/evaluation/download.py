@@ -40,8 +40,6 @@ def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Call
     """Download every dataset that is missing or incomplete in ``root``.
 
     Args:
-        datasets: Datasets of the tasks (``named_data``).
-        root: Directory to fill.
         on_dataset: Called with each dataset when it is complete.
 
     Raises:

@@ -175,7 +175,7 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
                 found="no metric that is a mean over documents with a direction, only "
                 + (", ".join(metric_names) or "none at all"),
                 expected="a score per document whose mean is the score of the task",
-                remedy="guard the other tasks of the group one by one" if leaf != task else "",
+                remedy="guard the other tasks of the group individually" if leaf != task else "",
             )
         check_all_scored(f"{file.path}: task {task}", ((leaf, sample.doc_id) for sample in samples), leaf_scores)
         outcomes += leaf_scores

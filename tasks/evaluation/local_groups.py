@@ -57,7 +57,6 @@ def group_members(
     """Return all tasks below the group, or in the list, that a file defines, without duplicates.
 
     Args:
-        path: File of the group.
         config: Configuration of the file, merged with its includes.
         data_root: Directory that its data paths are relative to.
         files: Files that define the group.

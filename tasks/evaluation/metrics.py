@@ -177,9 +177,7 @@ def check_all_scored(
     """Check that every evaluated document has a score, so that none is dropped silently.
 
     Args:
-        location: Location for messages.
         documents: Documents that were evaluated.
-        rows: Their scores.
         metrics: Required metric by leaf. None: any metric.
 
     Raises:

@@ -104,10 +104,6 @@ def find_datasets(root: Path, requests: Sequence[TaskDataset]) -> tuple[FoundDat
 def require_example_split(dataset: FoundDataset, count: int) -> None:
     """Check that the split for few-shot examples exists, if any are needed.
 
-    Args:
-        dataset: Dataset of the task.
-        count: Number of examples.
-
     Raises:
         InvalidInput: Naming the missing split.
     """

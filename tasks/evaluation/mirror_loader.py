@@ -40,7 +40,7 @@ def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iter
                 "evaluate.data",
                 found=f"different data of one dataset for the tasks {first.request.task} and {each.request.task}",
                 expected="the same data for both in this group",
-                remedy="name the tasks of the group one by one",
+                remedy="name the tasks of the group individually",
             )
     load = datasets.load_dataset
 

@@ -64,7 +64,7 @@ class Scoring(BaseModel):
     documents: Annotated[Annotated[int, Field(ge=1)] | Literal["all"] | None, NotInKey] = Field(  # the part is in keys
         default=None,
         description="Size of the first random sample per task or group. If it does not decide, mergegate evaluates "
-        "more. all: evaluate every document at once. Default: 500.",
+        "more. all: a single look at every document. Default: 500.",
     )
     # lm-eval draws with NumPy, whose seeds have 32 bits.
     seed: int = Field(

@@ -69,7 +69,6 @@ def split_documents(
 
     Args:
         documents: Documents with the names of their clusters. A document on its own needs a unique name.
-        division: Sizes and seed.
         task: Name of the task in messages.
 
     Raises:

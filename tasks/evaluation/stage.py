@@ -250,13 +250,7 @@ def evaluate_documents(
 
 
 def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
-    """Return all stored scores of ``model`` on ``task`` under ``scoring``, for any range of documents.
-
-    The lookup evaluates nothing.
-
-    Args:
-        task: Task with pinned data.
-    """
+    """Return all stored scores of ``model`` on ``task``, whose data is pinned, for any range of documents."""
     runtime = _with_backend(scoring, runtime)
     return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
 
@@ -264,12 +258,7 @@ def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtim
 def count_missing_documents(
     task: EvalTask, scoring: Scoring, documents: int | None, scores: Sequence[Artifact[Scores]]
 ) -> int:
-    """Return how many of the first ``documents`` documents have no stored score.
-
-    Args:
-        documents: See ``evaluate_documents``.
-        scores: Result of ``known_scores``.
-    """
+    """Return how many of the first ``documents`` documents have no score in ``scores`` (``known_scores``)."""
     ranges = {part.value.part for part in scores}
     return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, scores) if piece.scored not in ranges)
 

@@ -152,7 +152,6 @@ def pin_sound_tasks(
     """Pin the tasks of a profile by content after checking that each can guard a release; return them by name.
 
     Args:
-        names: Tasks as the profile names them.
         data: Directory with datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
         code_of: Tasks whose generated code may be run.
         location: Location in the profile for messages.
@@ -193,7 +192,7 @@ def require_supported(
         elif refusal.reason in (UnsupportedReason.PACKAGE, UnsupportedReason.NLTK_DATA):
             expected = "everything that its functions need"
         if is_member and refusal.reason is not UnsupportedReason.CODE:
-            remedy += ", or name the other tasks of the group one by one"
+            remedy += ", or name the other tasks of the group individually"
         raise InvalidInput(
             f"{location}: {task}" + (f": {name}" if is_member else ""),
             found=refusal.found,

@@ -98,7 +98,7 @@ def load_task(task: EvalTask) -> LoadedTask:
                     f"task {task.name}" + (f": {name}" if is_member else ""),
                     found="a perplexity task, which has no score per document",
                     remedy="list its documents under 'perplexity:'"
-                    + (", and name the other tasks of the group one by one" if is_member else ""),
+                    + (", and name the other tasks of the group individually" if is_member else ""),
                 )
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
         generation = {
@@ -325,14 +325,9 @@ def cluster_of(task: str, document: Mapping[str, Any], cluster_field: str) -> st
 
 
 def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
-    """Return the prompts and targets of selected documents of a task.
+    """Return the texts of the documents at ``positions`` (by leaf), by (leaf, position).
 
-    Args:
-        task: Task that contains the documents.
-        positions: Positions of the documents in their data, by name of the leaf task.
-
-    Returns:
-        Texts by pair of leaf task and position. Documents that no longer exist are left out.
+    Documents that no longer exist are left out.
 
     Raises:
         InvalidInput: The data of the task cannot be loaded.

@@ -30,18 +30,13 @@ def set_up_tasks(
 ) -> dict[str, Any]:
     """Prepare the task objects of lm-eval for the evaluation of selected documents.
 
-    This sets the few-shot examples, the generation settings and the state of the random generators.
+    This sets the few-shot examples, the generation settings and the state of the random generators. The objects of the
+    loaded task are changed in place, and those of the tasks in ``documents`` are returned, by name.
 
     Args:
-        loaded_task: Loaded task. Its objects are changed in place.
         documents: Ascending positions of the documents, by name of the lm-eval task. lm-eval must then evaluate each
             document once, in this order.
         lm: ``LM`` object of lm-eval. Only its tokenizer and its context length are read.
-        prompting: Resolved prompt settings.
-        seed: Seed of all random draws.
-
-    Returns:
-        Prepared task objects by name, for the tasks in ``documents``.
 
     Raises:
         InvalidInput: The chat template is missing, there are fewer examples than requested, or answers may be longer

@@ -65,10 +65,6 @@ def document_seconds(
     mixed, so that a run that is killed before everything is measured resumes in the same order. The smallest of several
     measurements counts, because the first one includes the time to load a model. A guess is the kind of the task: a
     choice or a generated answer. A shipped task counts as a choice task, as most of them are.
-
-    Args:
-        tasks: Tasks to estimate.
-        scores_by_task: Scores of any models, by task.
     """
     measured = {task.name: measured_seconds(scores_by_task.get(task.name, ())) for task in tasks}
     if all(measured.values()):

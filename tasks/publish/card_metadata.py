@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import yaml
 
@@ -43,7 +42,12 @@ def card_metadata(
         is_adapter: Whether the release is an adapter of the parents' common base model.
     """
     metadata: dict[str, object] = {**license.card}
-    languages = {_languages(parent.directory) for parent in parents}
+    languages = set()
+    for parent in parents:
+        value = read_card(parent.directory).metadata.get("language")
+        words = value if isinstance(value, list) else [value]
+        codes = {word for word in words if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}
+        languages.add(tuple(sorted(codes)))
     if len(languages) == 1 and (common := languages.pop()):  # the parents' cards agree
         metadata["language"] = list(common)
     library, tags = ("peft", ["lora"]) if is_adapter else ("transformers", list[str]())
@@ -122,9 +126,3 @@ def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
     in_percent = score.higher_is_better and 0 <= score.score <= 1
     value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
     return {"type": kind, "value": value, "name": f"{label} ({detail})" if detail else label}
-
-
-def _languages(directory: Path) -> tuple[str, ...]:
-    value = read_card(directory).metadata.get("language")
-    listed = value if isinstance(value, list) else [value]
-    return tuple(sorted({word for word in listed if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}))

@@ -1,4 +1,4 @@
-"""Define what a profile may say about publication, at every target: version name, signing key and manual approval.
+"""Define the settings of publication that all targets share: version name, signing key and manual approval.
 
 ::
 

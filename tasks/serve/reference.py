@@ -61,7 +61,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """What to compute with transformers.
+    """Parameters of a reference.
 
     Args:
         texts: Texts to score.

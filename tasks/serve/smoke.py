@@ -250,7 +250,7 @@ class ServerProbe:
 
 
 class _Served(NamedTuple):
-    """What is served: a checkpoint, or the base of ``lora`` with its adapter, and the expected answers."""
+    """A checkpoint, or the base of ``lora`` with its adapter, and the expected answers."""
 
     checkpoint: Checkpoint
     lora: ServedAdapter | None

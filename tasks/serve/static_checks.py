@@ -54,8 +54,8 @@ def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Ch
     checkpoint. Each kind of disagreement gives one check: missing, of another shape, not part of this model.
     """
 
-    def failed(location: str, seen: str, expected: str, remedy: str) -> Check:
-        return Check.failed("tensors", seen, expected, remedy, location)
+    def failed(location: str, observation: str, expected: str, remedy: str) -> Check:
+        return Check.failed("tensors", observation, expected, remedy, location)
 
     def count_others(items: Sequence[Any]) -> str:
         return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

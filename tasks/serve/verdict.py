@@ -35,16 +35,16 @@ class Check(BaseModel):
     remedy: str = ""
 
     @classmethod
-    def passed(cls, name: str, seen: str, expected: str = "") -> Check:
-        return cls(name=name, outcome="pass", seen=seen, expected=expected)
+    def passed(cls, name: str, observation: str, expected: str = "") -> Check:
+        return cls(name=name, outcome="pass", seen=observation, expected=expected)
 
     @classmethod
-    def failed(cls, name: str, seen: str, expected: str, remedy: str, location: str = "") -> Check:
-        return cls(name=name, outcome="fail", seen=seen, expected=expected, remedy=remedy, where=location)
+    def failed(cls, name: str, observation: str, expected: str, remedy: str, location: str = "") -> Check:
+        return cls(name=name, outcome="fail", seen=observation, expected=expected, remedy=remedy, where=location)
 
     @classmethod
-    def not_offered(cls, name: str, seen: str, expected: str = "") -> Check:
-        return cls(name=name, outcome="not offered", seen=seen, expected=expected)
+    def not_offered(cls, name: str, observation: str, expected: str = "") -> Check:
+        return cls(name=name, outcome="not offered", seen=observation, expected=expected)
 
     def __str__(self) -> str:
         location = f"{self.where}: " if self.where else ""

@@ -163,7 +163,7 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
 
     class Listener:
         def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *told: ended.append((told[0], told[1], told[2])) if name == "ended" else None
+            return lambda *told: ended.append((told[0], told[1], told[2])) if name == "on_end" else None
 
     third = make_model(tmp_path_factory.mktemp("third") / "merge", seed=5)
     with serving(alphabetical) as asked:

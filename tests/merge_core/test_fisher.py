@@ -113,7 +113,7 @@ def test_nan_in_the_importance_is_refused(root: Path, broken: float) -> None:
     kept = load_file(file)
     kept["model.norm.weight"][7] = broken
     save_file(kept, file)
-    with pytest.raises(InvalidInput, match=r"importance-00000.*: model.norm.weight(.|\n)*1 numbers? that"):
+    with pytest.raises(InvalidInput, match=r"importance-00000.*: model.norm.weight(.|\n)*1 NaN or infinite"):
         merge_text(recipe(), root, out="again")
 
 
@@ -143,5 +143,5 @@ def test_an_unprepared_merge_is_refused(root: Path) -> None:
 
 
 def test_a_recipe_without_stored_matrices_has_no_wide_inputs() -> None:
-    with pytest.raises(InvalidInput, match="no matrices are kept"):
+    with pytest.raises(InvalidInput, match="does not store matrices"):
         load_recipe(recipe("statistics: {diagonal_above: 9}\n"))

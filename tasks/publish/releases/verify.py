@@ -208,7 +208,7 @@ class _ReleaseCheck:
             self.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
 
     def _compare_files(self, listed: Mapping[str, str], source: str, unlisted: Collection[str]) -> bool:
-        """Compare the files with those that ``source`` lists (name to sha256). Return whether they are equal.
+        """Compare the files with the list in ``source`` (name to sha256). Return whether they are equal.
 
         Args:
             unlisted: Files that were written after ``source``, so that it cannot list them.

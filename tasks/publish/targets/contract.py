@@ -141,7 +141,7 @@ def version_taken(version: str, difference: str) -> PublicationBlocked:
 
 
 def overtaken(current: str, expected: str) -> PublicationBlocked:
-    """Return the outcome for a target whose ``current`` release is not the one that this release was compared with."""
+    """Return the outcome for a target whose release has changed since this release was compared with it."""
     return PublicationBlocked(
         current,
         expected,

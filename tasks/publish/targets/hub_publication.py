@@ -189,7 +189,12 @@ class _Connection:
                 self.api.create_branch(self.repo, branch=self.desired.branch, revision=start)
             case StageFiles(parent, missing, stale):
                 for name in missing:
-                    self.require_unaltered(self.files[name])
+                    # Compare the source with the gated file. The Hub's own hash is checked later.
+                    file, source = self.files[name], self.files[name].source
+                    if not isinstance(source, bytes):
+                        actual = self.request.hashes.sha256(source, trust=False) if source.is_file() else ""
+                        if actual != file.sha256:
+                            raise file.altered(actual)
                 operations: list[Operation] = [*self.send(missing)]
                 operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
                 self.commit(self.desired.branch, parent, f"Stage {self.desired.version}", operations)
@@ -256,7 +261,7 @@ class _Connection:
                 f"{self.repo} on the Hub: {card.name}",
                 found="; ".join(str(error.get("message")) for error in errors) or "metadata that the Hub rejects",
                 expected="a card that the Hub accepts",
-                remedy="correct what the Hub reports, then run again; nothing was uploaded",
+                remedy="correct the problem that the Hub reports, then run again; nothing was uploaded",
             )
         hf_raise_for_status(answer)
 
@@ -265,14 +270,6 @@ class _Connection:
 
         source = self.files[name].source
         return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
-
-    def require_unaltered(self, file: ReleaseFile) -> None:
-        """Raise Refused if the source has changed since the gate. The Hub's own hash is checked later."""
-        if isinstance(file.source, bytes):
-            return
-        actual = self.request.hashes.sha256(file.source, trust=False) if file.source.is_file() else ""
-        if actual != file.sha256:
-            raise file.altered(actual)
 
 
 def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
@@ -294,7 +291,7 @@ def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
         f"{repo} on the Hub",
         found=describe_hub_error(error, access),
         expected="a token with write access to the repository, and a card that the Hub accepts",
-        remedy="correct what the Hub reports, then run again; mergegate resumes the publication",
+        remedy="correct the problem that the Hub reports, then run again; mergegate resumes the publication",
     )
 
 

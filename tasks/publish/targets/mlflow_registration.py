@@ -265,5 +265,5 @@ class MlflowRegistry:
             expected="a registry that accepts a model version",
             remedy="export MLFLOW_TRACKING_TOKEN of a user with write access"
             if is_denied
-            else "correct what the server reports",
+            else "correct the problem that the server reports",
         )

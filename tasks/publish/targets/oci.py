@@ -130,7 +130,7 @@ class OciTarget(PublishTarget):
             if write == previous:
                 raise Refused(
                     registry.repository,
-                    found=f"the registry's content differs from what was sent ({write})",
+                    found=f"the registry's content differs from the sent content ({write})",
                     expected="the bytes that were evaluated and gated",
                     remedy="run again; if the error persists, find out who else writes to the repository",
                 )

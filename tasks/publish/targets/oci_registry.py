@@ -183,7 +183,7 @@ class Registry:
             self.repository,
             found=message,
             expected="a registry that accepts a release",
-            remedy="correct what the registry reports",
+            remedy="correct the problem that the registry reports",
         )
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:

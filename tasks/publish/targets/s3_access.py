@@ -261,7 +261,7 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
             "AbortMultipartUpload)",
             remedy="use other credentials, or ask for these permissions",
         )
-    remedy = "correct what the store reports"
+    remedy = "correct the problem that the store reports"
     return Refused(url, found=message, expected="a store that accepts a release", remedy=remedy)
 
 
