@@ -25,7 +25,7 @@ _SCHEMA = 1
 def merge_key(recipe_file: Path, identities: Mapping[Path, FileIdentity], seed: int, device: str) -> str:
     """Return a digest of everything that determines a merge: recipe text, files of the parents, numerics.
 
-    ``identities`` covers the files of the parents, which must be local, and of the texts that the recipe reads.
+    ``identities`` covers the files of the parents, which must be local, and of the texts that the merge reads.
     """
     return digest(
         {

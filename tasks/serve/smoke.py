@@ -82,8 +82,8 @@ def smoke_checkpoint(
 ) -> ServeVerdict:
     """Serve ``model`` and check its answers.
 
-    ``adapted`` is base and adapter, if ``model`` is the two of them merged. vLLM then serves the adapter as LoRA, if it
-    can. The reference is always computed from ``model``.
+    ``adapted`` is the base with its adapter if ``model`` is the two of them merged. vLLM then serves the adapter as
+    LoRA, if it can. The reference is always computed from ``model``.
 
     Raises:
         InvalidInput: The checkpoint cannot be read.

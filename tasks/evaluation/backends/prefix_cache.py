@@ -46,7 +46,7 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
 def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
     """Return the key-value cache of all tokens of the prompts but the last of each, with room for generated tokens.
 
-    ``tokens`` and ``mask`` are those of ``common_start``. A row has ``row_tokens`` tokens, unless a single prompt is
+    For ``tokens`` and ``mask``, see ``common_start``. A row has ``row_tokens`` tokens, unless a single prompt is
     longer.
 
     Returns:
