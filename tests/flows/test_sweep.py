@@ -35,7 +35,6 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     One sweep was confirmed, released and then run again; the other had nothing to find. The count is the number of
     trials in the ledger before the second run.
     """
-
     sources = (*SOURCES, Path(small_sweeps.__file__))
     there = kept(request.config, "small-sweep", digest_of(sources), small_sweeps.make_swept)
     root = tmp_path_factory.mktemp("swept") / "project"
