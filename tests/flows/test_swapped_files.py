@@ -235,7 +235,7 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
     """
     from mergegate.tasks.explain.stage import explain
     from mergegate.tasks.perplexity.stage import perplexity
-    from mergegate.tasks.publish import step as publishing
+    from mergegate.tasks.publish import stage as publishing
 
     undisturbed = release.project.latest.resolve()
     root = tmp_path / "project"
