@@ -10,7 +10,7 @@ from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.drift import ModelLikelihoods
-from mergegate.tasks.gate.regression import GuardVerdict, judge_guards, measure_guards, measure_guard
+from mergegate.tasks.gate.regression import GuardVerdict, judge_guards, measure_guard
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, write_documents
@@ -35,13 +35,6 @@ def paired(lost: int, won: int, n: int) -> PairedScores:
     reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
     merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
     return PairedScores(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
-
-
-def judge_guard(
-    guard: Guard, metric: str, scores: PairedScores, higher_is_better: bool, confidence: float
-) -> GuardVerdict:
-    """Return the verdict of a single guard on scores to which no more will be added."""
-    return judge_guards([measure_guard(guard, metric, scores, higher_is_better)], confidence)[0]
 
 
 def judge_guard(

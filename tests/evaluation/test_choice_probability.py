@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from benchmark_scripts import load_benchmark
-from gate_samples import judge_guard, judge_guard
+from gate_samples import judge_guard
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval_runs import run_lm_eval

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 from benchmark_scripts import load_benchmark
-from gate_samples import GUARD, judge_guard, table_in_the_document, judge_guard
+from gate_samples import GUARD, judge_guard, table_in_the_document
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput

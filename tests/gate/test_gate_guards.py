@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gate_samples import GUARD, judge_guard, outcome, paired, verdict_of, judge_guard
+from gate_samples import GUARD, judge_guard, outcome, paired, verdict_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import document_scores

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark
-from gate_samples import GUARD, judge_guard, outcome, part, table_in_the_document, judge_guard
+from gate_samples import GUARD, judge_guard, outcome, part, table_in_the_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
