@@ -1,4 +1,4 @@
-"""Parse references to checkpoints, ``path[@revision][+adapter]``, and resolve those that are local directories."""
+"""Parse references to checkpoints, ``path[@revision][+adapter]``, and find their local directories."""
 
 from __future__ import annotations
 
