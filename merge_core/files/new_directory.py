@@ -32,7 +32,7 @@ def has_mark(file: Path) -> bool:
 
 
 def remove_contents(directory: Path) -> None:
-    """Remove everything in a directory that is ours. One that does not exist is left alone."""
+    """Remove everything in a directory of mergegate. Do nothing if the directory does not exist."""
     if directory.is_dir() and not directory.is_symlink():
         for path in sorted(directory.iterdir()):
             remove_any(path)
@@ -99,7 +99,7 @@ def _require_absent(out: Path) -> None:
 
 
 def finish_directory(partial: Path) -> None:
-    """Remove what a run left that was killed just after it completed its output. The caller excludes other runs."""
+    """Remove leftovers of a run that was killed just after it completed its output. The caller excludes other runs."""
     if os.path.lexists(partial) and _is_ours(partial):
         remove_any(partial)
 
