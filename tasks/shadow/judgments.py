@@ -245,11 +245,8 @@ def store_lost_pairs(
 ) -> tuple[LostPair, ...]:
     """Add ``new`` to the stored lost pairs and return the result, newest first.
 
-    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning.
-
-    Args:
-        new: Lost pairs with their judgments.
-        since: Unix time. Older pairs are dropped.
+    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning. Pairs
+    older than ``since``, a Unix time, are dropped.
     """
     by_id = {loss.id: loss for loss in read_lost_pairs(file, candidate) if loss.at >= since}
     for pair, judgments in new:

@@ -97,7 +97,7 @@ def sweep_sentence(content: SweepContent) -> str:
 
 
 def sweep_consequence(content: SweepContent) -> str:
-    """Return what happens after the sweep."""
+    """Return the sentence that says what happens after the sweep."""
     if not content.finished:
         return "It goes on where it was when it is started again: nothing is scored twice."
     if sweep_outcome(content) == "pass":
