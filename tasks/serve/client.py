@@ -72,8 +72,7 @@ def parse_models(answer: Answer) -> dict[str, int | None]:
 def parse_completion(answer: Answer, *, is_chat: bool = False) -> Completion | None:
     """Return the first choice of an answer to ``/v1/completions``, or None for any other answer.
 
-    Args:
-        is_chat: Whether it is an answer to ``/v1/chat/completions``. Its text includes the reasoning.
+    With ``is_chat``, ``answer`` is one to ``/v1/chat/completions``. Its text includes the reasoning.
     """
     choices = answer.body.get("choices") if answer.status == 200 and isinstance(answer.body, Mapping) else None
     choice = choices[0] if isinstance(choices, list) and choices else None

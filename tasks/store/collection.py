@@ -104,10 +104,8 @@ def collect_garbage(
 ) -> CollectedGarbage:
     """Remove entries from the store as ``rule`` allows.
 
-    Args:
-        now: Seconds since the epoch. Default: the current time.
-        dry_run: Whether to plan only and change nothing.
-        on_wait: Called once if another process is collecting.
+    ``now`` is in seconds since the epoch. Default: the current time. ``on_wait`` is called once if another process is
+    collecting. With ``dry_run``, the result is a plan, and nothing changes.
 
     Raises:
         OSError: An entry cannot be moved or deleted. Entries removed before that are gone.

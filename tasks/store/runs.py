@@ -64,6 +64,7 @@ def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]
     Args:
         runs: Directory of the run records, created if it is missing.
         run: ID of the run: letters, digits, dashes and underscores.
+        flow: Name of the flow.
         profile: Name of the profile. With an empty string, the record is deleted at the end of the block.
     """
     assert _RUN.fullmatch(run), run
@@ -112,9 +113,8 @@ def read_runs(runs: Path, run: str = "*") -> tuple[RunUse, ...]:
 def forget_runs(runs: Path, profile: str | None = None) -> int:
     """Delete the records of all ended runs of a profile that is no longer in use. Return how many were deleted.
 
-    Args:
-        profile: Name of the profile. None: delete the records of runs that no longer count, of any profile. See
-            :func:`tasks.store.retention.runs_that_count`.
+    Without ``profile``, delete the records of runs that no longer count, of any profile. See
+    :func:`tasks.store.retention.runs_that_count`.
     """
     records = read_runs(runs)
     if profile is None:

@@ -37,9 +37,8 @@ def load_released_model(
     If the merge is byte-identical to the release, the result has the identity of the merge. So a scheduled run with
     nothing new evaluates nothing.
 
-    Args:
-        root: Directory of the profile; the target's relative path starts there.
-        version: ``first`` or a version name for the anchor. None: the champion.
+    Relative paths of the target start at ``root``, the directory of the profile. ``version`` is ``first`` or a version
+    name for the anchor, and None for the champion.
 
     Raises:
         InvalidInput: There is no such version.

@@ -54,7 +54,7 @@ def unreadable_release(repo: str, error: Exception, access: HubAccess) -> Refuse
 
 @dataclass(frozen=True)
 class HubRelease:
-    """A commit on the Hub. ``version`` is the tag on it that is a content hash."""
+    """A commit on the Hub. ``version`` is the tag that names it by its content hash."""
 
     access: HubAccess
     repo: str
