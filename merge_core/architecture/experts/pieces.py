@@ -152,7 +152,22 @@ Piece: TypeAlias = StoredPiece | DerivedPiece
 def split_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with each expert of its fused tensors as a separate tensor, unchanged if none are fused."""
     names = expert_names(checkpoint.config)
-    fused = _fused_modules(checkpoint.tensors)
+    candidates: dict[str, dict[str, AnyTensor]] = {}
+    if any(len(tensor.shape) == 3 for tensor in checkpoint.tensors.values()):
+        for name, tensor in checkpoint.tensors.items():
+            if (module_and_part := _split(name)) is not None:
+                module, part = module_and_part
+                candidates.setdefault(module, {})[part] = tensor
+    # A module has fused experts if all its three-dimensional tensors have the same first dimension.
+    fused: dict[str, _Module] = {}
+    for module, parts in candidates.items():
+        sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
+        if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
+            # A tensor with one number per expert belongs to the router and has the same name in both layouts.
+            per_expert = {
+                part: item for part, item in parts.items() if len(item.shape) > 1 and item.shape[0] == experts
+            }
+            fused[module] = _Module(per_expert, experts)
     if not fused and not names.renamed:
         return checkpoint
     size = next((part["hidden_size"] for part in config_parts(checkpoint.config) if "hidden_size" in part), None)
@@ -186,27 +201,6 @@ def _split(name: str) -> tuple[str, str] | None:
     if match := _LINEAR.match(name):
         return match["module"], _LINEAR_PARTS[match["part"]]
     return None
-
-
-def _fused_modules(tensors: Mapping[str, AnyTensor]) -> dict[str, _Module]:
-    """Return the modules with fused experts. All their three-dimensional tensors have the same first dimension."""
-    if not any(len(tensor.shape) == 3 for tensor in tensors.values()):
-        return {}
-    candidates: dict[str, dict[str, AnyTensor]] = {}
-    for name, tensor in tensors.items():
-        if (module_and_part := _split(name)) is not None:
-            module, part = module_and_part
-            candidates.setdefault(module, {})[part] = tensor
-    modules = {}
-    for module, parts in candidates.items():
-        sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
-        if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
-            # A tensor with one number per expert belongs to the router and has the same name in both layouts.
-            fused = {
-                part: tensor for part, tensor in parts.items() if len(tensor.shape) > 1 and tensor.shape[0] == experts
-            }
-            modules[module] = _Module(fused, experts)
-    return modules
 
 
 def _pieces(
