@@ -32,8 +32,8 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
         for pairs in (layout, [(new, old) for old, new in layout]):
             names = {}
             for name in parent.tensors:
-                # Replace the longest old prefix. A name that already has the new prefix stays as it is: 'model.' is also
-                # a prefix of 'model.language_model.'.
+                # Replace the longest old prefix. A name that already has the new prefix stays as it is, because
+                # 'model.' is also a prefix of 'model.language_model.'.
                 is_new = any(name.startswith(new) and new.startswith(old) for old, new in pairs)
                 fitting = [pair for pair in pairs if name.startswith(pair[0])] if not is_new else []
                 old, new = max(fitting, key=lambda pair: len(pair[0]), default=("", ""))

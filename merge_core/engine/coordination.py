@@ -6,13 +6,14 @@ it is alone and may prepare the directory, or clean up at the end. Locks end wit
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
-from mergegate.merge_core.files import MARK_CONTENT, lock_file, locked, unlock_file
+from mergegate.merge_core.files import MARK_CONTENT, lock_file, locked
 
 NAME = f"merge{PARTIAL}"
 _FINISHING = f"finishing{PARTIAL}"
@@ -38,7 +39,8 @@ def join_merge(
     try:
         yield
         # Other participants still need the files that tidy removes, so all wait until the last one is done.
-        unlock_file(fd)
+        with suppress(OSError):  # A file system without locks has no lock to release.
+            fcntl.flock(fd, fcntl.LOCK_UN)
         if lock_file(fd, out / NAME, required=False):
             tidy()
             (out / _FINISHING).unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture import has_vocabulary_rows, parse_layer_place, with_vocabulary
+from mergegate.merge_core.architecture import has_vocabulary_rows, parse_layer_place
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
 from mergegate.merge_core.checkpoint.vocabulary import (
     JoinedTokenizer,
@@ -191,28 +191,6 @@ def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding
         expected="known names of embeddings, heads and biases, because token ids change",
         remedy=f"remove {alignment.choice.location}, or first give the models one vocabulary with transformers",
     )
-
-
-def aligned_config(
-    config: Mapping[str, Any], alignment: Alignment, donor: str, location: str
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Return the configuration with the result's token ids, and findings about it."""
-    findings: list[Finding] = []
-    if donor == alignment.tokenizer_name:
-        return with_vocabulary(config, alignment.size), findings
-    moved, unmatched_keys = alignment.translate(config, donor)
-    for key in unmatched_keys:
-        field_name = key.rpartition(".")[2]
-        findings.append(
-            Finding(
-                "warn" if field_name in SPECIAL_KEYS else "block",
-                f"{donor}: config.json: {key}",
-                found="the result's tokenizer lacks this token",
-                expected="tokens of the result",
-                remedy=f"set tokenizer: {{source: union}} in {location}, or add the token under tokenizer: tokens",
-            )
-        )
-    return with_vocabulary(moved, alignment.size), findings
 
 
 def _result_vocabulary(

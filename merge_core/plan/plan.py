@@ -24,6 +24,7 @@ from mergegate.merge_core.architecture import (
     parse_layer_place,
     rename_to_layout,
     with_dtype,
+    with_vocabulary,
 )
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
@@ -40,7 +41,7 @@ from mergegate.merge_core.checkpoint import (
     with_chat_templates,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config, unknown_rows
+from mergegate.merge_core.plan.alignment import Alignment, align, unknown_rows
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
@@ -49,7 +50,7 @@ from mergegate.merge_core.plan.layout import OutputTensor, lay_out
 from mergegate.merge_core.plan.mixture import plan_mixture
 from mergegate.merge_core.plan.outline import OutputSpec, outline, with_head
 from mergegate.merge_core.plan.rows import RowMap
-from mergegate.merge_core.plan.special_ids import GENERATION, serialize_config
+from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, serialize_config
 from mergegate.merge_core.plan.stacking import config_of_slices, differing_kinds
 from mergegate.merge_core.plan.turn_ends import with_turn_ends
 from mergegate.merge_core.plan.values import ValueTable, lost_filters
@@ -177,8 +178,22 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             config = {**config, "architectures": [candidate.class_name]}
             break
     if alignment is not None:
-        config, id_findings = aligned_config(config, alignment, name, recipe.location)
-        problems += [*id_findings, *alignment.remarks]
+        unmatched_keys: list[str] = []
+        if name != alignment.tokenizer_name:
+            config, unmatched_keys = alignment.translate(config, name)
+        config = with_vocabulary(config, alignment.size)
+        problems += (
+            Finding(
+                "warn" if key.rpartition(".")[2] in SPECIAL_KEYS else "block",
+                f"{name}: config.json: {key}",
+                found="the result's tokenizer lacks this token",
+                expected="tokens of the result",
+                remedy=f"set tokenizer: {{source: union}} in {recipe.location}, or add the token under tokenizer: "
+                "tokens",
+            )
+            for key in unmatched_keys
+        )
+        problems += alignment.remarks
     return _build_plan(recipe, donor, jobs, config, checkpoints, alignment)
 
 
