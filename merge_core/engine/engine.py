@@ -23,9 +23,9 @@ from mergegate.merge_core.engine.execution import ComputeContext, DocumentRun, o
 from mergegate.merge_core.engine.health import judge_health
 from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from mergegate.merge_core.engine.pages import input_pages
-from mergegate.merge_core.engine.writer import PARTIAL, name_shards, refuse_disk_errors
+from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, worst_first
-from mergegate.merge_core.files import remove_any, remove_contents, state_directory
+from mergegate.merge_core.files import ASIDE, remove_any, remove_contents, state_directory
 from mergegate.merge_core.plan import MergePlan
 
 _log = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ def merge_weights(
 
     def tidy() -> None:
         shutil.rmtree(out / STEPS, ignore_errors=True)
-        journal.remove_journals(out)
+        for path in (*out.glob(f"**/*{journal.SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
+            remove_any(path)
 
     def report(written: int) -> None:
         if on_progress is not None:
@@ -133,7 +134,11 @@ def merge_weights(
                 )
                 outcome = DocumentRun(part, directory, part_context, files, report).execute()
             with exclusive_access(out):
-                name_shards(directory, part.shards)
+                for shard in part.shards:  # A shard may already have its final name.
+                    partial = directory / f"{shard.name}{PARTIAL}"
+                    with refuse_disk_errors(partial):
+                        if partial.exists():
+                            partial.rename(directory / shard.name)
                 digests = dict(outcome.digests)
                 if part is plan:
                     digests.update(write_companions(part, directory, before_sealing))

@@ -27,7 +27,6 @@ from mergegate.merge_core.system import available_memory, cached_bytes, forget_c
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mergegate.merge_core.checkpoint import StoredTensor
 
 # Unit in which cached file data is released. It is large because a call involves all processors, and consists of whole
 # pages on any system.
@@ -49,7 +48,21 @@ def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
     largest = max(
         (tensor for plan in plans for job in plan.jobs for tensor in job.stored), key=lambda tensor: tensor.nbytes
     )
-    return InputPages(plans) if _is_fast(largest) else None
+    # The disk is fast if the best of a few uncached reads along the largest tensor is fast.
+    buffer, seconds_per_byte = mmap.mmap(-1, _PROBE_BYTES), []
+    try:
+        fd = open_uncached(largest.file)
+        try:
+            for index in range(_PROBES):
+                offset = (largest.offset + index * largest.nbytes // _PROBES) // PART_BYTES * PART_BYTES
+                began = time.perf_counter()
+                count = read_at(fd, memoryview(buffer), offset)
+                seconds_per_byte.append((time.perf_counter() - began) / max(count, 1))
+        finally:
+            os.close(fd)
+    except OSError:
+        return None  # An unnamed file, or one whose problem the merge will report when it reads it.
+    return InputPages(plans) if 1 / min(seconds_per_byte) >= _FAST_DISK else None
 
 
 class InputPages:
@@ -97,9 +110,16 @@ class InputPages:
             last: End of the elements (exclusive). None means the end of each input.
         """
         for tensor in job.stored:
-            size = tensor.dtype.size
-            end = tensor.nbytes if last is None else min(last * size, tensor.nbytes)
-            for part in self._finished(tensor.file, tensor.offset + first * size, end - first * size):
+            start = tensor.offset + first * tensor.dtype.size
+            stop = tensor.offset + (tensor.nbytes if last is None else min(last * tensor.dtype.size, tensor.nbytes))
+            finished = []
+            with self._lock:
+                remaining = self._remaining[tensor.file]
+                for part in _parts(start, stop - start):
+                    remaining[part] -= min((part + 1) * PART_BYTES, stop) - max(part * PART_BYTES, start)
+                    if remaining[part] == 0 and not self._was_cached[tensor.file].get(part):
+                        finished.append(part)
+            for part in finished:
                 forget_cached(files[tensor.file], part * PART_BYTES, PART_BYTES)
 
     def release_until_next_pass(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
@@ -112,35 +132,6 @@ class InputPages:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
                 if not any(self._was_cached[tensor.file].get(part) for part in _parts(start, count)):
                     forget_cached(files[tensor.file], start, count)
-
-    def _finished(self, path: Path, start: int, count: int) -> list[int]:
-        """Return the parts of a file that can be released after ``count`` bytes have been read."""
-        finished = []
-        with self._lock:
-            remaining = self._remaining[path]
-            for part in _parts(start, count):
-                remaining[part] -= min((part + 1) * PART_BYTES, start + count) - max(part * PART_BYTES, start)
-                if remaining[part] == 0 and not self._was_cached[path].get(part):
-                    finished.append(part)
-        return finished
-
-
-def _is_fast(tensor: StoredTensor) -> bool:
-    """Return whether the tensor's disk is fast, based on the best of a few uncached reads along the tensor."""
-    buffer, seconds_per_byte = mmap.mmap(-1, _PROBE_BYTES), []
-    try:
-        fd = open_uncached(tensor.file)
-        try:
-            for index in range(_PROBES):
-                offset = (tensor.offset + index * tensor.nbytes // _PROBES) // PART_BYTES * PART_BYTES
-                began = time.perf_counter()
-                count = read_at(fd, memoryview(buffer), offset)
-                seconds_per_byte.append((time.perf_counter() - began) / max(count, 1))
-        finally:
-            os.close(fd)
-    except OSError:
-        return False  # An unnamed file, or one whose problem the merge will report when it reads it.
-    return 1 / min(seconds_per_byte) >= _FAST_DISK
 
 
 def _bytes_in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -39,7 +39,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import PairedScores, TaskData
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, find_look, plan_looks
+from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, plan_looks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
     Difference,
@@ -127,7 +127,16 @@ class GuardEvidence:
         Raises:
             InvalidInput: If no look was planned after this number of documents.
         """
-        return find_look(self.documents, self.schedule, confidence, f"task {self.guard.task}")
+        for look in plan_looks(self.schedule, confidence):
+            if look.documents == self.documents:
+                return look
+        # The plan exists to prevent stopping whenever it suits.
+        raise InvalidInput(
+            f"task {self.guard.task}",
+            found=f"{self.documents:,} evaluated documents",
+            expected=f"the number of documents of a planned look: {', '.join(f'{n:,}' for n in self.schedule)}",
+            remedy="evaluate up to the next look",
+        )
 
     def interval(self, confidence: float, level: float | None = None) -> Difference:
         """Return the interval of the mean difference at the current look, one-sided in each direction.

@@ -190,7 +190,8 @@ class DeclaredStage(Generic[P, V, A]):
             task_run_name="{call.label}",
             cache_policy=NO_CACHE,
             persist_result=False,
-            retry_condition_fn=_is_retryable,
+            # Do not retry errors that a user can cause, because they would occur again.
+            retry_condition_fn=lambda task, run, state: state.name not in ("Refused", "Invalid"),
             **self._options,
         )
 
@@ -311,10 +312,12 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         assert self._apart is not None  # Only a stage with this argument has families.
         subject = self._subject_of(inputs)
 
-        def record_read(name: str) -> None:
-            record_stage(self.name, name, subject, in_run_only=True)
-
-        candidates = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=record_read)
+        candidates = store().family(
+            self.name,
+            self._prefix(inputs),
+            self.value_type,
+            about_to_read=lambda name: record_stage(self.name, name, subject, in_run_only=True),
+        )
         # Another family may have the same prefix, so compare whole keys.
         members = [
             artifact
@@ -558,11 +561,6 @@ def _digests(value: object) -> set[str]:
             case list() as inner:
                 pending += inner
     return digests
-
-
-def _is_retryable(task: object, run: object, state: State[Any]) -> bool:
-    """Return whether a retry may help. Errors that a user can cause would occur again."""
-    return state.name not in ("Refused", "Invalid")
 
 
 def _result_of(state: Any) -> Any:

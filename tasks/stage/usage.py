@@ -82,7 +82,14 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
     if run is not None and record_use(runs, run, stage, key, subject):
         return
     if run is None and not in_run_only:
-        record_use(runs, _lease_of_process(runs), stage, key, subject)
+        # Outside of a flow, a run represents this process. Its record is deleted on exit.
+        if (process := (os.getpid(), runs)) not in _leases:
+            stack = ExitStack()
+            lease = f"process-{os.getpid()}-{secrets.token_hex(8)}"
+            stack.enter_context(open_run(runs, lease, "command", ""))
+            atexit.register(stack.close)
+            _leases[process] = lease
+        record_use(runs, _leases[process], stage, key, subject)
 
 
 def note_artifact(size: int) -> None:
@@ -145,14 +152,3 @@ def _running_flow() -> str | None:
 
 
 _leases: dict[tuple[int, Path], str] = {}
-
-
-def _lease_of_process(runs: Path) -> str:
-    """Return the ID of a run that represents this process outside of a flow. Its record is deleted on exit."""
-    if (process := (os.getpid(), runs)) not in _leases:
-        stack = ExitStack()
-        run = f"process-{os.getpid()}-{secrets.token_hex(8)}"
-        stack.enter_context(open_run(runs, run, "command", ""))
-        atexit.register(stack.close)
-        _leases[process] = run
-    return _leases[process]

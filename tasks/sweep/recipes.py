@@ -98,18 +98,18 @@ def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[
     Only paths of directories that exist relative to ``before`` are rewritten.
     """
 
-    def relocate_path(text: str) -> str:
-        if not text or Path(text).is_absolute() or not (before / text).is_dir():
-            return text
-        return os.path.relpath((before / text).absolute(), now.absolute())
-
     def relocate(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):
             return {name: relocate(value, str(name)) for name, value in node.items()}
         if isinstance(node, (list, tuple)):
             return [relocate(item, key) for item in node]
         if isinstance(node, str) and key in _PATH_KEYS:
-            return "+".join(map(relocate_path, node.split("+", 1)))  # a model and its adapter
+            return "+".join(
+                os.path.relpath((before / path).absolute(), now.absolute())
+                if path and not Path(path).is_absolute() and (before / path).is_dir()
+                else path
+                for path in node.split("+", 1)  # A model and its adapter.
+            )
         return node
 
     return {name: relocate(value, str(name)) for name, value in recipe.items()}
