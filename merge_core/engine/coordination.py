@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
-from mergegate.merge_core.files import MARK_CONTENT, lock_file, locked, unlock_file
+from mergegate.merge_core.files import MARK_CONTENT, lock_file, unlock_file
 
 NAME = f"merge{PARTIAL}"
-_FINISHING = f"finishing{PARTIAL}"
+FINISHING = f"finishing{PARTIAL}"
 
 
 @contextmanager
@@ -63,17 +63,7 @@ def join_merge(
         unlock_file(fd)
         if lock_file(fd, path, required=False):
             tidy()
-            (out / _FINISHING).unlink(missing_ok=True)
+            (out / FINISHING).unlink(missing_ok=True)
             path.unlink()
     finally:
         os.close(fd)
-
-
-@contextmanager
-def exclusive_access(out: Path) -> Iterator[None]:
-    """Let the participants in ``out`` run the body one at a time."""
-    path = out / _FINISHING
-    with ExitStack() as stack:
-        with refuse_disk_errors(path):
-            stack.enter_context(locked(path, required=False))
-        yield

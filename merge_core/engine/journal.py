@@ -52,7 +52,12 @@ class ShardJournal:
         self, path: Path, fd: int, shard: Shard, entries: Sequence[Mapping[str, Any]], lines: LineChain
     ) -> None:
         self.shard, self._lines = shard, lines
-        self.tensors = {e["tensor"]: TensorHealth.from_entry(e) for e in entries if "tensor" in e}
+        # The counterpart of ``TensorHealth.entry``.
+        self.tensors = {
+            e["tensor"]: TensorHealth(e["tensor"], e["non_finite"], e["zero"], e["rms"], tuple(e["parents"]))
+            for e in entries
+            if "tensor" in e
+        }
         self.digest: str | None = next((e["sha256"] for e in entries if "sha256" in e), None)
         self._path, self._fd, self._lock = path, fd, Lock()
         self._missing = len(shard.tensors) - len(self.tensors)

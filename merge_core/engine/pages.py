@@ -84,7 +84,17 @@ class InputPages:
                     ranges.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
         # Number of bytes of each part that will still be read. Bytes that several output tensors need count once for
         # each.
-        self._remaining = {path: _bytes_in_parts(np.array(spans, np.int64)) for path, spans in ranges.items()}
+        self._remaining: dict[Path, NDArray[np.int64]] = {}
+        for path, spans in ranges.items():
+            table = np.array(spans, np.int64)  # [ranges, (start, count)]
+            starts, ends = np.sort(table[:, 0]), np.sort(table.sum(1))
+            edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
+            # For each edge between parts, the sum of its distances from all starts before it, minus that from all ends.
+            distances = np.zeros(len(edges), np.int64)
+            for positions, sign in ((starts, 1), (ends, -1)):
+                before = np.searchsorted(positions, edges)
+                distances += sign * (before * edges - np.concatenate(([0], np.cumsum(positions)))[before])
+            self._remaining[path] = np.diff(distances)
         # Whether each part was cached before.
         self._was_cached: dict[Path, dict[int, bool]] = {path: {} for path in self._remaining}
         self._next_pass_bytes = int(available_memory() * _NEXT_PASS_SHARE)
@@ -132,21 +142,6 @@ class InputPages:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
                 if not any(self._was_cached[tensor.file].get(part) for part in _parts(start, count)):
                     forget_cached(files[tensor.file], start, count)
-
-
-def _bytes_in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bytes of each part of a file that the ranges ``[ranges, (start, count)]`` cover, with multiplicity."""
-    starts, ends = np.sort(ranges[:, 0]), np.sort(ranges.sum(1))
-    edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
-
-    def summed_distances(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each edge the sum of its distances from all sorted positions before it."""
-        before = np.searchsorted(positions, edges)
-        distances: NDArray[np.int64] = before * edges - np.concatenate(([0], np.cumsum(positions)))[before]
-        return distances
-
-    covered: NDArray[np.int64] = np.diff(summed_distances(starts) - summed_distances(ends))
-    return covered
 
 
 def _parts(start: int, count: int) -> range:

@@ -198,49 +198,47 @@ def _merge_in_memory(deltas: torch.Tensor, compute_factors: Factors, task: Tenso
 
 
 def _knots(task: TensorTask) -> Steps:
+    """Merge the task matrices by TIES in the left singular directions that they share."""
     weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     if not task.is_projection:
         return _mean(weights, scale, range(len(weights)))
     deltas = yield from collect_deltas(task, weighted=False)
-    merged = yield Solve(lambda device: _merge_in_shared_directions(deltas, weights, task.model_values("density")))
+
+    def merge(device: str) -> torch.Tensor:
+        import torch
+
+        models, out, width = deltas.shape
+        stacked = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
+        if out <= models * width:
+            vectors, _ = _directions(_gram_of_rows(stacked.T), out)
+            back = vectors
+            projected = torch.cat(
+                [(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(stacked, _CHUNK, 1)], 1
+            )
+        else:  # The same from the other side: U' [d_1 .. d_k] = S V', U = [d_1 .. d_k] V / S
+            vectors, sizes = _directions(_gram_of_rows(stacked), models * width)
+            projected = (vectors * sizes).T.to(deltas.dtype)
+            inverse = vectors / sizes
+            back = torch.cat([part.double() @ inverse for part in torch.split(stacked, _CHUNK)])
+        matrices = zip(torch.split(projected, width, 1), task.model_values("density"), strict=True)
+        sparse = []
+        for matrix, density in matrices:
+            # Keep the ``density`` largest magnitudes. Ties at the threshold are kept.
+            values, count = matrix, int(density * matrix.numel())
+            if count < matrix.numel():
+                values = torch.zeros_like(matrix)
+                if count > 0:
+                    sizes_of_values = matrix.abs()
+                    threshold = sizes_of_values.reshape(-1).kthvalue(matrix.numel() - count + 1).values
+                    values = torch.where(sizes_of_values >= threshold, matrix, 0.0)
+            sparse.append(values)
+        sparse_matrices = torch.stack(sparse)
+        mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
+        merged = mix(mixing, torch.zeros_like(sparse_matrices[0]), sparse_matrices)
+        return (back @ merged.double()).to(deltas.dtype)
+
+    merged = yield Solve(merge)
     return _add_to_base(merged, scale)
-
-
-def _merge_in_shared_directions(
-    deltas: torch.Tensor, weights: Sequence[float], densities: Sequence[float]
-) -> torch.Tensor:
-    """Merge task matrices ``[models, out, in]`` by TIES in the left singular directions that they share."""
-    import torch
-
-    models, out, width = deltas.shape
-    stacked = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
-    if out <= models * width:
-        vectors, _ = _directions(_gram_of_rows(stacked.T), out)
-        back = vectors
-        projected = torch.cat(
-            [(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(stacked, _CHUNK, 1)], 1
-        )
-    else:  # The same from the other side: U' [d_1 .. d_k] = S V', U = [d_1 .. d_k] V / S
-        vectors, sizes = _directions(_gram_of_rows(stacked), models * width)
-        projected = (vectors * sizes).T.to(deltas.dtype)
-        inverse = vectors / sizes
-        back = torch.cat([part.double() @ inverse for part in torch.split(stacked, _CHUNK)])
-    matrices = zip(torch.split(projected, width, 1), densities, strict=True)
-    sparse = []
-    for matrix, density in matrices:
-        # Keep the ``density`` largest magnitudes. Ties at the threshold are kept.
-        values, count = matrix, int(density * matrix.numel())
-        if count < matrix.numel():
-            values = torch.zeros_like(matrix)
-            if count > 0:
-                sizes_of_values = matrix.abs()
-                threshold = sizes_of_values.reshape(-1).kthvalue(matrix.numel() - count + 1).values
-                values = torch.where(sizes_of_values >= threshold, matrix, 0.0)
-        sparse.append(values)
-    sparse_matrices = torch.stack(sparse)
-    mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
-    merged = mix(mixing, torch.zeros_like(sparse_matrices[0]), sparse_matrices)
-    return (back @ merged.double()).to(deltas.dtype)
 
 
 def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:

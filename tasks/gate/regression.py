@@ -42,9 +42,9 @@ from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, plan_looks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
+    POWER,
     Difference,
     binary_difference,
-    detectable_difference,
     documents_needed,
     normal_quantile,
 )
@@ -303,6 +303,9 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         chance_left = _chance_left(evidence, estimate, confidence, alarm, as_suite=as_suite)
         alarming = drop > guard.max_drop and not as_suite
         needed = _documents_to_decide(evidence, estimate, alarm if alarming else confidence, as_suite=as_suite)
+    # The smallest true difference that these documents would have shown with ``POWER``.
+    quantiles = normal_quantile(alarm_look.confidence) + normal_quantile(POWER)
+    detectable_drop = quantiles * math.sqrt(estimate.variance / n)
     verdict = GuardVerdict(
         task=guard.task,
         metric=evidence.metric,
@@ -321,7 +324,7 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         outcome=outcome,
         reason="",
         documents_needed=needed,
-        detectable_drop=100 * detectable_difference(estimate.variance, n, alarm_look.confidence),
+        detectable_drop=100 * detectable_drop,
         look=look,
         documents_left=evidence.schedule[-1] - evidence.documents,
         alarm_confidence=alarm,

@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 EXPONENT = 2.0  # Exponent of the spending function.
 FUTILE = 0.02  # Chance of a decision below which no more documents are evaluated.
 
 _NEARLY_SURE = 1 - 1e-12  # A probability of 1 has no quantile.
+_leggauss = cache(np.polynomial.legendre.leggauss)  # Cached because computing the nodes takes a while.
 _FAR = 9.0  # Standard deviations beyond which a normal density is negligible.
 
 
@@ -85,7 +85,7 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
     from scipy.special import ndtr
 
     bounds: list[float] = []
-    all_nodes, weights = _quadrature()
+    all_nodes, weights = _leggauss(400)
     nodes, mass = np.zeros(1), np.ones(1)  # Before the first look S is 0; mass is density times weight.
     last_share, spent_before = 0.0, 0.0
     for share, spent_until in zip(shares, spent, strict=True):
@@ -104,13 +104,6 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
         nodes, mass = new_nodes, (kernel @ mass) * weights * (bound - low) / 2
         last_share, spent_before = share, spent_until
     return bounds
-
-
-@lru_cache(maxsize=1)
-def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return Gauss-Legendre nodes and weights on [-1, 1], computed on first use because that takes a while."""
-    nodes, weights = np.polynomial.legendre.leggauss(400)
-    return nodes, weights
 
 
 def chance_to_decide(drop: float, error: float, share: float, pass_below: float, fail_above: float) -> float:

@@ -193,10 +193,5 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
     return math.ceil((spread / distance) ** 2)
 
 
-def detectable_difference(variance: float, n: int, confidence: float, power: float = POWER) -> float:
-    """Return the smallest true difference that ``n`` paired documents would have shown with ``power``."""
-    return (normal_quantile(confidence) + normal_quantile(power)) * math.sqrt(variance / n)
-
-
 def _exp(x: float) -> float:
     return math.exp(max(-700.0, min(700.0, x)))  # Far beyond any limit, but still a number that JSON can represent.

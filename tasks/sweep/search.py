@@ -257,8 +257,16 @@ class _Search:
             )
             if first.number in self.tables:
                 self.tables[number], self.recipes[number] = self.tables[first.number], self.recipes[first.number]
-        if is_halving:
-            self._rank_dropped(begin)
+        # Rank trials that halving dropped below all others of their generation, by the difference to the best of them.
+        sound = [trial for trial in self.trials[begin:] if not trial.problem]
+        best = best_of(sound, self.objective)
+        if is_halving and best is not None and not self.objective.multi_objective:
+            lowest = min(trial.scores[0] for trial in sound if not trial.dropped)
+            race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
+            for trial in sound:
+                if trial.dropped and trial.number in self.tables:
+                    score = best.scores[0] + race.difference(self.tables[trial.number])
+                    self.trials[trial.number] = replace(trial, scores=(min(score, lowest),))
         for key, first in self.first_of.items():
             if first.number >= begin:
                 self.first_of[key] = self.trials[first.number]
@@ -282,19 +290,6 @@ class _Search:
         results = score_once(requests, self.score_all, self.ledger, directory=self.directory, on_scored=count)
         self.finished = 0
         return list(results)
-
-    def _rank_dropped(self, begin: int) -> None:
-        """Rank dropped trials below all others of their generation, by the difference to the best of them."""
-        generation = [trial for trial in self.trials[begin:] if not trial.problem]
-        best = best_of(generation, self.objective)
-        if best is None or self.objective.multi_objective:
-            return
-        lowest = min(trial.scores[0] for trial in generation if not trial.dropped)
-        race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
-        for trial in generation:
-            if trial.dropped and trial.number in self.tables:
-                score = best.scores[0] + race.difference(self.tables[trial.number])
-                self.trials[trial.number] = replace(trial, scores=(min(score, lowest),))
 
     def _add(self, trial: Trial, request: TrialRequest, scores: TrialScores) -> None:
         """Add a trial with its scores. ``trial`` has everything else."""

@@ -6,15 +6,16 @@ import math
 
 import numpy as np
 import pytest
+from gate_samples import paired
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.regression import decide_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
     binary_bounds,
     binary_difference,
-    detectable_difference,
     documents_needed,
     expected_maximum,
     likelihood_ratio,
@@ -168,7 +169,8 @@ def test_the_needed_documents_decide_four_times_in_five() -> None:
 
 def test_the_detectable_drop_matches_the_published_table() -> None:
     # GSM8K at accuracy 0.75 and correlation 0.8 has discordance 0.075 and a standard error of 0.75 points.
-    assert 100 * detectable_difference(0.075, 1319, 0.95) == pytest.approx(1.87, abs=0.02)
+    measured = measure_guard(Guard(task="gsm8k", guarded_by="base"), "acc,none", paired(49, 48, 1319), True)
+    assert judge_guards([measured], 0.95)[0].detectable_drop == pytest.approx(1.87, abs=0.02)
 
 
 @pytest.mark.parametrize(
