@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from mergegate.merge_core.errors import InvalidInput
 
@@ -113,13 +110,3 @@ def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[
         return node
 
     return {name: relocate(value, str(name)) for name, value in recipe.items()}
-
-
-def format_recipe(recipe: Mapping[str, Any], comment: str) -> str:
-    """Return the recipe as YAML, with a comment above it that states its origin."""
-    lines = "\n".join(textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# "))
-    return (
-        lines
-        + "\n"
-        + yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
-    )
