@@ -41,6 +41,16 @@ _SAMPLES = (20_000, 100_000)  # Fewest and most samples.
 _AT_ONCE = 1_000_000  # Numbers per batch, 8 MB.
 
 
+def effective_clusters(sizes: Sequence[int]) -> float:
+    """Return the number of equal clusters that carry as much information if clusters differ: ``1 / sum(w_g^2)``.
+
+    It never exceeds the number of clusters. See Carter, Schnepel & Steigerwald (2017, Rev. Econ. Stat. 99:698), with
+    clusters of one variance and fully correlated documents.
+    """
+    total = sum(sizes)
+    return 1.0 / sum((size / total) ** 2 for size in sizes)
+
+
 def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
     """Check that the clusters suffice to draw conclusions about other clusters.
 
@@ -67,10 +77,7 @@ def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
         raise InvalidInput(
             location, found=description, expected=f"{MIN_CLUSTERS:g} or more, preferably dozens", remedy=remedy
         )
-    # Number of equal clusters that carry as much information if clusters differ: ``1 / sum(w_g^2)``. See Carter,
-    # Schnepel & Steigerwald (2017, Rev. Econ. Stat. 99:698), with clusters of one variance and fully correlated
-    # documents.
-    effective = 1.0 / sum((size / len(clusters)) ** 2 for size in sizes.values())
+    effective = effective_clusters(list(sizes.values()))
     if effective < MIN_CLUSTERS - 1e-9:
         name, most = sizes.most_common(1)[0]
         raise InvalidInput(
@@ -129,6 +136,7 @@ def critical_value(sizes: tuple[int, ...], confidence: float) -> float:
 
     Args:
         sizes: Number of documents of each cluster, ascending.
+        confidence: One-sided confidence, in (0, 1).
     """
     largest = 0.0
     for ratios in _ratios(sizes):

@@ -21,6 +21,7 @@ from mergegate.tasks.gate.clusters import (
     cluster_errors,
     clustered_difference,
     critical_value,
+    effective_clusters,
 )
 from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.settings import Guard
@@ -126,13 +127,10 @@ def test_the_clustered_interval_is_never_narrower_than_without_clusters() -> Non
 
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
-    [((7,) * 9, 9.0), ((1, 1, 2), 16 / 6), ((50,) * 19 + (950,), 1 / (0.25 + 19 / 38**2))],
+    [((7,) * 9, 9.0), ((1, 1, 2), 16 / 6), ((10,), 1.0), ((50,) * 19 + (950,), 1 / (0.25 + 19 / 38**2))],
 )
 def test_unequal_clusters_count_as_fewer(sizes: tuple[int, ...], wanted: float) -> None:
-    clusters = [str(name) for name, size in enumerate(sizes) for _ in range(size)]
-    with pytest.raises(InvalidInput) as raised:
-        check_clusters(clusters, "task", "mmlu")
-    assert f"{len(sizes)} clusters that count as {wanted:.1f} of equal size" in raised.value.found
+    assert effective_clusters(sizes) == pytest.approx(wanted)
 
 
 def test_too_few_clusters_are_rejected_with_a_remedy() -> None:

@@ -94,7 +94,7 @@ def _winner_value(content: SweepContent) -> str:
 
 
 def sweep_consequence(content: SweepContent) -> str:
-    """Return what happens after the sweep."""
+    """Return the sentence that says what happens after the sweep."""
     if not content.finished:
         return "It goes on where it was when it is started again: nothing is scored twice."
     if sweep_outcome(content) == "pass":
