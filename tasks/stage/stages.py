@@ -51,7 +51,7 @@ from mergegate.tasks.stage.input_guard import pinned_inputs, read_pinned, requir
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 from mergegate.tasks.stage.progress import StageStatus, report_stage
 from mergegate.tasks.stage.project import home, shared_store
-from mergegate.tasks.stage.usage import record_stage, running_flow, runs_directory
+from mergegate.tasks.stage.usage import record_stage, running_flow_id, runs_directory
 from mergegate.tasks.store import (
     Artifact,
     BuildCallbacks,
@@ -259,7 +259,7 @@ class DeclaredStage(Generic[P, V, A]):
                 raise WorkRequired(f"{call.label}: {miss}") from None
         else:
             artifact, status = self._build(call)
-        if status != "cached" and isinstance(artifact, Artifact) and (run := running_flow()) is not None:
+        if status != "cached" and isinstance(artifact, Artifact) and (run := running_flow_id()) is not None:
             record_created(runs_directory(), run, directory_bytes(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status

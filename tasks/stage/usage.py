@@ -77,7 +77,7 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
         in_run_only: Whether to record nothing outside of a flow, for callers that only read the artifact.
     """
     runs = runs_directory()
-    run = running_flow()
+    run = running_flow_id()
     if run is not None and record_use(runs, run, stage, key, subject):
         return
     if run is None and not in_run_only:
@@ -93,7 +93,7 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
 
 def created_bytes() -> int:
     """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
-    run = running_flow()
+    run = running_flow_id()
     record = read_run(runs_directory(), run) if run is not None else None
     return record.bytes_created if record else 0
 
@@ -126,7 +126,7 @@ def keep_quota() -> str:
     return summary
 
 
-def running_flow() -> str | None:
+def running_flow_id() -> str | None:
     """Return the ID of the flow run that this thread works for, on this machine or on a cluster worker."""
     if "prefect" not in sys.modules:
         return None
