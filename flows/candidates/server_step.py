@@ -66,7 +66,7 @@ def parse_adam(settings: object, location: str) -> Adam | None:
 
 
 def with_momentum(round_document: Document, before: str, momentum: float) -> tuple[Document, ...]:
-    """Return the round, and a step that continues the last one (from ``before`` to its base)."""
+    """Return the round and a momentum step that repeats the last round's update, from ``before`` to its base."""
     models = [
         {"model": ROUND, "parameters": {"weight": 1.0}},
         {"model": before, "parameters": {"weight": -momentum}},
