@@ -33,10 +33,9 @@ from mergegate.flows.attempt import (
     JudgedMerge,
     assess_merge,
     judge_answers,
-    measure_ensemble,
     proposed_remedy,
     serve_merge,
-    tuned_remedy,
+    with_tuned_candidate,
 )
 from mergegate.flows.outcome import (
     RunOutcome,
@@ -65,13 +64,14 @@ from mergegate.tasks.merge import (
     prepare_recipe,
     select_named_parents,
 )
+from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import find_anchor, find_champion
 from mergegate.tasks.publish.targets import Target
 from mergegate.tasks.report import Report, ReportContent, write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
-from mergegate.tasks.stage import announce, require_work_allowed, store
+from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
 from mergegate.tasks.store import Artifact
 
 # Judgments of a merge that passed the gate, in this order. The first refusal skips the rest. A judge costs money and a
@@ -139,7 +139,7 @@ def make_release(
         assert preflight.evidence is not None  # otherwise the preflight would have raised its problem
 
         attempt, earlier = try_candidates(
-            add_tuned_candidate(preflight.cleared, profile, runner),
+            with_tuned_candidate(preflight.cleared, profile, runner),
             profile,
             preflight.evidence,
             judgments,
@@ -162,15 +162,6 @@ def make_release(
     if not (attempt.is_good and profile.publish and publishing):
         return reported_outcome(content, report, None)
     return publish_attempt(profile, profile.publish, attempt, content, report, names)
-
-
-def add_tuned_candidate(
-    cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner
-) -> Iterator[ClearedCandidate]:
-    """Yield the recipe and its written remedies, then the recipe at its best scale if the profile tunes it."""
-    yield from cleared
-    if profile.scale_search and (tuned := tuned_remedy(cleared[0], profile, runner)):
-        yield tuned
 
 
 def try_candidates(
@@ -244,7 +235,10 @@ def make_attempt(
     explanation = explain_merge(
         adapted_recipe, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks
     )
-    ensemble = measure_ensemble(parents, evidence)
+    ensemble = None  # the likelihoods of the held-out text under all parents together
+    members = tuple(parent for parent in parents if not parent.is_base)
+    if evidence.ensemble and evidence.documents is not None and evidence.windows is not None and len(members) > 1:
+        ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
     for judgment in judgments:
         if all(verdict.publishable for verdict in verdicts):

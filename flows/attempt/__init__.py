@@ -6,7 +6,7 @@
 * ``search`` looks for the recipe to merge.
 """
 
-from mergegate.flows.attempt.assessment import Assessment, assess_merge, measure_ensemble
+from mergegate.flows.attempt.assessment import Assessment, assess_merge
 from mergegate.flows.attempt.attempt import (
     AlreadyReleased,
     Attempt,
@@ -24,7 +24,7 @@ from mergegate.flows.attempt.search import (
     run_confirmation,
     run_search,
     sweep_candidates,
-    tuned_remedy,
+    with_tuned_candidate,
 )
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "JudgedMerge",
     "assess_merge",
     "judge_answers",
-    "measure_ensemble",
     "open_remedies",
     "open_trial_pool",
     "prepare_search",
@@ -46,5 +45,5 @@ __all__ = [
     "run_search",
     "serve_merge",
     "sweep_candidates",
-    "tuned_remedy",
+    "with_tuned_candidate",
 ]

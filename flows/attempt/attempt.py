@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -119,7 +120,28 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
     digests: dict[str, str] = {}
     for previous in attempts:
         digests |= digests_of(previous) if isinstance(previous, Attempt) else {}
-    refused = [*_refused_before(attempt, frozenset(digests.values()))]
+    refused = []
+
+    gate = attempt.assessment.verdict.value
+    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
+    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
+    for record in read_history(home() / "reports").records:
+        limits = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
+        # A guard that refused that run is in this gate too, and allows no more.
+        is_as_strict = not skipped.isdisjoint(limits) or any(
+            (limit := limits.get((guard.task, guard.reference))) is not None and guard.max_drop <= limit
+            for guard in gate.guards
+        )
+        if record.status != "refused" or not is_as_strict:
+            continue
+        documents: Sequence[object] = ()
+        with suppress(InvalidInput):  # the history truncates long recipes
+            documents = parse_yaml(record.recipe, "a recipe of the history")
+        if len(documents) == 1 and isinstance(documents[0], Mapping):
+            # A model name is replaced by its content if a model of this run has the same.
+            names = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests.values()}
+            refused.append(normalize_recipe(documents[0], names))
+
     for previous in attempts:
         if (document := previous.cleared.candidate.document) is not None:
             names = digests_of(previous) if isinstance(previous, Attempt) else digests
@@ -151,29 +173,3 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
             except MergegateError as error:
                 announce(f"skipped the remedy {remedy.text()}: {error.found}")
     return None
-
-
-def _refused_before(attempt: Attempt, digests: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Yield the recipes of earlier runs that were refused by a guard at least as strict.
-
-    Model names are replaced by content if their digest is one of ``digests``.
-    """
-    gate = attempt.assessment.verdict.value
-    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
-    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
-    for record in read_history(home() / "reports").records:
-        limits = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
-        # A guard that refused that run is in this gate too, and allows no more.
-        is_as_strict = not skipped.isdisjoint(limits) or any(
-            (limit := limits.get((guard.task, guard.reference))) is not None and guard.max_drop <= limit
-            for guard in gate.guards
-        )
-        if record.status != "refused" or not is_as_strict:
-            continue
-        try:
-            documents = parse_yaml(record.recipe, "a recipe of the history")
-        except InvalidInput:  # the history truncates long recipes
-            continue
-        if len(documents) == 1 and isinstance(documents[0], Mapping):
-            names = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests}
-            yield normalize_recipe(documents[0], names)

@@ -86,7 +86,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="free values of the recipe, and an objective",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe, candidates = profile.searched_recipe(), sweep_candidates(profile)
+    recipe, candidates = profile.searched_recipe, sweep_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)
     assert ready.evidence is not None
     # Every model that a candidate may use, once each.
@@ -165,7 +165,7 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
         InvalidInput: A recipe is invalid, or its placeholders and the parameters do not match.
     """
     assert profile.sweep is not None
-    recipe = profile.searched_recipe()
+    recipe = profile.searched_recipe
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
     files = [searched_recipe(Path(file), profile.root, "sweep.baselines") for file in profile.sweep.baselines]
     hand_written = [
@@ -208,25 +208,29 @@ def run_confirmation(pool: TrialPool, study: Study) -> Confirmation | NothingToC
     return verdict
 
 
-def tuned_remedy(cleared: ClearedCandidate, profile: Profile, runner: Runner) -> ClearedCandidate | None:
-    """Return the profile's own recipe at the scale that a search found, or None if no scale was confirmed.
+def with_tuned_candidate(
+    cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner
+) -> Iterator[ClearedCandidate]:
+    """Yield the recipe and its written remedies, then the recipe at the scale that a search finds and confirms.
 
-    The new recipe has passed all checks.
+    mergegate searches only for a profile with the remedy ``tune: scale``, and only after all others were refused.
 
     Args:
-        cleared: Recipe to tune.
-        profile: Profile with the remedy ``tune: scale``.
+        cleared: Recipe to tune, and its written remedies.
+        profile: Profile of the run.
         runner: Runner that scores the trials.
     """
-    assert profile.scale_search is not None
+    yield from cleared
+    if profile.scale_search is None:
+        return
     require_work_allowed("search for a scale")
     announce("remedy: a search for the scale")
     search = prepare_search(profile.scale_search)
     with open_trial_pool(search, profile.scale_search, runner) as pool:
         study = run_search(pool)
         verdict = run_confirmation(pool, study)
-    if not isinstance(verdict, Confirmation) or not verdict.confirmed:
-        return None
-    change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
-    candidate = changed_candidate(cleared.candidate, change, profile.root, f"profile {profile.name}: tune: scale")
-    return clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)
+    if isinstance(verdict, Confirmation) and verdict.confirmed:
+        change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
+        location = f"profile {profile.name}: tune: scale"
+        candidate = changed_candidate(cleared[0].candidate, change, profile.root, location)
+        yield clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)

@@ -81,15 +81,6 @@ def searched_recipe(written: Written, root: Path, location: str) -> SearchedReci
     return SearchedRecipe(documents[0], file.parent, str(file))
 
 
-def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path, location: str) -> Candidate:
-    """Build the candidate that these documents would describe as a file in ``directory``.
-
-    Raises:
-        InvalidInput: The recipe is invalid.
-    """
-    return _inline(documents, "", directory, location)
-
-
 def candidate_recipes(
     own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, label: str
 ) -> tuple[Candidate, ...]:
@@ -107,7 +98,7 @@ def candidate_recipes(
     if isinstance(own, Candidate):
         first = own
     elif isinstance(own, SearchedRecipe):
-        first = _inline([own.document], "", own.directory, own.location)
+        first = recipe_of_documents([own.document], own.directory, own.location)
     else:
         first = _candidate(own, "", root, f"{label}: recipe")
     first = replace(first, change={})
@@ -115,7 +106,9 @@ def candidate_recipes(
     for position, remedy in enumerate(remedies):
         location = f"{label}: remedies[{position}]"
         if isinstance(remedy, SearchedRecipe):
-            candidates.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.location))
+            candidates.append(
+                recipe_of_documents([remedy.document], remedy.directory, remedy.location, "another recipe")
+            )
         elif isinstance(remedy, Path):
             candidates.append(_candidate(remedy, str(remedy), root, location))
         elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
@@ -140,9 +133,8 @@ def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path
     """
     assert original.document is not None
     words = ", ".join(f"{name}: {flow_yaml(value)}" for name, value in change.items())
-    candidate = _inline(
-        [apply_overrides(original.document, change, location)], words, original.recipe.directory or root, location
-    )
+    documents = [apply_overrides(original.document, change, location)]
+    candidate = recipe_of_documents(documents, original.recipe.directory or root, location, words)
     return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
 
@@ -150,10 +142,17 @@ def _candidate(written: Written, remedy: str, root: Path, location: str) -> Cand
     if isinstance(written, Path):
         file = root / written
         return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
-    return _inline([written], remedy, root, location)
+    return recipe_of_documents([written], root, location, remedy)
 
 
-def _inline(documents: Sequence[Mapping[str, Any]], remedy: str, directory: Path, location: str) -> Candidate:
+def recipe_of_documents(
+    documents: Sequence[Mapping[str, Any]], directory: Path, location: str, remedy: str = ""
+) -> Candidate:
+    """Build the candidate that these documents would describe as a file in ``directory``.
+
+    Raises:
+        InvalidInput: The recipe is invalid.
+    """
     plain = [dict(document) for document in documents]
     text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
     recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=location)

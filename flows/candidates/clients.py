@@ -130,9 +130,9 @@ def client_round(
     present = []
     for name, path in _client_directories(settings.patterns, directory, remarks, f"{location}: clients"):
         try:
-            adapter = _brings_adapter(path)
-            _require_same_tensors(start, _adapted(start, base, name, path) if adapter else open_checkpoint(path))
-            present.append(_Client(name, digest_of(path), _samples_of(name, path, samples), adapter))
+            _require_same_shapes(start, name, path, base)
+            count = float(samples[name]) if name in samples else _samples_in_card(name, path)
+            present.append(_Client(name, digest_of(path), count, adapter=_brings_adapter(path)))
         except (MergegateError, OSError) as error:
             reason = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
             for prefix in (path, path.absolute(), path.resolve()):  # a release shows the remark to others
@@ -270,33 +270,34 @@ def _brings_adapter(path: Path) -> bool:
     return is_adapter(path) and not (path / "config.json").exists()
 
 
-def _adapted(start: Checkpoint | None, base: str, name: str, path: Path) -> Checkpoint | None:
-    """Apply the adapter of a client to the model at the start of the round. None if that cannot be opened.
+def _require_same_shapes(start: Checkpoint | None, name: str, path: Path, base: str) -> None:
+    """Raise InvalidInput unless a client has the tensors of the model at the start of the round, in their shapes.
 
-    Raises:
-        InvalidInput: The adapter cannot be applied, or a recipe cannot name it.
+    An adapter is applied to that model first. If the model cannot be opened, only the client itself is checked.
     """
-    if "+" in base:
-        raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a base without an adapter")
-    if "@" in name or "+" in name:
-        raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name without these characters")
-    adapter = open_adapter(path)
-    return apply_adapter(start, adapter) if start else None
-
-
-def _require_same_tensors(base: Checkpoint | None, client: Checkpoint | None) -> None:
-    """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
-    for name, tensor in base.tensors.items() if base and client else ():
+    client: Checkpoint | None
+    if _brings_adapter(path):
+        if "+" in base:
+            raise InvalidInput(
+                f"base_model {base}", found="a base with an adapter", expected="a base without an adapter"
+            )
+        if "@" in name or "+" in name:
+            raise InvalidInput(
+                name, found="an adapter with @ or + in its name", expected="a name without these characters"
+            )
+        adapter = open_adapter(path)
+        client = apply_adapter(start, adapter) if start else None
+    else:
+        client = open_checkpoint(path)
+    for tensor_name, tensor in start.tensors.items() if start and client else ():
         assert client is not None
-        actual = client.tensors.get(name)
+        actual = client.tensors.get(tensor_name)
         if actual is None or actual.shape != tensor.shape:
             found = "missing" if actual is None else f"shape {list(actual.shape)}"
-            raise InvalidInput(name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
+            raise InvalidInput(tensor_name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
 
 
-def _samples_of(name: str, path: Path, declared: Mapping[str, float]) -> float | None:
-    if name in declared:
-        return float(declared[name])
+def _samples_in_card(name: str, path: Path) -> float | None:
     card = read_card(path)
     if card.problem and "samples" not in card.metadata:
         raise InvalidInput(f"{name}: {CARD}", found=card.problem, expected="a model card whose front matter is YAML")

@@ -71,7 +71,7 @@ class Profile(ProfileSettings):
             )
         if not self.evaluate:
             raise InvalidInput(location, found="no tasks", expected="evaluate.tasks, whose documents the search uses")
-        recipe = self.searched_recipe()
+        recipe = self.searched_recipe
         content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
         searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
         return Profile.model_validate({**dict(searching), "sweep": settings})
@@ -109,7 +109,7 @@ class Profile(ProfileSettings):
         _ = self._recipes_read
         recipe: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
-            searched = self.searched_recipe()
+            searched = self.searched_recipe
             recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.location))
         written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
         if (round_and_directory := self._client_round) is not None:
@@ -135,16 +135,13 @@ class Profile(ProfileSettings):
         )
         return new_round, directory
 
+    @cached_property
     def searched_recipe(self) -> SearchedRecipe:
-        """Return the recipe with its placeholders unfilled. It is read once.
+        """The recipe with its placeholders unfilled.
 
         Raises:
             InvalidInput: The recipe cannot be read or has several documents.
         """
-        return self._searched_recipe
-
-    @cached_property
-    def _searched_recipe(self) -> SearchedRecipe:
         _ = self._recipes_read
         return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
