@@ -112,10 +112,6 @@ class Watch:
         waits = partial(announce, "another look is judging the same candidate; waiting for it")
         return open_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge, waits)
 
-    def read_ledger(self) -> JudgedPairs:
-        """Read the current ledger."""
-        return read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
-
     def judge_new_pairs(self, ledger: JudgedPairs, now: Callable[[], float]) -> LookEvidence:
         """Judge new pairs, up to the limit of one look, oldest first, and store explanations for the lost ones.
 
@@ -160,6 +156,11 @@ class Watch:
             at: Time of the look, as a Unix timestamp.
         """
         return shadow_content(self.profile.name, self.settings, self.routing, evidence, at)
+
+    def current_content(self, now: Callable[[], float] = time.time) -> ShadowContent:
+        """Return the content of the page without judging or changing anything."""
+        ledger = read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
+        return self.content(self.read_evidence(ledger, now), now())
 
     def reported_state(self) -> ReportedState:
         """Return the state that the last look reported."""

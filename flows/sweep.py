@@ -22,7 +22,7 @@ from mergegate.flows.outcome import (
     conclude_flow,
     name_run,
     profile_name,
-    store_sweep_page,
+    store_page,
     sweep_report,
     within_limits,
 )
@@ -71,7 +71,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         study = run_search(pool, recorder)
         verdict = run_confirmation(pool, study)
     content = sweep_report(profile, search, study, verdict, power)
-    page = store_sweep_page(content)
+    page = store_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(
             status="refused",

@@ -23,7 +23,7 @@ from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import JointVerdict, Verdict, announce, combine_verdicts, home
+from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home
 from mergegate.tasks.store import Artifact
 
 E = TypeVar("E", bound=BaseModel)
@@ -79,6 +79,16 @@ class Attempt:
         """Joint verdict of all judgments."""
         return combine_verdicts(self.verdicts)
 
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome for the list of attempts on the report page."""
+        return self.verdict.outcome
+
+    @property
+    def reason(self) -> str:
+        """Main reason for the outcome, if there is one."""
+        return next(iter(self.verdict.reasons), "")
+
     def evidence_of(self, kind: type[E]) -> E | None:
         """Return the evidence of the given kind, or None if no verdict has it."""
         return next((verdict.evidence for verdict in self.verdicts if isinstance(verdict.evidence, kind)), None)
@@ -100,6 +110,12 @@ class FailedMerge:
     cleared: ClearedCandidate
     refusal: Refused
     is_good: bool = False
+    outcome: Outcome = "fail"
+
+    @property
+    def reason(self) -> str:
+        """Finding of the check that refused the merge."""
+        return str(self.refusal.found)
 
 
 def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:

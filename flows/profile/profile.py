@@ -74,7 +74,7 @@ class Profile(ProfileSettings):
         recipe = self.searched_recipe
         content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
         searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
-        return Profile.model_validate({**dict(searching), "sweep": settings})
+        return Profile.model_validate({**searching.settings(), "sweep": settings})
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return the recipe, then the remedies in order. They are read and parsed once.
@@ -147,4 +147,4 @@ class Profile(ProfileSettings):
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
         """Return this profile for another recipe, with paths relative to ``root`` and without remedies."""
-        return Profile.model_validate({**dict(self), "recipe": dict(recipe), "remedies": ()})
+        return Profile.model_validate({**self.settings(), "recipe": dict(recipe), "remedies": ()})

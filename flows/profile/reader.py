@@ -32,7 +32,9 @@ def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profi
         InvalidInput: The file cannot be read, is not YAML, or is not a valid profile.
     """
     if isinstance(source, Profile):
-        data = with_overrides({**dict(source), "root": source.root.absolute()}, overrides)
+        # An override may be below a section, so sections must be plain data.
+        settings = source.model_dump(exclude_unset=True) if overrides else source.settings()
+        data = with_overrides({**settings, "root": source.root.absolute()}, overrides)
         return parse_profile({**data, "overrides": (*source.overrides, *overrides)}, f"profile {source.name}")
     try:
         status = source.stat()

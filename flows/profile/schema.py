@@ -7,7 +7,7 @@ each stage. Relative paths are relative to the file (``root``), so a profile and
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -153,6 +153,10 @@ class ProfileSettings(ProfileSection):
             return self
         written = tuple(remedy for remedy in self.remedies if remedy != AUTO)
         return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the value of every key, without results that a profile caches."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
     def sweep_storage(self) -> str | None:
         """Return the file or URL of the sweep's study for Optuna's dashboard, or None."""
