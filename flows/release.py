@@ -41,7 +41,6 @@ from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
     public_names,
     report_content,
     reported_outcome,
@@ -50,7 +49,7 @@ from mergegate.flows.outcome import (
 )
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
@@ -199,29 +198,31 @@ def _refused(attempts: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> lis
 
 
 def make_attempt(
-    cleared: ClearedCandidate,
+    cleared_candidate: ClearedCandidate,
     profile: Profile,
     evidence: Evidence,
     judgments: Sequence[FurtherJudgment],
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch missing weights, merge, measure, judge and explain one candidate."""
-    recipe = cleared.candidate.recipe
-    fetch_weights(cleared.parents, store().hashes)
-    parents = pin_checkpoints(cleared.parents, store().hashes, profile.checks.code.trusted)
+    recipe = cleared_candidate.candidate.recipe
+    fetch_weights(cleared_candidate.parents, store().hashes)
+    parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
     pinned = PinnedRecipe(recipe, parents)
     try:
-        merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
+        merged = merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
+            pinned, numerics(profile.merge)
+        )
     except Refused as refusal:
-        return FailedMerge(cleared, refusal)
+        return FailedMerge(cleared_candidate, refusal)
     model = merged_model(merged, pinned)
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = find_champion(profile.publish, profile.root, model, store().hashes)
         if champion and champion.complete and champion.digest == model.digest:
-            return AlreadyReleased(cleared, champion)
+            return AlreadyReleased(cleared_candidate, champion)
     if champion:
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
@@ -233,7 +234,7 @@ def make_attempt(
     gate = assessment.verdict.value
     adapted_recipe = replace(pinned, parents=parents)
     explanation = explain_merge(
-        adapted_recipe, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks
+        adapted_recipe, model, cleared_candidate.candidate.document, gate, assessment.scores, evidence.tasks
     )
     ensemble = None  # the likelihoods of the held-out text under all parents together
     members = tuple(parent for parent in parents if not parent.is_base)
@@ -245,7 +246,7 @@ def make_attempt(
             verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
             verdicts += [verdict] if verdict else []
     return Attempt(
-        cleared,
+        cleared_candidate,
         pinned,
         merged,
         assessment,
@@ -271,8 +272,10 @@ def publish_attempt(
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
-    def publish_now(approved: str | None = None) -> RunOutcome:
-        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved)
+    def publish_now(approved_digest: str | None = None) -> RunOutcome:
+        result = publish(
+            target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved_digest
+        )
         return reported_outcome(content, report, result)
 
     if target.approval_settings is None:
@@ -289,4 +292,4 @@ def publish_attempt(
     if not decision.publish:
         refusal = {"message": f"{decision.version} is not released", "reasons": (decision.text(),)}
         return unpublished.model_copy(update={"status": "refused", **refusal})
-    return publish_now(approved=decision.digest).model_copy(update={"reasons": (decision.text(),)})
+    return publish_now(approved_digest=decision.digest).model_copy(update={"reasons": (decision.text(),)})

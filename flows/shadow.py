@@ -27,12 +27,11 @@ from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
     store_page,
     within_limits,
 )
 from mergegate.flows.prefect_api import ApprovalRequest, request_decision
-from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.shadow_watch import Watch, open_watch
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.publish import PendingRelease

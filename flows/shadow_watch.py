@@ -129,11 +129,11 @@ class Watch:
             with report_stage("judge", "") as stage:
                 count = 0
 
-                def note(pair: SampledPair, judged: JudgedPair, votes: Sequence[Judgment]) -> None:
+                def note(pair: SampledPair, judged_pair: JudgedPair, votes: Sequence[Judgment]) -> None:
                     nonlocal count
                     count += 1
                     advance(count, len(sample.pairs), "pairs")
-                    if judged.score == 0:
+                    if judged_pair.score == 0:
                         lost.append(lost_pair(pair, votes))
 
                 ledger.judge(sample.pairs, self.settings.judge, self.settings.judge, now=now, on_judged=note)
@@ -185,7 +185,7 @@ class Watch:
         recorded = partial(self.records.pairs, self.routing.candidate, None)
         return sample_pairs(recorded, judged=ledger.by_session, half_judged=ledger.half_judged, limit=limit)
 
-    def _evidence(self, ledger: JudgedPairs, sample: Sample, lost: Sequence[LostPair]) -> LookEvidence:
+    def _evidence(self, ledger: JudgedPairs, sample: Sample, lost_pairs: Sequence[LostPair]) -> LookEvidence:
         start = time.time() - _ARMS_PERIOD_S
         # A server that was repaired and is watched again is not killed for its earlier errors.
         rows = self.records.arms(self.routing.candidate, max(start, self.routing.since) if self.is_open else start)
@@ -205,7 +205,7 @@ class Watch:
             for name, count in counts.items()
             if name.startswith(_LEFT_OUT) and count
         }
-        return LookEvidence(verdict, ledger.pairs, sample, lost, not_recorded)
+        return LookEvidence(verdict, ledger.pairs, sample, lost_pairs, not_recorded)
 
 
 def shadow_settings(profile: Profile) -> ShadowSettings:

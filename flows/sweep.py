@@ -21,12 +21,11 @@ from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
     store_page,
     sweep_report,
     within_limits,
 )
-from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.report import sweep_sentence

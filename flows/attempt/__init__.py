@@ -20,7 +20,6 @@ from mergegate.flows.attempt.judgments import judge_answers, serve_merge
 from mergegate.flows.attempt.search import (
     open_trial_pool,
     prepare_search,
-    recipe_labels,
     run_confirmation,
     run_search,
     sweep_candidates,
@@ -40,7 +39,6 @@ __all__ = [
     "open_trial_pool",
     "prepare_search",
     "proposed_remedy",
-    "recipe_labels",
     "run_confirmation",
     "run_search",
     "serve_merge",

@@ -130,8 +130,8 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
     if recipe is None:
         return attempt.explanation.remedies
 
-    def digests_of(judged: Attempt) -> dict[str, str]:
-        return {parent.ref: parent.digest[:_DIGITS] for parent in judged.pinned.parents}
+    def digests_of(judged_attempt: Attempt) -> dict[str, str]:
+        return {parent.ref: parent.digest[:_DIGITS] for parent in judged_attempt.pinned.parents}
 
     digests: dict[str, str] = {}
     for previous in attempts:

@@ -116,7 +116,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         HandWritten(profile.name, space.fill_recipe(space.start), recipe.directory),
         *(
             HandWritten(label, candidate.document or {}, recipe.directory)
-            for label, candidate in zip(recipe_labels(profile), candidates.by_hand, strict=True)
+            for label, candidate in zip(candidates.labels, candidates.by_hand, strict=True)
         ),
     )
     # Changes are measured from the base or, without a base, from the first parent.
@@ -152,10 +152,13 @@ class NamedCandidates(NamedTuple):
         searched: The recipe with its placeholders at their start values, followed by variants that each make one other
             choice.
         by_hand: Recipes that a winner must beat, in profile order, with paths relative to the searched recipe.
+        labels: Label of each recipe in ``by_hand``: the stem of its file name, or its path as in the profile if two
+            files share a stem.
     """
 
     searched: tuple[Candidate, ...]
     by_hand: tuple[Candidate, ...]
+    labels: tuple[str, ...]
 
 
 def sweep_candidates(profile: Profile) -> NamedCandidates:
@@ -177,18 +180,12 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
         profile.root,
         f"profile {profile.name}",
     )
-    return NamedCandidates(recipes[: 1 + len(choices)], recipes[1 + len(choices) :])
-
-
-def recipe_labels(profile: Profile) -> list[str]:
-    """Return labels for the additional recipes that a winner must beat.
-
-    A label is the stem of the file name. If two files share a stem, it is the path as written in the profile.
-    """
-    assert profile.sweep is not None
-    files = profile.sweep.baselines
-    names = [profile.name, *(Path(file).stem for file in files)]
-    return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
+    stems = [Path(file).stem for file in profile.sweep.baselines]
+    labels = tuple(
+        file if [profile.name, *stems].count(stem) > 1 else stem
+        for file, stem in zip(profile.sweep.baselines, stems, strict=True)
+    )
+    return NamedCandidates(recipes[: 1 + len(choices)], recipes[1 + len(choices) :], labels)
 
 
 def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] | None = None) -> Study:
@@ -209,18 +206,18 @@ def run_confirmation(pool: TrialPool, study: Study) -> Confirmation | NothingToC
 
 
 def with_tuned_candidate(
-    cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner
+    candidates: Sequence[ClearedCandidate], profile: Profile, runner: Runner
 ) -> Iterator[ClearedCandidate]:
     """Yield the recipe and its written remedies, then the recipe at the scale that a search finds and confirms.
 
     mergegate searches only for a profile with the remedy ``tune: scale``, and only after all others were refused.
 
     Args:
-        cleared: Recipe to tune, and its written remedies.
+        candidates: Recipe to tune, and its written remedies.
         profile: Profile of the run.
         runner: Runner that scores the trials.
     """
-    yield from cleared
+    yield from candidates
     if profile.scale_search is None:
         return
     require_work_allowed("search for a scale")
@@ -232,5 +229,5 @@ def with_tuned_candidate(
     if isinstance(verdict, Confirmation) and verdict.confirmed:
         change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
         location = f"profile {profile.name}: tune: scale"
-        candidate = changed_candidate(cleared[0].candidate, change, profile.root, location)
+        candidate = changed_candidate(candidates[0].candidate, change, profile.root, location)
         yield clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)

@@ -62,15 +62,15 @@ class SearchedRecipe:
     location: str
 
 
-def searched_recipe(written: Written, root: Path, location: str) -> SearchedRecipe:
+def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecipe:
     """Read a recipe whose placeholders are still unfilled. A relative path is relative to ``root``.
 
     Raises:
         InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
     """
-    if not isinstance(written, Path):
-        return SearchedRecipe(written, root, f"{location}: recipe")
-    file = root / written
+    if not isinstance(source, Path):
+        return SearchedRecipe(source, root, f"{location}: recipe")
+    file = root / source
     documents = read_yaml(file, "a recipe (YAML)")
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
         raise InvalidInput(
@@ -82,12 +82,15 @@ def searched_recipe(written: Written, root: Path, location: str) -> SearchedReci
 
 
 def candidate_recipes(
-    own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, label: str
+    own_recipe: Written | SearchedRecipe | Candidate,
+    remedies: Sequence[Written | SearchedRecipe],
+    root: Path,
+    label: str,
 ) -> tuple[Candidate, ...]:
-    """Read the recipe ``own`` and its remedies. Relative paths are relative to ``root``.
+    """Read the recipe ``own_recipe`` and its remedies. Relative paths are relative to ``root``.
 
     Args:
-        own: Recipe of the profile. It may already be parsed.
+        own_recipe: Recipe of the profile. It may already be parsed.
         remedies: Remedies in order. For a searched recipe, all placeholders must be filled.
         root: Directory that paths are relative to.
         label: Name of the profile in messages.
@@ -95,12 +98,12 @@ def candidate_recipes(
     Raises:
         InvalidInput: A recipe is invalid, or a change does not fit the recipe.
     """
-    if isinstance(own, Candidate):
-        first = own
-    elif isinstance(own, SearchedRecipe):
-        first = recipe_of_documents([own.document], own.directory, own.location)
+    if isinstance(own_recipe, Candidate):
+        first = own_recipe
+    elif isinstance(own_recipe, SearchedRecipe):
+        first = recipe_of_documents([own_recipe.document], own_recipe.directory, own_recipe.location)
     else:
-        first = _candidate(own, "", root, f"{label}: recipe")
+        first = _candidate(own_recipe, "", root, f"{label}: recipe")
     first = replace(first, change={})
     candidates = [first]
     for position, remedy in enumerate(remedies):
@@ -138,11 +141,11 @@ def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path
     return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
 
-def _candidate(written: Written, remedy: str, root: Path, location: str) -> Candidate:
-    if isinstance(written, Path):
-        file = root / written
+def _candidate(source: Written, remedy: str, root: Path, location: str) -> Candidate:
+    if isinstance(source, Path):
+        file = root / source
         return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
-    return recipe_of_documents([written], root, location, remedy)
+    return recipe_of_documents([source], root, location, remedy)
 
 
 def recipe_of_documents(

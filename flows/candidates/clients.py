@@ -81,15 +81,15 @@ class _Client:
         return f"{base}+{self.name}" if self.adapter else self.name
 
 
-def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
+def clients_document(source: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
     """Return a recipe of clients and the directory of its paths, or None for any other recipe."""
-    document: object = written
+    document: object = source
     directory = root
-    if isinstance(written, Path):
+    if isinstance(source, Path):
         documents: Sequence[object] = ()
         with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
-            documents = read_yaml(root / written, "a recipe in YAML")
-        document, directory = documents[0] if len(documents) == 1 else None, (root / written).parent
+            documents = read_yaml(root / source, "a recipe in YAML")
+        document, directory = documents[0] if len(documents) == 1 else None, (root / source).parent
     return (document, directory) if isinstance(document, Mapping) and "clients" in document else None
 
 
@@ -98,7 +98,7 @@ def client_round(
     directory: Path,
     location: str,
     *,
-    released: Path | None,
+    last_release: Path | None,
     digest_of: Callable[[Path], str],
     find_state: Callable[[str], Path | None] = lambda stored: None,
 ) -> ClientRound:
@@ -108,7 +108,7 @@ def client_round(
         document: A recipe of clients.
         directory: Directory that its paths are relative to.
         location: Name of the recipe in messages.
-        released: Checkpoint that is published now. None before the first round.
+        last_release: Checkpoint that is published now. None before the first round.
         digest_of: Function that returns the digest of a directory, such as :func:`client_digest`.
         find_state: Function that finds stored optimizer state by its location in a provenance.
 
@@ -118,7 +118,7 @@ def client_round(
     """
     settings = _parse_settings(document, location)
     samples, at_least = settings.samples, settings.at_least
-    base = os.path.relpath(released, directory) if released else document.get("base_model")
+    base = os.path.relpath(last_release, directory) if last_release else document.get("base_model")
     if not isinstance(base, str):
         raise InvalidInput(
             location, found="no 'base_model'", expected="the model that the clients of the first round started from"
@@ -138,15 +138,15 @@ def client_round(
             for prefix in (path, path.absolute(), path.resolve()):  # a release shows the remark to others
                 reason = reason.replace(f"{prefix}/", "").replace(str(prefix), "its directory")
             remarks.append(f"{name}: left out: {reason}")
-    used = used_digests(released) if released else frozenset()
+    used = used_digests(last_release) if last_release else frozenset()
     late = [client for client in present if client.digest in used]
     participants = [client for client in present if client.digest not in used]
-    if released and len(participants) < at_least:
+    if last_release and len(participants) < at_least:
         reason = f"{len(participants)} of {len(present)} clients have a new model"
         minimum = f", at least {at_least} required" if participants else ""
         remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round is used again")
-        if is_reproducible(released, directory, digest_of):
-            return ClientRound(last_recipe(released), remarks_and_reason)
+        if is_reproducible(last_release, directory, digest_of):
+            return ClientRound(last_recipe(last_release), remarks_and_reason)
         # The recipe would now build something else, or fail.
         unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
         return ClientRound((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
@@ -158,21 +158,21 @@ def client_round(
             remedy="wait for more clients, or lower at_least",
         )
     remarks += [f"{client.name}: left out: the last round already includes this model" for client in late]
-    if released:
-        remarks.append(f"the round starts from the last release, {released.name}")
+    if last_release:
+        remarks.append(f"the round starts from the last release, {last_release.name}")
     recipe = _recipe(document, base, participants, location)
     documents: tuple[Mapping[str, Any], ...] = (recipe,)
     if settings.adam:
-        states = optimizer_states(released, find_state, digest_of) if released else {}
+        states = optimizer_states(last_release, find_state, digest_of) if last_release else {}
         documents = with_adam(
             recipe, {name: os.path.relpath(state, directory) for name, state in states.items()}, settings.adam
         )
         if states:
             remarks.append("Adam continues with the state of the last round")
-        elif released:
+        elif last_release:
             remarks.append("Adam starts again, because the state of the last round does not exist")
-    elif settings.momentum and released:
-        if earlier_base := previous_base(released, directory, digest_of):
+    elif settings.momentum and last_release:
+        if earlier_base := previous_base(last_release, directory, digest_of):
             remarks.append(f"{settings.momentum:g} times the last step, from {Path(earlier_base).name}, is repeated")
             documents = with_momentum(recipe, earlier_base, settings.momentum)
         else:

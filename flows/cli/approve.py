@@ -109,7 +109,7 @@ class TerminalApproval:
                 remedy=f"approve it in advance: mergegate {'run' if request.verb == 'publish' else 'shadow evaluate'} "
                 "--approve; or use mergegate trigger, whose run waits for approval",
             )
-        with self._progress.paused():
+        with self._progress.pause():
             self._console.print(Markdown(request.summary))
             try:
                 answer = self._console.input(f"{request.verb} {request.name} {version}? \\[y/N] ").strip().lower()

@@ -145,12 +145,14 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
     return RunOutcome(status="refused", message=message, reasons=verdict.reasons, content=content)
 
 
-def _guards(written: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]) -> tuple[Guard, ...]:
+def _guards(
+    profile_guards: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]
+) -> tuple[Guard, ...]:
     """Return the guards with lm-eval's task names, each compared with results that exist."""
     references = set(directories) - {MERGE}
     alone = references == {REFERENCE}
     guards = []
-    for position, guard in enumerate(written):
+    for position, guard in enumerate(profile_guards):
         if not alone and not reference_models(guard, directories, MERGE):
             raise InvalidInput(
                 f"{location}[{position}].guarded_by",

@@ -30,9 +30,9 @@ from mergegate.flows.cli.command import (
 from mergegate.flows.cli.json_events import EventLines, print_event
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import outcome_json, print_outcome
-from mergegate.flows.outcome import RunOutcome, archive_outcome, flow_outcome, profile_name, stopped_outcome
+from mergegate.flows.outcome import RunOutcome, archive_outcome, flow_outcome, stopped_outcome
 from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import MergegateError
 
 

@@ -68,15 +68,17 @@ def trigger_command(
         raise typer.Exit(ended.exit_code)
 
 
-def _find_target(name: str, schedules: Schedules | None, deployed: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+def _find_target(
+    name: str, schedules: Schedules | None, deployment_names: tuple[str, ...]
+) -> tuple[str, dict[str, str]]:
     """Return the full name of the deployment, and parameters that replace its own.
 
     ``release/release`` runs a file that is not deployed.
     """
-    if name in deployed:
+    if name in deployment_names:
         return name, {}
     file = Path(name)
-    by_name = [full_name for full_name in deployed if full_name.partition("/")[2] == name]
+    by_name = [full_name for full_name in deployment_names if full_name.partition("/")[2] == name]
     if by_name and not file.is_file():
         if len(by_name) > 1 and f"release/{name}" in by_name:
             return f"release/{name}", {}  # the others need their full name: shadow/NAME
@@ -94,12 +96,12 @@ def _find_target(name: str, schedules: Schedules | None, deployed: tuple[str, ..
                 return f"{entry.flow}/{load_profile(file).name}", {}
         load_profile(file)  # reports an invalid profile now
         return "release/release", {"profile": name}
-    names = [full_name.partition("/")[2] for full_name in deployed]
+    names = [full_name.partition("/")[2] for full_name in deployment_names]
     raise InvalidInput(
         name,
-        found="neither a deployed profile nor a file",
+        found="neither a deployment_names profile nor a file",
         expected="a profile in schedules.yaml, by its name or its file",
-        remedy=suggest(name, names) if deployed else "mergegate deploy",
+        remedy=suggest(name, names) if deployment_names else "mergegate deploy",
     )
 
 

@@ -9,7 +9,7 @@ The command line, ``--json`` and Prefect's pages all use the same frozen value::
 from mergegate.flows.outcome.archive import archive_outcome
 from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
 from mergegate.flows.outcome.report_content import public_names, report_content, sweep_report
-from mergegate.flows.outcome.run_names import name_run, profile_name, run_name
+from mergegate.flows.outcome.run_names import name_run, run_name
 from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, stopped_outcome, store_page
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "conclude_flow",
     "flow_outcome",
     "name_run",
-    "profile_name",
     "public_names",
     "report_content",
     "reported_outcome",

@@ -88,7 +88,7 @@ def report_content(
     parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
 
-    def measured(name: str) -> dict[str, object]:
+    def measurements(name: str) -> dict[str, object]:
         scores = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": scores, "likelihoods": likelihoods}
@@ -102,12 +102,17 @@ def report_content(
             revision=parent.revision,
             digest=parent.digest,
             licence=license.licenses[parent.name],
-            **measured(parent.name),
+            **measurements(parent.name),
         )
         for parent in attempt.pinned.parents
     ]
     merge_model = ReportedModel(
-        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
+        name=MERGED,
+        role="merge",
+        ref=profile.name,
+        digest=merged.digest,
+        licence=license.result,
+        **measurements(MERGED),
     )
     # The store entries of the evidence, in the order in which they were created.
     artifacts: list[tuple[StoredValue[Any], str]] = [
@@ -186,10 +191,10 @@ def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def _serving(served: ServedModels | None) -> dict[str, Any]:
-    if served is None:
+def _serving(models: ServedModels | None) -> dict[str, Any]:
+    if models is None:
         return {}
-    verdict = served.verdict
+    verdict = models.verdict
     return {
         "server": verdict.server,
         "served_as": verdict.way,
@@ -197,7 +202,7 @@ def _serving(served: ServedModels | None) -> dict[str, Any]:
         "serving": (
             *(
                 ReportedServing(name=name, measured=parent.measured, problem=parent.problem)
-                for name, parent in served.parents.items()
+                for name, parent in models.parents.items()
             ),
             ReportedServing(name=MERGED, measured=verdict.measured),
         ),

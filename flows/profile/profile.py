@@ -129,7 +129,7 @@ class Profile(ProfileSettings):
             document,
             directory,
             f"profile {self.name}: recipe",
-            released=released.directory if released else None,
+            last_release=released.directory if released else None,
             digest_of=lambda path: client_digest(path, store().hashes),
             find_state=find_optimizer_state,
         )

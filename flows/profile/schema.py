@@ -13,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.evaluation import find_backend
 from mergegate.tasks.gate import EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
 from mergegate.tasks.merge import MergeSettings
@@ -167,10 +166,3 @@ class ProfileSettings(ProfileSection):
         """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
         return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))
-
-    def dtypes_to_evaluate(self) -> tuple[str, ...]:
-        """Return the formats, as written, in which models are loaded for evaluation on this machine."""
-        dtypes = [str(self.perplexity.dtype)] if self.perplexity else []
-        if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
-            dtypes.append(self.evaluate.scoring.dtype)
-        return tuple(dtypes)
