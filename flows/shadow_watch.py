@@ -150,11 +150,7 @@ class Watch:
         return self._evidence(ledger, Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost)
 
     def content(self, evidence: LookEvidence, at: float) -> ShadowContent:
-        """Return the content of the page.
-
-        Args:
-            at: Time of the look, as a Unix timestamp.
-        """
+        """Return the content of the page for a look at the Unix time ``at``."""
         return shadow_content(self.profile.name, self.settings, self.routing, evidence, at)
 
     def current_content(self, now: Callable[[], float] = time.time) -> ShadowContent:
@@ -258,9 +254,7 @@ def shadow_content(
 ) -> ShadowContent:
     """Return the state of a watched release as one frozen value for its page.
 
-    Args:
-        routing: Routing after this look.
-        at: Time of the look, as a Unix timestamp.
+    ``routing`` is the routing after this look, and ``at`` is the Unix time of the look.
     """
     # Use the newest request so far for each point, so that the curve never goes back in time.
     newest = list(accumulate((pair.at for pair in evidence.judged), max))

@@ -77,8 +77,7 @@ def with_momentum(round_document: Document, before: str, momentum: float) -> tup
 def with_adam(round_document: Document, states: Mapping[str, str], adam: Adam) -> tuple[Document, ...]:
     """Return the round, both running means updated with it, and the step that follows from them.
 
-    Args:
-        states: Means of the earlier rounds, by name. Empty to start over.
+    ``states`` holds the means of the earlier rounds by name. If it is empty, the means start over.
     """
 
     def mean(name: str, method: str, keep: float) -> Document:

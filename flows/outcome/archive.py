@@ -44,6 +44,7 @@ def archive_outcome(
     """Return the outcome with the path of its archived page.
 
     Args:
+        outcome: Outcome to archive. Returned unchanged if archiving fails.
         name: Name of the profile, used if the outcome has none.
         began: Start of the run, on the monotonic clock.
         stages: Stages that ran, in the order in which they ended.

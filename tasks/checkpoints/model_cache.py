@@ -209,10 +209,7 @@ def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
 def make_room(size: int, device: str) -> None:
     """Drop the least recently used models until another one of ``size`` bytes fits next to the rest."""
     with _lock:
-        sizes = {
-            key: sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
-            for key, loaded in _loaded.items()
-        }
+        sizes = {key: _bytes_of(loaded) for key, loaded in _loaded.items()}
         count = len(sizes)
         memory = gpu_memory(device) if device.startswith("cuda") else system_memory()
         capacity = memory.available + _bytes_on(device, sizes) if memory else 0
@@ -247,6 +244,10 @@ def _release_memory() -> None:
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _bytes_of(loaded: LoadedModel) -> int:
+    return sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
 
 
 def _bytes_on(device: str, sizes: Mapping[_CacheKey, int]) -> int:

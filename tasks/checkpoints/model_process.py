@@ -243,8 +243,8 @@ class _SlotProcess:
 
         Starts the process if necessary. If memory runs out with several models, restarts it with one model at a time.
 
-        Args:
-            models: Digests of the models that the call loads. If empty, a running process with any models is used.
+        ``models`` holds the digests of the models that the call loads. If it is empty, a running process with any
+        models is used.
         """
         global _alone
         deadline = time.monotonic() + request.time_limit if request.time_limit is not None else None

@@ -81,8 +81,7 @@ def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice
 def choice_from_task(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
     """Return the answered choice of a sample that was just scored, or None if the task has no choices.
 
-    Args:
-        task: lm-eval's ``lm_eval.api.task.Task``.
+    ``task`` is lm-eval's ``lm_eval.api.task.Task``.
     """
     labels = choices_of(task, sample["doc"])
     if labels is None:
@@ -97,8 +96,7 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
 
     The result is also None if the task judges answers with its own function.
 
-    Args:
-        task: lm-eval's ``lm_eval.api.task.Task``.
+    ``task`` is lm-eval's ``lm_eval.api.task.Task``.
     """
     from lm_eval.api.task import ConfigurableTask
 

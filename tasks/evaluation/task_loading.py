@@ -289,9 +289,8 @@ def clusters_in_order(
 ) -> tuple[str, ...]:
     """Return the cluster of each document in the task's document set, in scoring order.
 
-    Args:
-        cluster_field: Document field that names the cluster, or ``task`` to cluster by the tasks of a group.
-        seed: Seed of the scoring order.
+    ``cluster_field`` is the document field that names the cluster, or ``task`` to cluster by the tasks of a group.
+    ``seed`` is the seed of the scoring order.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded, or a document lacks the field.

@@ -90,10 +90,8 @@ ComputeRows: TypeAlias = "Callable[[Model, GateRequest, Runtime], StoredValue[Ro
 def with_gates(recipe: Recipe, find: Callable[[str], Model], compute: ComputeRows | None = None) -> Recipe:
     """Return ``recipe`` with the router rows for its prompts filled in, in all of its documents.
 
-    Args:
-        find: Function that returns the pinned model of a reference. It is only called for bases, and only if there are
-            rows to compute.
-        compute: :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
+    ``find`` returns the pinned model of a reference. It is only called for bases, and only if there are rows to
+    compute. ``compute`` is :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
 
     Raises:
         InvalidInput: If the base cannot be loaded, or if its states do not distinguish positive from negative prompts.

@@ -124,10 +124,9 @@ def check_compatibility(
 ) -> Compatibility:
     """Return findings about the recipe and its parents, before any weight is read or downloaded.
 
-    Args:
-        accepted_code: Code that the profile lets into the release. None means that the profile has no such setting, so
-            code only leads to warnings.
-        accepted_tokenizers: Parts in which the profile lets tokenizers differ.
+    ``accepted_code`` is the code that the profile lets into the release. None means that the profile has no such
+    setting, so code only leads to warnings. ``accepted_tokenizers`` are the parts in which the profile lets tokenizers
+    differ.
 
     Raises:
         InvalidInput: If a parent cannot be a checkpoint.
@@ -176,8 +175,7 @@ def plan_cached(
 ) -> Planned:
     """Return the plan with its findings, and the headers of the parents by reference. Reuse the last plan if possible.
 
-    Args:
-        metadata: Current header digests of the parents. The last plan is valid if they are unchanged.
+    ``metadata`` holds the current header digests of the parents. The last plan is valid if they are unchanged.
 
     Raises:
         InvalidInput: If a parent cannot be a checkpoint.

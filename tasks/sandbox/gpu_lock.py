@@ -47,9 +47,8 @@ def list_host_gpus(driver: Path = _DRIVER) -> tuple[str, ...]:
 def select_gpus(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
     """Return the GPUs of ``host`` that ``visible`` selects, in locking order.
 
-    Args:
-        visible: Numbers, UUIDs or prefixes of UUIDs, as in ``CUDA_VISIBLE_DEVICES``. A name that matches no GPU of the
-            host (such as a MIG partition) selects all GPUs: too many locks are slow, but too few are wrong.
+    ``visible`` holds numbers, UUIDs or prefixes of UUIDs, as in ``CUDA_VISIBLE_DEVICES``. A name that matches no GPU of
+    the host (such as a MIG partition) selects all GPUs: too many locks are slow, but too few are wrong.
     """
     selected: set[str] = set()
     for name in visible:

@@ -264,8 +264,7 @@ def read_lost_pairs(file: Path, candidate: str) -> tuple[LostPair, ...]:
 def store_lost_pairs(file: Path, candidate: str, new: Sequence[LostPair], *, since: float) -> tuple[LostPair, ...]:
     """Add ``new`` to the stored lost pairs and return the result, newest first.
 
-    Args:
-        since: Unix time. Older pairs are dropped.
+    Pairs older than ``since``, a Unix time, are dropped.
     """
     by_id = {loss.id: loss for loss in (*read_lost_pairs(file, candidate), *new) if loss.at >= since}
     lost = tuple(sorted(by_id.values(), key=lambda loss: -loss.at)[:_MAX_LOST_PAIRS])

@@ -244,7 +244,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str,
     monkeypatch.setattr(model_cache, "_bytes_of", lambda name: sizes[name])
     monkeypatch.setattr(model_cache, "_size_of", lambda model, dtype: sizes[model.name])
     monkeypatch.setattr(model_cache, "_load", lambda model, dtype, device: model.name)
-    monkeypatch.setattr(model_cache, "_other_holders", [])
+    monkeypatch.setattr(model_cache, "_unload_callbacks", [])
     monkeypatch.setattr(model_cache, "torch_threads", nullcontext)
 
     def memory() -> Capacity | None:

@@ -197,7 +197,7 @@ def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"url": "localhost:8000"}, "no address"),
+        ({"url": "localhost:8000"}, "expected an HTTP address"),
         ({"url": "http://me:secret@host/v1"}, "contains credentials"),
         ({"margin": 2}, "must be at least max_shortfall"),
         ({"dimensions": {"verdict": "x"}}, "part of every judgment"),

@@ -139,7 +139,7 @@ def _resolve_commit(repo: str, revision: str | None, access: HubAccess | None) -
         newest = max(commits, key=lambda path: path.stat().st_mtime, default=Path("<40 hex digits>"))
         raise InvalidInput(
             repo,
-            found=f"it is not a local directory, and HF_HUB_OFFLINE forbids to resolve {revision or 'main'} on the Hub",
+            found=f"it is not a local directory, and HF_HUB_OFFLINE forbids resolving {revision or 'main'} on the Hub",
             expected="a directory, or a commit that is in the cache",
             remedy=f"write {repo}@{newest.name}, unset HF_HUB_OFFLINE, or correct the spelling",
         )

@@ -98,10 +98,9 @@ class Declaration(BaseModel):
 
 
 def read_declaration(source: CardSource, name: str | None = None) -> Declaration:
-    """Read the model card and the license file of the model at `source`. Never raises.
+    """Read the model card and the license file of the model at `source`, and never raise.
 
-    Args:
-        name: Name of the model. Default: the name of the directory.
+    ``name`` is the name of the model. Default: the name of the directory.
     """
     model_card = read_card(source.directory) if source.card is None else ModelCard(source.card)
     card, problems = model_card.metadata, [words for words in (model_card.absence, model_card.problem) if words]
@@ -147,8 +146,8 @@ def lineage(
 ) -> Lineage:
     """Return the model at `root` and every readable ancestor as parents for `combine_licenses`.
 
-    Args:
-        names: Names of models that already have one, by resolved directory. They take precedence over names in cards.
+    ``names`` holds the names of models that already have one, by resolved directory. They take precedence over names in
+    cards.
     """
     steps = _steps(root, find, name, names)
     models = [_licensed(step, table) for step in steps]

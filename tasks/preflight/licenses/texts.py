@@ -42,9 +42,7 @@ def license_texts(license: License) -> dict[str, str]:
 def identify_license(text: str, table: LicenseTable, expected: License | None = None) -> License | None:
     """Return the license whose text a file contains, or None if it cannot be identified.
 
-    Args:
-        text: Content of a license file.
-        expected: Most likely license. It is compared first, because comparing with all takes a tenth of a second.
+    ``expected`` is the most likely license. It is compared first, because comparing with all takes a tenth of a second.
     """
     words = _words(text)
     if expected is not None and _is_text_of(words, expected.id):

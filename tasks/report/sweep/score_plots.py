@@ -126,9 +126,8 @@ def _draw_run(axes: Axes, run: SearchHistory, factor: float, objective: int, axi
 def _draw_levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, name_height: float) -> None:
     """Draw a line for each hand-written recipe, with its name on the right.
 
-    Args:
-        name_height: Height of the panel in pixels. It is 0 on a narrow page, where the legend holds the name of the
-            reference.
+    ``name_height`` is the height of the panel in pixels. It is 0 on a narrow page, where the legend holds the name of
+    the reference.
     """
     factor = content.objectives[objective].factor
     recipes = [recipe for recipe in by_origin(content.trials, HAND_WRITTEN) if state_of(recipe) != "failed"]
