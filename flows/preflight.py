@@ -230,17 +230,7 @@ def preflight_profile(
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
-        _require_tokenizers(evidence, measured, problems)
-        sources: Sequence[TokenizerSource] = ()
-        with problems.collect_errors():
-            # A tokenizer whose own code would have to run is left out.
-            trusted = profile.checks.code.trusted
-            sources = [
-                TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
-                for parent, header in zip(measured, header_digests(measured), strict=True)
-                if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
-            ]
-        evidence = _with_data(evidence, sources, problems)
+        evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
         # A release will soon find out, so only a check forecasts the power of its documents.
@@ -265,12 +255,34 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     return cleared
 
 
-def _with_data(evidence: Evidence, sources: Sequence[TokenizerSource], problems: Problems) -> Evidence:
+def _pin_data(
+    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], trusted: Collection[str], problems: Problems
+) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
-    This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
-    A tokenizer, chat template or task that fails is found before merging.
+    This also checks that each measured parent has a tokenizer and each task the metric of its guard, and formats one
+    document of each task for each parent. A tokenizer, chat template or task that fails is found before merging.
     """
+    for parent in parents if evidence.tasks or evidence.documents else ():
+        with problems.collect_errors():
+            names = parent.snapshot.files if parent.snapshot else {path.name for path in parent.directory.iterdir()}
+            if parent.is_merged and not any(name in names for name in _TOKENIZERS):
+                raise InvalidInput(
+                    parent.ref,
+                    found="it has no tokenizer, so it cannot be measured",
+                    expected=f"one of {', '.join(_TOKENIZERS)}",
+                    remedy="copy the tokenizer of its base model into its directory",
+                )
+
+    sources: Sequence[TokenizerSource] = ()
+    with problems.collect_errors():
+        # A tokenizer whose own code would have to run is left out.
+        sources = [
+            TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
+            for parent, header in zip(parents, header_digests(parents), strict=True)
+            if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
+        ]
+
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     tasks = []
     for task in evidence.tasks:
@@ -320,22 +332,6 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
                 f"texts: the merge reads {len(corpus.texts):,} documents; "
                 "weights without an input from them are averaged"
             )
-
-
-def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
-    """Check that each measured parent has a tokenizer."""
-    if not (evidence.tasks or evidence.documents):
-        return
-    for parent in parents:
-        with problems.collect_errors():
-            names = parent.snapshot.files if parent.snapshot else {path.name for path in parent.directory.iterdir()}
-            if parent.is_merged and not any(name in names for name in _TOKENIZERS):
-                raise InvalidInput(
-                    parent.ref,
-                    found="it has no tokenizer, so it cannot be measured",
-                    expected=f"one of {', '.join(_TOKENIZERS)}",
-                    remedy="copy the tokenizer of its base model into its directory",
-                )
 
 
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:

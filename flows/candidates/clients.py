@@ -28,20 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergegate.flows.candidates.last_round import (
-    is_reproducible,
-    last_recipe,
-    optimizer_states,
-    previous_base,
-    used_digests,
-)
-from mergegate.flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
+from mergegate.flows.candidates.last_round import is_reproducible, last_recipe, used_digests
+from mergegate.flows.candidates.server_step import Adam, parse_adam, take_step
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
-from mergegate.merge_core.parsing import read_yaml
 from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path
 from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
 from mergegate.tasks.publish import CARD
@@ -79,18 +72,6 @@ class _Client:
     def model(self, base: str) -> str:
         """Return the name of the client in a recipe whose round starts with ``base``."""
         return f"{base}+{self.name}" if self.adapter else self.name
-
-
-def clients_document(source: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
-    """Return a recipe of clients and the directory of its paths, or None for any other recipe."""
-    document: object = source
-    directory = root
-    if isinstance(source, Path):
-        documents: Sequence[object] = ()
-        with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
-            documents = read_yaml(root / source, "a recipe in YAML")
-        document, directory = documents[0] if len(documents) == 1 else None, (root / source).parent
-    return (document, directory) if isinstance(document, Mapping) and "clients" in document else None
 
 
 def client_round(
@@ -161,23 +142,10 @@ def client_round(
     if last_release:
         remarks.append(f"the round starts from the last release, {last_release.name}")
     recipe = _recipe(document, base, participants, location)
-    documents: tuple[Mapping[str, Any], ...] = (recipe,)
-    if settings.adam:
-        states = optimizer_states(last_release, find_state, digest_of) if last_release else {}
-        documents = with_adam(
-            recipe, {name: os.path.relpath(state, directory) for name, state in states.items()}, settings.adam
-        )
-        if states:
-            remarks.append("Adam continues with the state of the last round")
-        elif last_release:
-            remarks.append("Adam starts again, because the state of the last round does not exist")
-    elif settings.momentum and last_release:
-        if earlier_base := previous_base(last_release, directory, digest_of):
-            remarks.append(f"{settings.momentum:g} times the last step, from {Path(earlier_base).name}, is repeated")
-            documents = with_momentum(recipe, earlier_base, settings.momentum)
-        else:
-            remarks.append("without momentum, because the base of the last round no longer exists")
-    return ClientRound(documents, tuple(remarks))
+    documents, step_remarks = take_step(
+        recipe, settings.adam or settings.momentum, last_release, directory, digest_of, find_state
+    )
+    return ClientRound(documents, (*remarks, *step_remarks))
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from mergegate.tasks.publish import PROVENANCE, RECIPE
 def used_digests(last_release: Path) -> frozenset[str]:
     """Return the digests of everything a release was built from, including clients left out and adapters alone."""
     try:
-        parents = _predicate(last_release)["buildDefinition"]["resolvedDependencies"]
+        parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
         adapters = [
             parent["annotations"]["adapter"]["files"]
             for parent in parents
@@ -60,7 +59,7 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
         ) == expected_digest
 
     try:
-        parents = _predicate(last_release)["buildDefinition"]["resolvedDependencies"]
+        parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
     except (OSError, MergegateError, KeyError, TypeError):
         return True
     try:
@@ -69,33 +68,6 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
         return False
 
 
-def previous_base(last_release: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:
-    """Return the base of the last round as its recipe names it, if it still exists unchanged."""
-    with suppress(MergegateError, OSError, ValueError):
-        *_, last = last_recipe(last_release)
-        base = last.get("base_model")
-        if (
-            isinstance(base, str)
-            and (directory / base).is_dir()
-            and digest_of(directory / base) in used_digests(last_release)
-        ):
-            return base
-    return None
-
-
-def optimizer_states(
-    last_release: Path, find_state: Callable[[str], Path | None], digest_of: Callable[[Path], str]
-) -> dict[str, Path]:
-    """Return the stored optimizer state of the last round by name: everything in its provenance, or nothing."""
-    states: dict[str, Path] = {}
-    with suppress(MergegateError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        for product in _predicate(last_release)["runDetails"]["byproducts"]:
-            path = find_state(str(product["annotations"]["stored"]))
-            if path is None or digest_of(path) != product["digest"]["sha256"]:
-                return {}
-            states[str(product["name"])] = path
-    return states
-
-
-def _predicate(last_release: Path) -> Any:
+def read_predicate(last_release: Path) -> Any:
+    """Return the predicate of the provenance of a release."""
     return parse_json(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.merge_cache import find_merge, merge_key, record_merge
+from mergegate.flows.cli.merge_cache import MergeRecord
 from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
@@ -30,7 +30,7 @@ from mergegate.tasks.checkpoints import (
     require_same_files,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.merge import combine_parents, prepare_recipe
+from mergegate.tasks.merge import MergeSettings, combine_parents, prepare_recipe
 from mergegate.tasks.stage import store
 
 
@@ -101,8 +101,8 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
             )
             bar.update(job, completed=downloaded.bytes, total=downloaded.bytes)
     identities = {**(cleared.identities or identify_parents(cleared.parents)), **cleared.texts}
-    merge_digest = merge_key(recipe_file, identities, options.seed, options.device)
-    if not options.share and (recorded := find_merge(out, merge_digest)):
+    record = MergeRecord(out, recipe_file, identities, MergeSettings(seed=options.seed, device=options.device))
+    if not options.share and (recorded := record.find()):
         console.print(f"nothing new: {out} is the merge of this recipe and these parents, and is unchanged")
         return {**recorded, "out": str(out), "new": False}
     if options.share:
@@ -111,7 +111,7 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     with new_directory(out, resume=True, by="merge into it", remedy=remedy) as directory:
         result = _merge_into(directory, cleared, identities, options, console)
     try:
-        record_merge(out, merge_digest, result)
+        record.store(result)
     except (OSError, DiskUnavailable) as error:  # The output is complete whether or not the next run recognizes it.
         console.print(Text(f"note: {out} is complete, but the merge could not be recorded: {error}"))
     return {**result, "new": True}

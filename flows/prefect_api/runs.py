@@ -66,8 +66,7 @@ def site_client(site: Site) -> Iterator[SyncPrefectClient]:
 def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, float], None]) -> FinishedRun:
     """Wait until a run has ended.
 
-    Args:
-        on_state: Callback for each poll, with the name of the state and the seconds since it began.
+    Each poll calls ``on_state`` with the name of the state and the seconds since it began.
     """
     name, since = "", time.monotonic()
     while True:

@@ -39,10 +39,7 @@ _DRIVER = "postgresql+asyncpg"
 def page_of_run(run: object, address: str | None = None) -> str:
     """Return the URL of a flow run's page, or an empty string without a server.
 
-    The API of a run without a server ends with the run.
-
-    Args:
-        address: URL of the server. Default: the configured one.
+    The API of a run without a server ends with the run. Without ``address``, the server is the configured one.
     """
     if address is None:
         api = os.environ.get("PREFECT_API_URL", "")

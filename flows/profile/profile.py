@@ -20,14 +20,14 @@ from mergegate.flows.candidates import (
     candidate_recipes,
     client_digest,
     client_round,
-    clients_document,
     recipe_of_documents,
     scale_search,
     searched_recipe,
 )
 from mergegate.flows.profile.schema import ProfileSettings
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, file_identity
+from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.merge import find_optimizer_state
 from mergegate.tasks.stage import store
 from mergegate.tasks.sweep import relocate_recipe, start_recipe
@@ -121,9 +121,15 @@ class Profile(ProfileSettings):
     @cached_property
     def _client_round(self) -> tuple[ClientRound, Path] | None:
         """The round of clients that the recipe requests, with the directory of its paths. None for other recipes."""
-        if (document_and_directory := clients_document(self.recipe, self.root)) is None:
+        documents: list[object] = [self.recipe]
+        directory = self.root
+        if isinstance(self.recipe, Path):
+            directory, documents = (self.root / self.recipe).parent, []
+            with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
+                documents = read_yaml(self.root / self.recipe, "a recipe in YAML")
+        document = documents[0] if len(documents) == 1 else None
+        if not isinstance(document, Mapping) or "clients" not in document:
             return None
-        document, directory = document_and_directory
         released = self.publish.current_release(self.root) if self.publish else None
         new_round = client_round(
             document,
