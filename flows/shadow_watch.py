@@ -38,7 +38,6 @@ from mergegate.tasks.shadow import (
     ShadowSettings,
     ShadowVerdict,
     evidence_path,
-    lost_pair,
     open_judged,
     read_judged,
     read_lost_pairs,
@@ -124,7 +123,7 @@ class Watch:
             sample = self._sample(ledger, self.settings.rule.pairs_per_look)
             stage.status = "made"
             stage.summary = f"{len(sample.pairs)} pairs to judge, {sample.waiting} pairs wait for the next look"
-        lost: list[LostPair] = []
+        lost: list[tuple[SampledPair, Sequence[Judgment]]] = []
         try:
             with report_stage("judge", "") as stage:
                 count = 0
@@ -134,7 +133,7 @@ class Watch:
                     count += 1
                     advance(count, len(sample.pairs), "pairs")
                     if judged_pair.score == 0:
-                        lost.append(lost_pair(pair, votes))
+                        lost.append((pair, votes))
 
                 ledger.judge(sample.pairs, self.settings.judge, self.settings.judge, now=now, on_judged=note)
                 stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from contextlib import suppress
@@ -136,7 +137,8 @@ def shadow_replay_command(
         if not file.is_file():
             raise InvalidInput(str(file), found="no such file", expected="requests or prompts, as JSON lines")
         traffic = read_traffic(file, model)
-        result = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, concurrency, rounds, stream))
+        settings = ReplaySettings(header, rate, concurrency, rounds, stream)
+        result = asyncio.run(replay(traffic, to.rstrip("/"), settings))
         counts = ", ".join(f"{count} with {response}" for response, count in sorted(result.statuses.items()))
         message = f"{result.request_count} requests in {result.seconds:.1f} s: {counts}"
         if as_json:

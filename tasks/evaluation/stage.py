@@ -291,7 +291,7 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
 
 @value_stage("documents", version=4, subject="task")
 def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) -> TaskSize:
-    """Load the data of ``task`` in the process that holds models, count the documents and pin them.
+    """Load the data of ``task`` in the model process, count its documents, and pin them by their hashes.
 
     ``revisions`` are those of the datasets (see ``data_revisions``). The task is loaded again when they change.
 

@@ -324,7 +324,7 @@ def cluster_of(task: str, document: Mapping[str, Any], cluster_field: str) -> st
 
 
 def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
-    """Return the texts of the documents at ``positions`` (by leaf), by (leaf, position).
+    """Return the texts of the documents at ``positions`` (listed by leaf), keyed by (leaf, position).
 
     Documents that no longer exist are left out.
 

@@ -83,7 +83,7 @@ class OciTarget(PublishTarget):
         self._registry().check_upload()
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Download the release of ``latest``. Its head is the digest of the manifest."""
+        """Download the release tagged ``latest``. Its ``head`` is the digest of the manifest."""
         return self._download(_LATEST)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
