@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.merge_cache import MergeRecord
+from mergegate.flows.cli.merge_cache import RecordedMerge
 from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
@@ -101,7 +101,7 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
             )
             bar.update(job, completed=downloaded.bytes, total=downloaded.bytes)
     identities = {**(cleared.identities or identify_parents(cleared.parents)), **cleared.texts}
-    record = MergeRecord(out, recipe_file, identities, MergeSettings(seed=options.seed, device=options.device))
+    record = RecordedMerge(out, recipe_file, identities, MergeSettings(seed=options.seed, device=options.device))
     if not options.share and (recorded := record.find()):
         console.print(f"nothing new: {out} is the merge of this recipe and these parents, and is unchanged")
         return {**recorded, "out": str(out), "new": False}

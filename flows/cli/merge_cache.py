@@ -22,7 +22,7 @@ from mergegate.tasks.store import digest
 _SCHEMA = 1
 
 
-class MergeRecord:
+class RecordedMerge:
     """The record of one merge into one directory.
 
     Args:
