@@ -6,7 +6,6 @@ table with one row per document and metric. The package also reads results that 
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
-from mergegate.tasks.evaluation.code_permission import require_evaluated
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
     ContaminatedDocuments,
@@ -42,7 +41,7 @@ from mergegate.tasks.evaluation.settings import (
     Scoring,
     resolve_prompt_settings,
 )
-from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName
+from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
     Scores,
@@ -140,12 +139,12 @@ __all__ = [
     "read_task",
     "require_declared_mean",
     "require_effect",
-    "require_evaluated",
     "require_examples",
     "require_same_conditions",
     "require_supported",
     "resolve_prompt_settings",
     "score_table",
+    "split_documents",
     "tokenize_task",
     "write_document_scores",
 ]

@@ -143,35 +143,26 @@ def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Ans
     if len({context for context, _ in requests}) > 1:  # choices are part of the prompts; the right one is unknown
         return None
     choices = [continuation.strip() for _, continuation in requests]
-    right = _right_in_log(config, sample, choices)
-    likelihoods = _likelihoods(sample, len(choices))
-    return AnsweredChoice(likelihoods, right) if likelihoods and right is not None else None
-
-
-def _right_in_log(
-    config: Mapping[str, Any], sample: Mapping[str, Any], choices: Sequence[str]
-) -> frozenset[int] | None:
-    """Return the positions of the right choices, or None if the target is ambiguous.
-
-    The file contains only the text of the target. lm-eval interprets a number as a position and a text as a choice.
-    """
+    # The file contains only the text of the target. lm-eval interprets a number as a position, and a text as a choice.
     text, source, document = str(sample.get("target", "")).strip(), config.get("doc_to_target"), sample.get("doc")
+    target: object = text
     if isinstance(source, str) and isinstance(document, Mapping) and source in document:
         value = document[source]
         if "target" in sample and str(value).strip() != text:
             return None  # the target belongs to another document
-        return _right(value.strip() if isinstance(value, str) else value, choices)
-    if len(text) > _LONGEST_LITERAL:
-        return _right(text, choices)
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return _right(text, choices)
-    if not isinstance(value, (int, list)):
-        return _right(text, choices)
-    is_template = isinstance(source, str) and "{{" in source
-    is_sure = is_template or isinstance(source, (int, list)) or text not in choices
-    return _right(value, choices) if is_sure else None
+        target = value.strip() if isinstance(value, str) else value
+    elif len(text) <= _LONGEST_LITERAL:
+        try:
+            literal = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            literal = None
+        if isinstance(literal, (int, list)):
+            is_template = isinstance(source, str) and "{{" in source
+            if not is_template and not isinstance(source, (int, list)) and text in choices:
+                return None  # a position or a choice
+            target = literal
+    likelihoods = _likelihoods(sample, len(choices))
+    return AnsweredChoice(likelihoods, _right(target, choices)) if likelihoods else None
 
 
 def _right(target: object, choices: Sequence[str]) -> frozenset[int]:

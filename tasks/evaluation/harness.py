@@ -131,7 +131,7 @@ def score_loaded_documents(
             answer_ends = ends.get((name, int(sample["doc_id"])), ())
             for metric, value in values.items():
                 label = f"{metric},{sample['filter']}"
-                score = _score_of_value(f"{model}: task {name}", label, sample["doc_id"], value)
+                score = checked_score(f"{model}: task {name}", label, sample["doc_id"], value)
                 row = DocumentScore(
                     task=name,
                     metric=label,
@@ -150,20 +150,6 @@ def score_loaded_documents(
     expected = [(name, document) for name, positions in documents.items() for document in positions]
     check_all_scored(f"task {task.name}", expected, scores)
     return tuple(scores)
-
-
-def _score_of_value(location: str, label: str, document: object, value: Any) -> float:
-    """Return a score that lm-eval computed as a number. Raises InvalidInput if it is not a finite number."""
-    try:
-        score = float(value)
-    except (TypeError, ValueError):
-        raise InvalidInput(
-            location,
-            found=f"{label} of document {document} is {value!r:.60}",
-            expected="a number, because the score of the task is the mean",
-            remedy="choose another metric of the task, or correct its process_results",
-        ) from None
-    return checked_score(location, label, document, score)
 
 
 @contextmanager

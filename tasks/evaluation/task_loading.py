@@ -32,7 +32,7 @@ from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.lm_eval_tasks import DocumentText, judging_metrics, quiet, text_of
 from mergegate.tasks.evaluation.mirror import FoundDataset, find_datasets
 from mergegate.tasks.evaluation.mirror_loader import datasets_from
-from mergegate.tasks.evaluation.splits import DocumentSet
+from mergegate.tasks.evaluation.splits import DocumentSet, split_documents
 from mergegate.tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -274,7 +274,8 @@ def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple
             for name, leaf in loaded_task.leaves.items()
             for position, document in enumerate(leaf.eval_docs)
         )
-        loaded_task.sets[task.only] = task.only.among(documents, f"task {task.name}")
+        sets = split_documents(documents, task.only.division, f"task {task.name}")
+        loaded_task.sets[task.only] = sets[task.only.name]
     return loaded_task.sets[task.only]
 
 

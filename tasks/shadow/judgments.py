@@ -35,13 +35,14 @@ from mergegate.merge_core.files import (
 )
 from mergegate.tasks.judge import (
     ORDERS,
+    SCORES,
     JudgeServer,
     Judgment,
     JudgmentSettings,
     Order,
     judge_digest,
     judge_recorded_pairs,
-    score_pair,
+    settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
 from mergegate.tasks.store import digest
@@ -160,7 +161,9 @@ class JudgedPairs:
             judge=vote["judge"],
         )  # fmt: skip
         if len(orders) == len(ORDERS):
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_pair(tuple(orders.values())))
+            (pair,) = settle(orders.values())
+            score = SCORES[pair.winner]
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], score, bool(pair.consistent))
 
 
 @contextmanager
