@@ -34,7 +34,7 @@ from mergegate.tasks.evaluation.metrics import (
     choose_metrics,
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
-from mergegate.tasks.evaluation.process import clusters_in_child
+from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
@@ -69,7 +69,7 @@ from mergegate.tasks.evaluation.support import (
 from mergegate.tasks.evaluation.task_data import TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
-from mergegate.tasks.evaluation.task_loading import document_texts
+from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
 from mergegate.tasks.evaluation.throughput import (
     document_seconds,
     estimate_document_cost,
@@ -107,9 +107,10 @@ __all__ = [
     "TokenizedTask",
     "TokenizerSource",
     "by_task",
+    "call_with_task_data",
     "choose_known_metrics",
     "choose_metrics",
-    "clusters_in_child",
+    "clusters_in_order",
     "count_missing_documents",
     "count_task",
     "data_revisions",

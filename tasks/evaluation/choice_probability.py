@@ -78,20 +78,6 @@ def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice
     return values
 
 
-def choice_from_task(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
-    """Return the answered choice of a sample that was just scored, or None if the task has no choices.
-
-    Args:
-        task: lm-eval's ``lm_eval.api.task.Task``.
-    """
-    labels = choices_of(task, sample["doc"])
-    if labels is None:
-        return None
-    choices, right = labels
-    likelihoods = _likelihoods(sample, choices)
-    return AnsweredChoice(likelihoods, right) if likelihoods else None
-
-
 def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[int]] | None:
     """Return the number of choices and the positions of the right ones, or None if a task has no choices.
 
@@ -161,7 +147,7 @@ def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Ans
             if not is_template and not isinstance(source, (int, list)) and text in choices:
                 return None  # a position or a choice
             target = literal
-    likelihoods = _likelihoods(sample, len(choices))
+    likelihoods = likelihoods_of(sample, len(choices))
     return AnsweredChoice(likelihoods, _right(target, choices)) if likelihoods else None
 
 
@@ -173,7 +159,7 @@ def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
     return frozenset(int(each) for each in positions if isinstance(each, int) and 0 <= each < len(choices))
 
 
-def _likelihoods(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
+def likelihoods_of(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
     """Return the likelihood of each choice; empty if a filter changed the answers."""
     answers = sample.get("filtered_resps") or ()
     try:

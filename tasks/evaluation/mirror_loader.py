@@ -1,7 +1,7 @@
 """Load the data of tasks from the location where ``mirror`` found it instead of the Hub.
 
 Choice data in the plain form ``{question, choices: [...], answer: 0}`` is converted to the fields of datasets whose
-tasks expect other fields (``_FIELDS``).
+tasks expect other fields (ARC and PIQA).
 """
 
 from __future__ import annotations
@@ -100,30 +100,24 @@ def _load(dataset: FoundDataset, load: Callable[..., Any], scratch: Path, option
         split: load(FORMATS[file.suffix], data_files=str(file), split="train", **cache)
         for split, file in dataset.by_split.items()
     }
-    if (fields := _FIELDS.get(request.path)) is not None:
-        for split, rows in loaded.items():
-            columns = set(rows.column_names)
-            if {"question", "choices", "answer"} <= columns and "answerKey" not in columns:
-                loaded[split] = datasets.Dataset.from_list([fields(row) for row in rows])
+    for split, rows in loaded.items():
+        columns = set(rows.column_names)
+        if not {"question", "choices", "answer"} <= columns or "answerKey" in columns:
+            continue
+        converted: list[dict[str, Any]] = []
+        if request.path == "allenai/ai2_arc":
+            for row in rows:
+                labels = [chr(ord("A") + position) for position in range(len(row["choices"]))]
+                choices = {"text": list(row["choices"]), "label": labels}
+                converted.append({"question": row["question"], "choices": choices, "answerKey": labels[row["answer"]]})
+        elif request.path == "baber/piqa":
+            for row in rows:
+                first, second = row["choices"]
+                converted.append({"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]})
+        if converted:
+            loaded[split] = datasets.Dataset.from_list(converted)
     evaluated = loaded[request.evaluated]
     for missing in ("train", "validation", "test", request.examples):
         if missing and missing not in loaded:
             loaded[missing] = evaluated.select([])  # present but empty
     return datasets.DatasetDict(loaded)
-
-
-def _arc_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    labels = [chr(ord("A") + position) for position in range(len(row["choices"]))]
-    choices = {"text": list(row["choices"]), "label": labels}
-    return {"question": row["question"], "choices": choices, "answerKey": labels[row["answer"]]}
-
-
-def _piqa_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    first, second = row["choices"]
-    return {"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]}
-
-
-_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "allenai/ai2_arc": _arc_fields,
-    "baber/piqa": _piqa_fields,
-}
