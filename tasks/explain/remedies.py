@@ -103,7 +103,21 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
                 "this moves it back to the distance of its parents.",
             )
         )
-    for rule in (_leave_one_out, _resolve_conflict, _raise_weight, _use_named_base):
+    models, count = diagnosis.recipe.get("models"), diagnosis.tally.vectors
+    for index, name in enumerate(diagnosis.names if count >= 3 and isinstance(models, Sequence) else ()):
+        neighbors = (diagnosis.tally.cosine(index, neighbor) for neighbor in range(count) if neighbor != index)
+        cosines = [cosine for cosine in neighbors if cosine is not None]
+        ref = diagnosis.refs[index]
+        remaining = [entry for entry in models or () if isinstance(entry, Mapping) and entry.get("model") != ref]
+        if cosines and max(cosines) < _OPPOSED and len(remaining) == len(models or ()) - 1:
+            remedies.append(
+                Remedy(
+                    change={"models": remaining},
+                    reason=f"The task vector of {name} opposes all others (largest cosine {max(cosines):.2f}); "
+                    "without it, fewer changes cancel.",
+                )
+            )
+    for rule in (_resolve_conflict, _raise_weight, _use_named_base):
         remedies += rule(diagnosis)
     if verdict.drift is not None and verdict.drift.outcome == "fail" and strength is not None and not moved_too_far:
         remedies.append(
@@ -114,24 +128,6 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
             )
         )
     return tuple(remedies)
-
-
-def _leave_one_out(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    models = diagnosis.recipe.get("models")
-    if diagnosis.tally.vectors < 3 or not isinstance(models, Sequence):
-        return
-    for index, (name, ref) in enumerate(zip(diagnosis.names, diagnosis.refs, strict=True)):
-        other_cosines = [
-            diagnosis.tally.cosine(index, neighbor) for neighbor in range(diagnosis.tally.vectors) if neighbor != index
-        ]
-        cosines = [cosine for cosine in other_cosines if cosine is not None]
-        remaining = [entry for entry in models if isinstance(entry, Mapping) and entry.get("model") != ref]
-        if cosines and max(cosines) < _OPPOSED and len(remaining) == len(models) - 1:
-            yield Remedy(
-                change={"models": remaining},
-                reason=f"The task vector of {name} opposes all others (largest cosine {max(cosines):.2f}); without it, "
-                "fewer changes cancel.",
-            )
 
 
 def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:

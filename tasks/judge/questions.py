@@ -18,7 +18,6 @@ from mergegate.tasks.judge.prompts import Prompt
 from mergegate.tasks.judge.rubric import INSTRUCTIONS, Choice, JudgedTurn, messages, parse_reply, response_format
 from mergegate.tasks.judge.server import ChatServer
 from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
-from mergegate.tasks.store import digest
 
 
 class JudgeQuestion(NamedTuple):
@@ -140,13 +139,3 @@ def judge_recorded_pairs(
         if (pair.id, question.order) not in judged_orders
     ]
     return ask_judge(questions, judging, server, INSTRUCTIONS)
-
-
-def judge_digest(judging: JudgmentSettings) -> str:
-    """Return 64 hex digits of everything that determines a judgment. A different digest means a different judge."""
-    return digest(
-        {
-            "judging": judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields)),
-            "instructions": INSTRUCTIONS,
-        }
-    )

@@ -34,13 +34,13 @@ from mergegate.merge_core.files import (
     write_state,
 )
 from mergegate.tasks.judge import (
+    INSTRUCTIONS,
     ORDERS,
     SCORES,
     JudgeServer,
     Judgment,
     JudgmentSettings,
     Order,
-    judge_digest,
     judge_recorded_pairs,
     settle,
 )
@@ -200,7 +200,10 @@ def read_judged(directory: Path, profile: str, candidate: str, judging: Judgment
 
 
 def _journal_location(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalLocation:
-    key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge_digest(judging)})
+    # Everything that determines a judgment: a different digest means a different judge.
+    settings = judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields))
+    judge = digest({"judging": settings, "instructions": INSTRUCTIONS})
+    key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge})
     return JournalLocation(directory / f"{profile}.{key[:_NAME]}.judged", key)
 
 
