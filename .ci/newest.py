@@ -83,7 +83,7 @@ def conflict(said: str) -> str:
 
 
 def broken_tests(said: str) -> str:
-    """What failed first, and how much in all, of what pytest printed."""
+    """Return the first failure in pytest's output, and the number of the others."""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     if not failed:
         return next((line for line in reversed(said.splitlines()) if line.strip()), "no test ran")
@@ -91,12 +91,12 @@ def broken_tests(said: str) -> str:
 
 
 def loosened(constraints: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The pins, with those of ``wanted`` in place of their own."""
+    """Return the pins, with those of ``wanted`` in place of their own."""
     return "".join(f"{name}=={version}\n" for name, version in {**constraints, **wanted}.items())
 
 
 def environment_beside(place: Path, base: Path) -> Path:
-    """A new environment that has what ``base`` has, and may have some of it newer. Its Python."""
+    """Create an environment that sees the packages of ``base`` and may hold newer ones. Return its Python."""
     venv.create(place, with_pip=True, clear=True)
     python = place / "bin" / "python"
     library = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})

@@ -47,9 +47,7 @@ class Drawn(NamedTuple):
 def draw_leads(runs: int, n: int, noise: float, loss: float, rng: np.random.Generator) -> Drawn:
     """Draw leads of the reference and of merges that change them.
 
-    Args:
-        noise: Standard deviation of the merge's change of a lead.
-        loss: Amount that the merge subtracts from each lead.
+    ``noise`` is the standard deviation of the merge's change of a lead, and ``loss`` is subtracted from each lead.
     """
     lead = rng.normal(0.3, SPREAD, (runs, n))
     merged = lead + rng.normal(0, noise, (runs, n)) - loss

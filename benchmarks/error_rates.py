@@ -42,9 +42,8 @@ def _ruined(
 ) -> NDArray[np.float64]:
     """Make equal merges worse: their answers score zero on enough documents to lose ``drop`` on average.
 
-    Args:
-        equal: Differences with a mean of zero.
-        reference: The reference's scores, drawn independently of ``equal``, with the mean ``mean``.
+    ``equal`` holds differences with a mean of zero. ``reference`` holds the reference's scores, drawn independently of
+    ``equal``, with the mean ``mean``.
     """
     return np.where(rng.random(equal.shape) < drop / mean, reference, equal)
 
@@ -126,9 +125,7 @@ def published(
 ) -> Published:
     """Return how often merges that are truly ``drop`` worse are published, by our bound and by Student's.
 
-    Args:
-        schedule: Documents after each interim look.
-        margin: Margin in (0, 1).
+    ``schedule`` is the number of documents after each interim look, and ``margin`` is in (0, 1).
     """
     ours = students = 0
     at_once = max(1, AT_ONCE // schedule[-1])
@@ -199,11 +196,9 @@ def clusters_published(
 
     The result compares our interval with the previous one, Student's with ``G - 1`` degrees of freedom.
 
-    Args:
-        spread: Standard deviation of the clusters' losses.
-        effects: One of ``EFFECTS``.
-        binary: Whether answers are right or wrong, with a discordance of .10 or more if the cluster's drop needs it.
-            Without it, scores are graded.
+    ``spread`` is the standard deviation of the clusters' losses, and ``effects`` is one of ``EFFECTS``. With
+    ``binary``, answers are right or wrong, with a discordance of .10 or more if the cluster's drop needs it. Without
+    it, scores are graded.
     """
     counts = np.asarray(sizes)
     n, groups = int(counts.sum()), len(counts)

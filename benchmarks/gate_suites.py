@@ -46,8 +46,7 @@ def suites(drops: Sequence[float], discordance: float, n: int, runs: int, rng: n
 def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> tuple[float, float]:
     """Return how often a run of ``count`` attempts at the margin publishes one: at 95 % each, and as the gate does.
 
-    Args:
-        shared: Part of the discordance that all attempts have in common, that is, how similar they are.
+    ``shared`` is the part of the discordance that all attempts have in common, that is, how similar they are.
     """
     tasks, n, discordance, drop = 7, 500, 0.20, GUARD.upper_limit / 100
     naive = spent = np.zeros(runs, dtype=np.bool_)

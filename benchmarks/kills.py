@@ -173,8 +173,7 @@ def undisturbed(root: Path) -> Project:
 def disturbed(root: Path, *, kills: int, batches: int, seed: int) -> tuple[Project, list[Kill]]:
     """Kill the demo while its models are evaluated and run it again, until it has been killed ``kills`` times.
 
-    Args:
-        batches: Number of batches in an undisturbed run; kills are spread over them.
+    ``batches`` is the number of batches in an undisturbed run. Kills are spread over them.
     """
     project, done, rng = Project.make(root), list[Kill](), random.Random(seed)
     while True:

@@ -100,9 +100,8 @@ def disturbed(
 ) -> Nights:
     """Run from nothing and kill in turn, until ``kills`` kills have happened.
 
-    Args:
-        seconds: Duration of an undisturbed run, from which the moments of kills are drawn; shorter runs reduce it.
-        until: Time on the monotonic clock after which nothing is killed.
+    Moments of kills are drawn from ``seconds``, the duration of an undisturbed run, which shorter runs reduce. Nothing
+    is killed after ``until``, a time on the monotonic clock.
     """
     seen, takes = Nights(), {"from nothing": seconds, "going on": seconds}
     while len(seen.kills) < kills and time.monotonic() < until:

@@ -129,8 +129,7 @@ class NightSite:
     def command(self, *arguments: str, code: int = 0, before: str = "") -> str:
         """Run a command that must end with ``code``, and return its output.
 
-        Args:
-            before: Python code that the command's process runs first.
+        ``before`` is Python code that the command's process runs first.
         """
         done = subprocess.run(
             [sys.executable, "-c", before + _START, *arguments],

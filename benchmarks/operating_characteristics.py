@@ -60,10 +60,8 @@ def decide(
 def simulate(drop: float, discordance: float, schedule: Sequence[int], runs: int, rng: np.random.Generator) -> Decided:
     """Judge ``runs`` merges that are truly ``drop`` worse, with interim looks until one decides.
 
-    Args:
-        drop: True difference of the shares of right answers, at most ``discordance``.
-        discordance: Share of documents on which reference and merge disagree.
-        schedule: Documents after each look.
+    ``drop`` is the true difference of the shares of right answers, at most ``discordance``, which is the share of
+    documents on which reference and merge disagree. ``schedule`` is the number of documents after each look.
     """
     shares = [(discordance + drop) / 2, (discordance - drop) / 2, 1 - discordance]
     lost, won = np.zeros(runs), np.zeros(runs)

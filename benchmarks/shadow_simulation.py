@@ -72,8 +72,7 @@ def first_look(wins: Counts, losses: Counts, bound: float, rule: ShadowRule, sta
 
     The evidence is that the win rate is above ``bound``.
 
-    Args:
-        wins, losses: Counts after each pair: ``[runs, pairs]``.
+    ``wins`` and ``losses`` are counts after each pair: ``[runs, pairs]``.
     """
     # Won pairs raise the evidence most, and the boldest bet alone gives the largest possible increase.
     most = float(log_evidence(1e6, 0, 0, bound)) / 1e6 + 1e-4
@@ -142,9 +141,8 @@ def _tables(runs: int, pairs: int) -> Iterator[str]:
 def killed_by_luck(spread: float, rule: SwitchRule, runs: int, requests: int, every: int = 20) -> float:
     """Return the share of candidates that are as fast as their parent but are ended for their first bytes.
 
-    Args:
-        spread: Standard deviation of the logarithm of the seconds to the first byte.
-        every: Requests between two checks.
+    ``spread`` is the standard deviation of the logarithm of the seconds to the first byte, and ``every`` is the number
+    of requests between two checks.
     """
     rng, ended = np.random.default_rng(SEED), 0
     for _ in range(runs):

@@ -142,8 +142,7 @@ class Project:
     def make(root: Path, runner: str, trials: int, deaths: int = 0) -> Project:
         """Create the project in an empty directory that shares the demo's models and data.
 
-        Args:
-            deaths: Number of workers that die in the middle of a trial.
+        ``deaths`` is the number of workers that die in the middle of a trial.
         """
         (root / "profiles").mkdir(parents=True)
         (root / "spy").mkdir()

@@ -44,7 +44,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def pool_template() -> dict[str, Any]:
-    """Base job template of the pool, as ``--base-job-template`` takes it."""
+    """Return the base job template of the pool, for ``--base-job-template``."""
     template = copy.deepcopy(_prefects_own())
     template["variables"]["properties"] |= copy.deepcopy(OURS)
     properties = template["variables"]["properties"]

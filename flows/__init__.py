@@ -1,0 +1,1 @@
+"""Orchestrate the stages as Prefect flows, and run them from the command line."""

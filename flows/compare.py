@@ -119,8 +119,7 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
 def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collection[str]) -> Evidence:
     """Pin the profile's evidence by content, with every guard compared with ``reference``.
 
-    Args:
-        stored: Formats of the two models.
+    ``stored`` lists the storage formats of the two models.
 
     Raises:
         InvalidInput: The profile has no evidence, or a task or file does not exist.

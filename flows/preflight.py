@@ -176,6 +176,8 @@ def preflight_profile(
     """Check target, server, recipes, parents and evidence, then the licenses, headers and machine needs of each recipe.
 
     Args:
+        profile: Profile to check.
+        problems: Collector of the findings, problems and summary lines.
         candidates: Candidates to check instead of the profile's own recipe and remedies.
         compared: Additional recipes that are merged but never released, so no guard compares with their parents.
 
@@ -452,9 +454,8 @@ def pin_profile_evidence(
 ) -> Evidence:
     """Pin tasks and documents by content, and choose the format in which this machine computes the models.
 
-    Args:
-        dtypes: Formats of the models measured in addition to the parents. Default: the formats that the recipes
-            declare.
+    ``dtypes`` are the formats of the models measured in addition to the parents. Default: the formats that the recipes
+    declare.
 
     Raises:
         InvalidInput: A guard, a task or a file does not exist.

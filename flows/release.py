@@ -184,9 +184,7 @@ def try_candidates(
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """Return the attempt that passes the gate, or else the last attempt, and the attempts before it.
 
-    Args:
-        candidates: Candidates to try first. Remedies that follow from the refusals come after them.
-        limit: Maximum number of attempts.
+    This tries at most ``limit`` recipes: first ``candidates``, then remedies that follow from the refusals.
     """
     attempts: list[Attempt | AlreadyReleased | FailedMerge] = []
     while len(attempts) < limit and (cleared := next(candidates, None) or proposed_remedy(_refused(attempts), profile)):

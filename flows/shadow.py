@@ -49,12 +49,12 @@ FinalState = Literal["promoted", "rolled back", "killed"]
 def shadow(
     profile: Path | Profile, say: Literal["look", "promote", "roll back"] = "look", why: str = "", by: str = ""
 ) -> State[RunOutcome]:
-    """Evaluate a watched release, or decide about it manually.
+    """Evaluate a release in shadow testing, or record a manual decision about it.
 
     Args:
         profile: Profile file with a section ``shadow``, relative to the project directory, or a parsed profile.
         say: Manual decision, independent of the evidence. 'look' lets the evidence decide.
-        why: Reason of a manual decision. It is stored.
+        why: Reason for the manual decision. It is stored.
         by: Name of the person who decides.
     """
     by_hand: FinalState = "promoted" if say == "promote" else "rolled back"

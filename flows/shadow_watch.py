@@ -38,7 +38,6 @@ from mergegate.tasks.shadow import (
     ShadowSettings,
     ShadowVerdict,
     evidence_path,
-    lost_pair,
     open_judged,
     read_judged,
     read_lost_pairs,
@@ -128,7 +127,7 @@ class Watch:
             sample = self._sample(ledger, self.settings.rule.pairs_per_look)
             stage.status = "made"
             stage.summary = f"{len(sample.pairs)} pairs to judge, {sample.waiting} pairs wait for the next look"
-        lost: list[LostPair] = []
+        lost: list[tuple[SampledPair, Sequence[Judgment]]] = []
         try:
             with report_stage("judge", "") as stage:
                 count = 0
@@ -138,7 +137,7 @@ class Watch:
                     count += 1
                     advance(count, len(sample.pairs), "pairs")
                     if judged.score == 0:
-                        lost.append(lost_pair(pair, votes))
+                        lost.append((pair, votes))
 
                 ledger.judge(sample.pairs, self.settings.judge, self.settings.judge, now=now, on_judged=note)
                 stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
@@ -154,11 +153,7 @@ class Watch:
         return self._evidence(ledger, Sample((), sample.waiting + len(sample.pairs), sample.left_out), lost)
 
     def content(self, evidence: LookEvidence, at: float) -> ShadowContent:
-        """Return the content of the page.
-
-        Args:
-            at: Time of the look, as a Unix timestamp.
-        """
+        """Return the content of the page for a look at the Unix time ``at``."""
         return shadow_content(self.profile.name, self.settings, self.routing, evidence, at)
 
     def reported_state(self) -> ReportedState:
@@ -257,9 +252,7 @@ def shadow_content(
 ) -> ShadowContent:
     """Return the state of a watched release as one frozen value for its page.
 
-    Args:
-        routing: Routing after this look.
-        at: Time of the look, as a Unix timestamp.
+    ``routing`` is the routing after this look, and ``at`` is the Unix time of the look.
     """
     # Use the newest request so far for each point, so that the curve never goes back in time.
     newest = list(accumulate((pair.at for pair in evidence.judged), max))

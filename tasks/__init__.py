@@ -1,0 +1,1 @@
+"""Implement the stages of the pipeline, one package per stage."""

@@ -176,9 +176,7 @@ def retry_transient(
     the answer or raises the exception. Waits are 1, 2, 4, … seconds, or as long as ``Retry-After`` asks if that is
     longer, and never more than a minute.
 
-    Args:
-        transient: Predicate for exceptions that are retried.
-        sleep, now: Replacements for the functions of ``time``, for tests that do not wait.
+    ``transient`` decides which exceptions are retried. Tests replace ``sleep`` and ``now`` so that they do not wait.
     """
     import tenacity
 

@@ -110,7 +110,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """The string constants directly in an expression, f-strings joined."""
+    """Yield the string constants directly in an expression, f-strings joined."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.lineno, node.value
     elif isinstance(node, ast.JoinedStr):

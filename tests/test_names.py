@@ -62,25 +62,29 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
                 yield f"{module}:{node.lineno} {node.name}", node
 
 
-def is_flag(parameter: ast.arg) -> bool:
-    """Return whether a parameter is a flag, which may be an adjective: ``required: bool``."""
-    return parameter.annotation is not None and ast.unparse(parameter.annotation) in ("bool", "bool | None")
+def is_flag(annotation: ast.expr | None) -> bool:
+    """Return whether a parameter or a result is a flag, which may be an adjective: ``required: bool``."""
+    return annotation is not None and ast.unparse(annotation) in ("bool", "bool | None")
 
 
 def test_parameters_are_not_bare_participles_or_pronouns() -> None:
     bare = [
-        f"{place}({parameter.arg})"
-        for place, node in functions()
+        f"{location}({parameter.arg})"
+        for location, node in functions()
         for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-        if is_bare(parameter.arg) and parameter.arg not in PARAMETERS and not is_flag(parameter)
+        if is_bare(parameter.arg) and parameter.arg not in PARAMETERS and not is_flag(parameter.annotation)
         if not (node.name.startswith("__") and parameter.arg == "other")  # Python's own name for the second operand
     ]
     assert bare == []
 
 
 def test_public_functions_are_not_bare_participles_or_pronouns() -> None:
-    bare = [place for place, node in functions() if not node.name.startswith("_") and is_bare(node.name)]
-    assert [place for place in bare if place.rpartition(" ")[2] not in FUNCTIONS] == []
+    bare = [
+        location
+        for location, node in functions()
+        if is_bare(node.name) and not node.name.startswith("_") and not is_flag(node.returns)
+    ]
+    assert [location for location in bare if location.rpartition(" ")[2] not in FUNCTIONS] == []
 
 
 def test_modules_are_not_bare_participles_or_pronouns() -> None:

@@ -74,7 +74,10 @@ def assess_merge(
     """Measure all models until the evidence decides about the merge, then decide.
 
     Args:
+        merge: Merge to decide about.
+        parents: Models that the merge was made from.
         champion: Release that is published today. None before the first release.
+        evidence: Pinned tasks and texts to measure, with the guards, drift limits and rule of the gate.
         anchor: Release that the profile anchors the champion's guards to. None if that is the champion itself.
         runner: Runner that measures. Default: this process, one model after another.
     """
@@ -156,12 +159,9 @@ class _InterimLook(NamedTuple):
 
 
 def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[AllScores, tuple[str, ...]]:
-    """Evaluate one interim look.
+    """Evaluate one interim look, starting from the scores ``before`` it.
 
     Cached results are always used and come first. A run that was killed or repeated therefore reaches the same verdict.
-
-    Args:
-        before: Scores after the previous look.
 
     Returns:
         Scores of all models, and the names of the tasks that were skipped because another task can no longer pass. Both

@@ -104,10 +104,8 @@ class FailedMerge:
 def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
     """Return the remedies that may help an attempt and have not been refused yet.
 
-    This excludes recipes that were refused in this run, or in an earlier run under a guard at least as strict.
-
-    Args:
-        attempts: All attempts of this run.
+    This excludes recipes that were refused in this run (``attempts``), or in an earlier run under a guard at least as
+    strict.
     """
     recipe = attempt.cleared.candidate.document
     if recipe is None:

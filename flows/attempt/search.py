@@ -30,7 +30,7 @@ from mergegate.merge_core.system import cores_of_process
 from mergegate.tasks.checkpoints import fetch_weights, pin_checkpoints
 from mergegate.tasks.merge import numerics, prepare_recipe
 from mergegate.tasks.perplexity import WindowSettings
-from mergegate.tasks.report import sweep_line
+from mergegate.tasks.report import search_line
 from mergegate.tasks.runners import Runner
 from mergegate.tasks.stage import announce, describe_progress, report_stage, require_work_allowed, runtime, store
 from mergegate.tasks.sweep import (
@@ -195,7 +195,7 @@ def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], objec
     """Run the search as a stage with progress."""
     with report_stage("search", "") as stage:
         record = on_generation or (lambda trials: None)
-        study = pool.search_all(lambda progress: describe_progress(partial(sweep_line, progress)), record)
+        study = pool.search_all(lambda progress: describe_progress(partial(search_line, progress)), record)
         stage.status, stage.summary = "made" if study.new_count else "cached", study.summary()
     return study
 

@@ -66,7 +66,7 @@ def parse_adam(settings: object, location: str) -> Adam | None:
 
 
 def with_momentum(round_document: Document, before: str, momentum: float) -> tuple[Document, ...]:
-    """Return the round, and a step that continues the last one (from ``before`` to its base)."""
+    """Return the round and a momentum step that repeats the last round's update, from ``before`` to its base."""
     models = [
         {"model": ROUND, "parameters": {"weight": 1.0}},
         {"model": before, "parameters": {"weight": -momentum}},
@@ -77,8 +77,7 @@ def with_momentum(round_document: Document, before: str, momentum: float) -> tup
 def with_adam(round_document: Document, states: Mapping[str, str], adam: Adam) -> tuple[Document, ...]:
     """Return the round, both running means updated with it, and the step that follows from them.
 
-    Args:
-        states: Means of the earlier rounds, by name. Empty to start over.
+    ``states`` holds the means of the earlier rounds by name. If it is empty, the means start over.
     """
 
     def mean(name: str, method: str, keep: float) -> Document:

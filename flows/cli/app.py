@@ -24,7 +24,7 @@ from mergegate.merge_core.system import require_posix
 _STORE = {
     "ls": ("store", "List every artifact with its stage, model, size, age and reason to keep it."),
     "du": ("store", "Show the size of the store by stage, and how much of it is needed."),
-    "verify": ("store", "Read every byte of the store and compare it with its hash."),
+    "verify": ("store", "Read every file of the store and compare it with its recorded hash."),
     "gc": ("store", "Remove artifacts that no run, no release and no recent run of a profile needs."),
 }
 _SHADOW = {
@@ -80,7 +80,7 @@ _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode
 
 
 class Command(typer.core.TyperCommand):
-    """A command that reports the former name of an option."""
+    """A command that rejects the former name of an option and names the current one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for parameter in self.params for option in parameter.opts}

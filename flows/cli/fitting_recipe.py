@@ -41,6 +41,7 @@ def fitting_recipe(
     Args:
         method: Merge method to use. Empty: any.
         models: The base, then the models, as written in a recipe in ``out``.
+        out: Directory of the recipe, which relative paths in ``models`` start from.
         name: Name of the recipe in messages.
 
     Raises:

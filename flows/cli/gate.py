@@ -68,8 +68,7 @@ def gate_command(
 def judge_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
     """Judge results on disk with the guards of a profile.
 
-    Args:
-        entries: ``NAME=DIRECTORY`` of each model: ``merge``, and ``reference`` or the models that the guards name.
+    Each entry is ``NAME=DIRECTORY``: ``merge``, and ``reference`` or the models that the guards name.
 
     Raises:
         InvalidInput: A model is missing or named twice, or results are invalid or not comparable.

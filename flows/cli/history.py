@@ -38,9 +38,7 @@ def history_command(
 def print_history(console: Console, as_json: bool, profile: str | None = None, most: int = 30) -> None:
     """Print one line per run, newest first, in at most 80 columns.
 
-    Args:
-        profile: Name of a profile. Default: all profiles.
-        most: Maximum number of runs.
+    Without ``profile``, this prints the runs of all profiles, at most ``most``.
 
     Raises:
         InvalidInput: No run of the profile is recorded.

@@ -25,8 +25,7 @@ _SCHEMA = 1
 def merge_key(recipe_file: Path, identities: Mapping[Path, FileIdentity], seed: int, device: str) -> str:
     """Return a digest of everything that determines a merge: recipe text, files of the parents, numerics.
 
-    Args:
-        identities: Files of the parents, which must be local, and of the texts that they read.
+    ``identities`` covers the files of the parents, which must be local, and of the texts that the merge reads.
     """
     return digest(
         {
@@ -39,11 +38,7 @@ def merge_key(recipe_file: Path, identities: Mapping[Path, FileIdentity], seed: 
 
 
 def record_merge(out: Path, key: str, result: Mapping[str, Any]) -> None:
-    """Record that ``out``, in its present state, is the merge with the digest ``key``.
-
-    Args:
-        result: Result of the merge, as plain data.
-    """
+    """Record that ``out``, in its present state, is the merge with the digest ``key``, and store its result with it."""
     record = {
         "of": key,
         "files": {name: list(identity) for name, identity in _files(out).items()},

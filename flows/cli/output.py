@@ -83,8 +83,7 @@ def short_path(path: Path | str) -> str:
 def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
     """Print each finding with its remedy, worst first, then the successful checks.
 
-    Args:
-        verbose: Whether to list findings with the same cause separately.
+    With ``verbose``, findings with the same cause are listed separately.
     """
     groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
     for group in groups:

@@ -252,6 +252,7 @@ def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: s
     Args:
         inputs: Local weight files.
         directory: A directory on the disk of the result.
+        cores: Number of cores that the merge uses.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         probe: Whether to measure now (True), never (False), or only if the last measurement is more than an hour old
             (None).

@@ -165,8 +165,7 @@ def run_flow(
 ) -> RunOutcome:
     """Run a flow with progress on the terminal and Prefect's API available, and return its outcome.
 
-    Args:
-        dry_pass: Function that returns the outcome without the flow if there is no work, otherwise None.
+    ``dry_pass`` returns the outcome if there is no work, so that the flow does not run, otherwise None.
     """
     progress = TerminalProgress(console, verbose=view.verbose)
     watching = partial(EventLines().watching, verbose=view.verbose) if view.events else progress.watching

@@ -126,9 +126,7 @@ class PlannedRun:
 def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
     """Plan the run of the profile's own recipe. None if its checks refuse it.
 
-    Args:
-        ready: Result of the preflight.
-        examples: One document of each task, as each parent reads it.
+    ``ready`` is the result of the preflight. ``examples`` holds one document of each task, as each parent reads it.
     """
     cleared = next((item for item in ready.cleared if item.candidate is profile.candidates()[0]), None)
     if cleared is None or ready.evidence is None or cleared.compatibility.value.blocking():

@@ -51,8 +51,7 @@ def outcome_json(outcome: RunOutcome) -> dict[str, Any]:
 def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile: Path | None = None) -> None:
     """Print the outcome of a run as JSON or for users.
 
-    Args:
-        profile: Profile of the run, to also print the next command for the user.
+    With ``profile``, the output for users ends with the next command to run.
     """
     if as_json:
         print(json.dumps(outcome_json(outcome), indent=1))
@@ -135,11 +134,7 @@ def _print_below(console: Console, line: str, label: str = "") -> None:
 
 
 def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterator[RenderableType]:
-    """Yield a table for each objective, the verdict with its reason, and the effort.
-
-    Args:
-        with_verdict: Whether to include the verdict, not only its basis.
-    """
+    """Yield a table for each objective, the verdict with its reason if ``with_verdict``, and the effort."""
     outcome = sweep_outcome(content)
     for objective in range(len(content.objectives)):
         drawn = sweep_table(content, objective)

@@ -65,8 +65,7 @@ def print_scores(console: Console, drawn: ScoreTable) -> None:
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> None:
     """Print a table, or each row as a list of its cells if the terminal is too narrow.
 
-    Args:
-        numbers: Whether all columns between the first and the last are numbers, which align right.
+    With ``numbers``, all columns between the first and the last are numbers and align right.
     """
     widths = [max(cell_len(str(line[at])) for line in (columns, *rows)) for at in range(len(columns))]
     if sum(widths) + len(widths) - 1 <= console.width:

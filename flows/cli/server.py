@@ -148,11 +148,8 @@ def load_optional_schedules() -> Schedules | None:
 def require_free_port(host: str, port: int, location: str, remedy: str = "") -> None:
     """Check that this process can listen on a port.
 
-    Args:
-        location: Name of the address in messages.
-
     Raises:
-        InvalidInput: It cannot.
+        InvalidInput: It cannot. The message starts with ``location``.
     """
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from pathlib import Path
@@ -57,10 +58,8 @@ def shadow_serve_command(
 def run_proxy(profile: Profile, candidate: str | None, console: Console, *, reset: bool = False) -> None:
     """Answer requests until the process is stopped.
 
-    Args:
-        candidate: Version to watch. Default: the current release at the target, or if that is unknown, the version
-            watched last.
-        reset: Whether to watch it from now on, even if there was a decision before.
+    ``candidate`` is the version to watch. Default: the current release at the target, or if that is unknown, the
+    version watched last. With ``reset``, it is watched from now on, even if there was a decision before.
 
     Raises:
         InvalidInput: The profile has no section ``shadow``, a key is not set, or the address is in use.
@@ -141,7 +140,8 @@ def shadow_replay_command(
         if not file.is_file():
             raise InvalidInput(str(file), found="no such file", expected="requests or prompts, as JSON lines")
         traffic = read_traffic(file, model)
-        result = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, concurrency, rounds, stream))
+        settings = ReplaySettings(header, rate, concurrency, rounds, stream)
+        result = asyncio.run(replay(traffic, to.rstrip("/"), settings))
         counts = ", ".join(f"{count} with {response}" for response, count in sorted(result.statuses.items()))
         message = f"{result.request_count} requests in {result.seconds:.1f} s: {counts}"
         if as_json:

@@ -111,7 +111,7 @@ def store_du_command(as_json: JsonOption = False) -> None:
 
 
 def store_verify_command(as_json: JsonOption = False) -> None:
-    """Read every byte of the store and compare it with its hash.
+    """Read every file of the store and compare it with its recorded hash.
 
     The exit code is 3 if anything is damaged.
     """

@@ -55,6 +55,7 @@ def archive_outcome(
     """Return the outcome with the path of its archived page.
 
     Args:
+        outcome: Outcome to archive. Returned unchanged if archiving fails.
         name: Name of the profile, used if the outcome has none.
         began: Start of the run, on the monotonic clock.
         stages: Stages that ran, in the order in which they ended.
@@ -172,7 +173,7 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
     if outcome.page:
         return outcome.page
     if outcome.shadow is not None:
-        return render_shadow(outcome.shadow.without_examples())
+        return render_shadow(outcome.shadow.model_copy(update={"examples": ()}))
     if outcome.sweep is not None:
         return outcome.report.read_text(encoding="utf-8") if outcome.report else render_sweep(outcome.sweep)
     if outcome.status == "nothing new" and outcome.report is not None:  # the released model has already been judged

@@ -114,6 +114,8 @@ def report_content(
     )
     # A stable sort puts the base first and keeps the others in recipe order.
     parents.sort(key=lambda model: model.role != "base")
+    documents = (*attempt.pinned.recipe.steps, attempt.pinned.recipe)
+    distances = {ref: distance for document in documents for ref, distance in (document.distances or {}).items()}
     content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
@@ -131,7 +133,7 @@ def report_content(
             ReportedPlace(
                 name=parent_names[ref], length=distance.length, apart=distance.apart, left_out=distance.left_out
             )
-            for ref, distance in attempt.pinned.recipe.all_distances.items()
+            for ref, distance in distances.items()
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),

@@ -57,7 +57,7 @@ class RunOutcome(BaseModel):
 
     @property
     def fix(self) -> tuple[str, ...]:
-        """Expected state and remedy of the check that stopped the run, one line each. Empty without such a check."""
+        """Expectation of the check that stopped the run, and how to fix the problem, one line each. May be empty."""
         lines = (("expected: ", "expected"), ("remedy:   ", "remedy"))
         return tuple(f"{label}{text}" for label, name in lines if (text := getattr(self.stopped_by, name, "")))
 

@@ -103,9 +103,7 @@ def require_decision(
 
     This suspends a deployed run. The call then does not return in this process.
 
-    Args:
-        report: Report page.
-        find_pending: Function that returns the release to publish.
+    ``find_pending`` returns the release to publish, and ``report`` is the path of its page.
 
     Raises:
         Refused: There is no way to ask, or no one answered.

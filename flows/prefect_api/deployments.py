@@ -85,8 +85,7 @@ class DeployedChange(NamedTuple):
 def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeployment, ...]:
     """Return the deployments that accept any profile, then one for each listed profile.
 
-    Args:
-        root: Directory of the project, which profile paths are relative to.
+    Profile paths are relative to ``root``, the directory of the project.
 
     Raises:
         InvalidInput: A profile cannot be read, two profiles have the same name, or a name is reserved.

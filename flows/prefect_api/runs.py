@@ -77,8 +77,7 @@ def start_run(
 ) -> StartedRun:
     """Create a run of a deployment for the next free worker.
 
-    Args:
-        name: Name of the run until it starts and sets its own.
+    The run is called ``name`` until it starts and sets its own name.
     """
     run = client.create_flow_run_from_deployment(deployment, parameters=dict(parameters), name=name)
     return StartedRun(run.id, run.name, site.run_page(run.id))
@@ -87,8 +86,7 @@ def start_run(
 def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, float], None]) -> FinishedRun:
     """Wait until a run has ended.
 
-    Args:
-        on_state: Callback for each poll, with the name of the state and the seconds since it began.
+    Each poll calls ``on_state`` with the name of the state and the seconds since it began.
     """
     name, since = "", time.monotonic()
     while True:

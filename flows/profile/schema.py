@@ -146,8 +146,8 @@ class ProfileSettings(ProfileSection):
         """Return this profile with another choice of remedies.
 
         Args:
-            choice: ``written`` for the written remedies only, ``auto`` to also try the proposals of a refusal, None
-                for the setting of the profile.
+            choice: ``written`` to try only the remedies in the profile, ``auto`` to also try those that a refusal
+                proposes, None to keep the choice of the profile.
         """
         if choice is None or (choice == AUTO) == bool(self.max_proposed_remedies):
             return self

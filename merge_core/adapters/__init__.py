@@ -13,7 +13,7 @@ from mergegate.merge_core.adapters.adapter import (
     open_adapter,
 )
 from mergegate.merge_core.adapters.application import adapter_findings, apply_adapter
-from mergegate.merge_core.adapters.combination import Combined, combine_adapters, require_products
+from mergegate.merge_core.adapters.combination import Combined, changes_of, combine_adapters
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
 from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
@@ -36,12 +36,12 @@ __all__ = [
     "adapter_files",
     "adapter_findings",
     "apply_adapter",
+    "changes_of",
     "combine_adapters",
     "combined_size",
     "extract_adapter",
     "is_adapter",
     "is_own_text",
     "open_adapter",
-    "require_products",
     "write_adapter",
 ]

@@ -24,7 +24,6 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
-    Companions,
     StoredTensor,
     companion_kind,
     config_parts,
@@ -95,21 +94,6 @@ def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
         )
 
 
-def _replace_text_files(base: Checkpoint, own: Companions) -> Companions:
-    """Return the files of ``base`` with the tokenizer and the chat templates of an adapter.
-
-    A loadable tokenizer replaces all tokenizer files of the base. Other files replace the files with the same name. The
-    chat templates of the base stay if the adapter has none.
-    """
-    templates = read_chat_templates(own) or base.chat_templates
-    own = own.only(lambda name: companion_kind(name) == "tokenizer")
-    files = base.companions
-    if has_vocabulary(own.sources):
-        files = files.only(lambda name: companion_kind(name) != "tokenizer")
-    files = files.changed(own.sources)
-    return files if read_chat_templates(files) == templates else with_chat_templates(files, templates)
-
-
 class _Application:
     """Table of tensors while an adapter is applied to it."""
 
@@ -125,9 +109,41 @@ class _Application:
 
     def result(self) -> Checkpoint:
         """Return the checkpoint, after a check that a tied embedding and head stay equal."""
-        self._settle_tie()
+        if self._ties is True and not self._untied:
+            heads = [name for name in self._base.tensors if is_head(name)]
+            tables = [name for name in self._base.tensors if is_embedding(name)]
+            touched = self._changed | self._replaced
+            for head in heads:
+                if head in touched:
+                    raise InvalidInput(
+                        f"{self._adapter.directory}: {head}",
+                        found="the adapter changes the head, which is tied to the embedding",
+                        expected="changes of layers, or of embedding and head together",
+                        remedy=_USE_PEFT,
+                    )
+                if any(table in touched for table in tables):
+                    # The head is a copy of the old embedding. In memory, it follows the embedding.
+                    del self._tensors[head]
+            # An embedding that PEFT merely saves together with its factors is not in ``full_tensors``.
+            if any(map(is_embedding, self._adapter.full_tensors)) and any(table in self._replaced for table in tables):
+                raise InvalidInput(
+                    f"{self._adapter.directory}: {tables[0]}",
+                    found="modules_to_save lists only the embedding, which is tied to the head",
+                    expected="both embedding and head, or an untied model",
+                    remedy=_USE_PEFT,
+                )
         config = {**self._base.config, "tie_word_embeddings": False} if self._untied else self._base.config
-        files = _replace_text_files(self._base, self._adapter.companions)
+
+        # A loadable tokenizer of the adapter replaces all tokenizer files of the base. Other tokenizer files replace
+        # those with the same name. The chat templates of the base stay if the adapter has none.
+        templates = read_chat_templates(self._adapter.companions) or self._base.chat_templates
+        tokenizer = self._adapter.companions.only(lambda name: companion_kind(name) == "tokenizer")
+        files = self._base.companions
+        if has_vocabulary(tokenizer.sources):
+            files = files.only(lambda name: companion_kind(name) != "tokenizer")
+        files = files.changed(tokenizer.sources)
+        if read_chat_templates(files) != templates:
+            files = with_chat_templates(files, templates)
         return replace(
             self._base,
             tensors=self._tensors,
@@ -141,7 +157,14 @@ class _Application:
         """Replace a tensor of the model by a full tensor of the adapter."""
         target = self._names.find(name)
         if target is None and is_head(name) and self._ties is not False:
-            target = self._add_head(own)
+            # An adapter that contains embedding and head unties a model with tied embeddings, which gets a head.
+            embeddings = [tensor for tensor in self._base.tensors.values() if is_embedding(tensor.name)]
+            if len(embeddings) == 1 and any(map(is_embedding, self._adapter.full_tensors)):
+                self._untied = True
+                (embedding,) = embeddings
+                prefix = "language_model." if embedding.name.startswith("language_model.") else ""
+                target = AdapterOwnTensor(f"{prefix}lm_head.weight", embedding.dtype, embedding.shape, embedding, own)
+                self._tensors[target.name] = target
         if target is None:
             raise self._no_target_error(own, name)
         self._require_shape(own, own.shape, target.shape, target)
@@ -170,8 +193,31 @@ class _Application:
             self._adapt_weight(module, "embedding_a", "embedding_b")
         elif "magnitude" in tensors:
             raise self._missing_factor_error(tensors["magnitude"], "lora_A and lora_B")
-        if "token_rows" in tensors:
-            self._adapt_rows(module)
+        if (values := tensors.get("token_rows")) is None:
+            return
+        rows = self._config.tokens_of(module.name)
+        if rows is None or len(rows) != values.shape[0]:
+            raise InvalidInput(
+                values.full_name,
+                found=f"{values.shape[0]} rows",
+                expected=f"as many trainable_token_indices for {module.name} in {self._config.location}",
+            )
+        name = f"{module.name}.weight"
+        if is_head(name) and self._ties is not False and self._names.find(name) is None:
+            return  # The head is tied to the embedding, which gets the same rows.
+        weight = self._current(name)
+        if weight is None:
+            raise self._no_target_error(values, name)
+        self._require_shape(values, (weight.shape[0], values.shape[-1]), weight.shape, weight)
+        if rows and max(rows) >= weight.shape[0]:
+            raise self._vocabulary_error(f"{self._config.location}: trainable_token_indices", max(rows) + 1, weight)
+        if weight.name in self._changed:
+            raise InvalidInput(
+                values.full_name,
+                found=f"the adapter also has factors for {weight.name}",
+                expected="either factors or trained rows, as in PEFT",
+            )
+        self._put(TrainedRows(weight.name, weight.dtype, weight.shape, weight, values, rows))
 
     def _adapt_weight(self, module: AdaptedModule, first: str, second: str) -> None:
         """Apply two factors to a linear layer, and its ``lora_B`` bias, or apply ``embedding_a`` to an embedding."""
@@ -183,7 +229,14 @@ class _Application:
                 stray.full_name, found=f"{module.name} has it in addition to lora_A", expected="one kind of factors"
             )
         weight = self._weight(module, a)
-        self._require_rank(module.name, a, a.shape[0], b.shape[-1])
+        rank = self._config.rank_of(module.name)
+        for own_rank in (a.shape[0], b.shape[-1]):
+            if own_rank != rank:
+                raise InvalidInput(
+                    a.full_name,
+                    found=f"rank {own_rank}",
+                    expected=f"rank {rank}, according to r and rank_pattern in {self._config.location}",
+                )
         transposed = is_embedding or is_conv1d(self._base.config, module.name)
         product = (b.shape[0], a.shape[1])
         self._require_shape(a if is_embedding else b, product[::-1] if transposed else product, weight.shape, weight)
@@ -209,32 +262,6 @@ class _Application:
             )
         self._require_shape(shift, shift.shape, bias.shape, bias)
         self._put(AdaptedBias(bias.name, bias.dtype, bias.shape, bias, shift, scale))
-
-    def _adapt_rows(self, module: AdaptedModule) -> None:
-        values = module.tensors["token_rows"]
-        rows = self._config.tokens_of(module.name)
-        if rows is None or len(rows) != values.shape[0]:
-            raise InvalidInput(
-                values.full_name,
-                found=f"{values.shape[0]} rows",
-                expected=f"as many trainable_token_indices for {module.name} in {self._config.location}",
-            )
-        name = f"{module.name}.weight"
-        if is_head(name) and self._ties is not False and self._names.find(name) is None:
-            return  # The head is tied to the embedding, which gets the same rows.
-        weight = self._current(name)
-        if weight is None:
-            raise self._no_target_error(values, name)
-        self._require_shape(values, (weight.shape[0], values.shape[-1]), weight.shape, weight)
-        if rows and max(rows) >= weight.shape[0]:
-            raise self._vocabulary_error(f"{self._config.location}: trainable_token_indices", max(rows) + 1, weight)
-        if weight.name in self._changed:
-            raise InvalidInput(
-                values.full_name,
-                found=f"the adapter also has factors for {weight.name}",
-                expected="either factors or trained rows, as in PEFT",
-            )
-        self._put(TrainedRows(weight.name, weight.dtype, weight.shape, weight, values, rows))
 
     def _parameters(self, module: str) -> list[str]:
         """Return the last name parts of the existing parameters of ``module`` that ``target_parameters`` matches.
@@ -387,15 +414,6 @@ class _Application:
         self._changed.add(tensor.name)
         self._tensors[tensor.name] = tensor
 
-    def _require_rank(self, module: str, tensor: StoredTensor, *ranks: int) -> None:
-        rank = self._config.rank_of(module)
-        if any(item != rank for item in ranks):
-            raise InvalidInput(
-                tensor.full_name,
-                found=f"rank {next(item for item in ranks if item != rank)}",
-                expected=f"rank {rank}, according to r and rank_pattern in {self._config.location}",
-            )
-
     def _require_shape(
         self, own: StoredTensor, shape: tuple[int, ...], target_shape: tuple[int, ...], target: AnyTensor
     ) -> None:
@@ -420,44 +438,6 @@ class _Application:
             remedy=f"enlarge {directory} with resize_token_embeddings({rows}), save it as a new model, and name that;"
             f" or {_USE_PEFT}",
         )
-
-    def _add_head(self, own: StoredTensor) -> AnyTensor | None:
-        """Add a head for a model with tied embeddings if the adapter contains both tensors, which unties them."""
-        embeddings = [tensor for tensor in self._base.tensors.values() if is_embedding(tensor.name)]
-        if len(embeddings) != 1 or not any(map(is_embedding, self._adapter.full_tensors)):
-            return None
-        self._untied = True
-        embedding = embeddings[0]
-        prefix = "language_model." if embedding.name.startswith("language_model.") else ""
-        head = AdapterOwnTensor(f"{prefix}lm_head.weight", embedding.dtype, embedding.shape, embedding, own)
-        self._tensors[head.name] = head
-        return head
-
-    def _settle_tie(self) -> None:
-        """Require that a tied embedding and head stay equal, or that the adapter contains both."""
-        if self._ties is not True or self._untied:
-            return
-        heads = [name for name in self._base.tensors if is_head(name)]
-        tables = [name for name in self._base.tensors if is_embedding(name)]
-        touched = self._changed | self._replaced
-        for head in heads:
-            if head in touched:
-                raise InvalidInput(
-                    f"{self._adapter.directory}: {head}",
-                    found="the adapter changes the head, which is tied to the embedding",
-                    expected="changes of layers, or of embedding and head together",
-                    remedy=_USE_PEFT,
-                )
-            if any(table in touched for table in tables):
-                del self._tensors[head]  # It is a copy of the old embedding. In memory, the head follows the embedding.
-        # An embedding that PEFT merely saves together with its factors is not in ``full_tensors``.
-        if any(map(is_embedding, self._adapter.full_tensors)) and any(table in self._replaced for table in tables):
-            raise InvalidInput(
-                f"{self._adapter.directory}: {tables[0]}",
-                found="modules_to_save lists only the embedding, which is tied to the head",
-                expected="both embedding and head, or an untied model",
-                remedy=_USE_PEFT,
-            )
 
     def _no_target_error(self, tensor: StoredTensor, name: str) -> InvalidInput:
         """Return the error for a tensor of the adapter without a target in the model.

@@ -9,7 +9,7 @@ product.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -178,19 +178,6 @@ def cache_elements(tensor: DerivedTensor, elements: ReadElements) -> ReadElement
     return read_cached
 
 
-def column_norms(source: AnyTensor, elements: ReadElements, product: Product, grid: Grid) -> torch.Tensor:
-    """Return the Euclidean norm of each column of the changed weight, summed in float64 in one pass, rounded once."""
-    import torch
-
-    total = torch.zeros(grid.width, dtype=torch.float64)
-    high = high_format(source.dtype)
-    for unit, first, end in grid.tiles(0, source.numel):
-        rows = read_whole(source, elements, (unit * grid.rows + first) * grid.width, (end - first) * grid.width)
-        changed = rows.view(end - first, grid.width).to(high) + product.rows(unit, first, end)
-        total += changed.double().square_().sum(0)
-    return total.sqrt_().to(high)
-
-
 def add_product(
     source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, *, round_change: bool
 ) -> ReadElements:
@@ -204,37 +191,30 @@ def add_product(
         round_change: Whether the change is rounded to the format of the weight before it is added. Otherwise only the
             sum is rounded.
     """
-    add = _addition(source, round_change)
+    is_compiled = source.dtype.code == "BF16" and source.numel >= _COMPILED_FROM_ELEMENTS
+    if is_compiled:
+        from mergegate.merge_core.methods.kernels import add_change
 
     def changed(first: int, into: Any) -> None:
         elements(first, into)
         end = first + len(into) // source.dtype.size
         for unit, top, bottom in grid.tiles(first, end):
             start = (unit * grid.rows + top) * grid.width
-            change = product.rows(unit, top, bottom).reshape(-1)
-            low, high = max(first, start), min(end, start + len(change))
+            tile = product.rows(unit, top, bottom).reshape(-1)
+            low, high = max(first, start), min(end, start + len(tile))
             stored = into[(low - first) * source.dtype.size : (high - first) * source.dtype.size]
-            add(stored, change[low - start : high - start])
+            change = tile[low - start : high - start]
+            if is_compiled:
+                add_change(patterns(stored, source.dtype), change.numpy(), round_change)
+                continue
+            values = as_torch(stored, source.dtype)
+            if round_change or values.dtype == change.dtype:
+                values.add_(change.to(values.dtype))
+            else:  # Round only the sum. Adding two formats directly gives the same result, but in smaller steps.
+                wide = scratch("wide", change.dtype, len(change))
+                values.copy_(wide.copy_(values).add_(change))
 
     return changed
-
-
-def _addition(tensor: AnyTensor, round_change: bool) -> Callable[[Any, torch.Tensor], None]:
-    """Return the in-place addition of a change to stored numbers, which is one compiled loop for large bfloat16."""
-    if tensor.dtype.code == "BF16" and tensor.numel >= _COMPILED_FROM_ELEMENTS:
-        from mergegate.merge_core.methods.kernels import add_change
-
-        return lambda stored, change: add_change(patterns(stored, tensor.dtype), change.numpy(), round_change)
-
-    def add(stored: Any, change: torch.Tensor) -> None:
-        values = as_torch(stored, tensor.dtype)
-        if round_change or values.dtype == change.dtype:
-            values.add_(change.to(values.dtype))
-        else:  # Round only the sum. Adding two formats directly gives the same result, but in smaller steps.
-            wide = scratch("wide", change.dtype, len(change))
-            values.copy_(wide.copy_(values).add_(change))
-
-    return add
 
 
 def scale_directions(
@@ -249,8 +229,14 @@ def scale_directions(
 
     size, numeric = source.dtype.size, high_format(source.dtype)
     column_scales = None
-    if product.transposed:
-        column_scales = (magnitude / column_norms(source, elements, product, grid)).view(1, -1)
+    if product.transposed:  # One pass computes the norms of all columns, summed in float64 and rounded once.
+        squares = torch.zeros(grid.width, dtype=torch.float64)
+        for unit, top, bottom in grid.tiles(0, source.numel):
+            start = (unit * grid.rows + top) * grid.width
+            rows = read_whole(source, elements, start, (bottom - top) * grid.width).view(bottom - top, grid.width)
+            moved = rows.to(numeric) + product.rows(unit, top, bottom)
+            squares += moved.double().square_().sum(0)
+        column_scales = (magnitude / squares.sqrt_().to(numeric)).view(1, -1)
 
     def changed(first: int, into: Any) -> None:
         values = as_torch(into, source.dtype)

@@ -118,7 +118,16 @@ def combine_adapters(
     if full_plan is not None:
         with _merged_in(scratch, full_plan, seed) as (merged, read):
             merged_full = {name: read_tensor(tensor, read) for name, tensor in merged.items()}
-    plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), _tables(recipe, base, names, changes))
+    # The changes are merged like checkpoints over a base of zeros.
+    zeros = {name: _Zeros(name, _F32, base.tensors[name].shape, base.tensors[name]) for name in names}
+    tables = {str(recipe.base): replace(base, tensors=zeros)} if recipe.base else {}
+    for ref, products in changes.items():
+        tensors: dict[str, AnyTensor] = {
+            name: replace(products[name], dtype=_F32, source=zero, round_change=False) if name in products else zero
+            for name, zero in zeros.items()
+        }
+        tables[ref] = replace(base, tensors=tensors)
+    plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), tables)
     dtype, rank = format_of_factors(recipe), recipe.output.rank
     modules: dict[str, _Module] = {}
     for name in names:
@@ -158,15 +167,6 @@ class _Module:
     name: str
     is_embedding: bool
     transposed: bool
-
-
-def require_products(ref: str, base: Checkpoint, adapter: Adapter) -> None:
-    """Check from headers that an adapter can be combined with others.
-
-    Raises:
-        InvalidInput: The adapter does not match the base, or contains changes that cannot be combined.
-    """
-    changes_of(ref, base, adapter, is_local=False)
 
 
 def changes_of(
@@ -225,21 +225,6 @@ def plan_full_tensors(
     for ref, tensors in full_tensors.items():
         tables[ref] = replace(base, tensors={name: tensors.get(name, base.tensors[name]) for name in names})
     return plan_merge(replace(recipe, output=None, dtype=None, out_dtype=None), tables)
-
-
-def _tables(
-    recipe: Recipe, base: Checkpoint, names: list[str], changes: Mapping[str, Mapping[str, AdaptedWeight]]
-) -> dict[str, Checkpoint]:
-    """Return the changes as checkpoints over a base of zeros."""
-    zeros = {name: _Zeros(name, _F32, base.tensors[name].shape, base.tensors[name]) for name in names}
-    tables = {str(recipe.base): replace(base, tensors=zeros)} if recipe.base else {}
-    for ref, products in changes.items():
-        tensors: dict[str, AnyTensor] = {
-            name: replace(products[name], dtype=_F32, source=zero, round_change=False) if name in products else zero
-            for name, zero in zeros.items()
-        }
-        tables[ref] = replace(base, tensors=tensors)
-    return tables
 
 
 def _sum_changes(

@@ -188,28 +188,23 @@ class _Extraction:
         self.stored[module] = name
         is_saved = any(module == end or module.endswith(f".{end}") for end in self.settings.save)
         if ours.ndim == 2 and not is_saved:
-            self._factor(name, module, change.float())
+            is_table = is_embedding(name) or (parse_layer_place(name) is None and is_before_layers(name))
+            transposed = not is_table and is_conv1d(self.tuned.config, module)
+            matrix = change.float().T if transposed or is_table else change.float()
+            dtype = getattr(torch, self.settings.dtype)
+            result = factor_change(matrix, self.settings.rank, epsilon=self.settings.epsilon, dtype=dtype)
+            (self.embeddings if is_table else self.factors)[module] = (result.a, result.b)
+            if not is_table and not is_head(name):
+                self.transposed.add(transposed)
+            self.errors.append(ModuleError(module, len(result.a), result.error))
+            self.left_out += max(result.left_out, 0.0)
+            self.squared += result.squared
         else:
             is_tied = ties_embeddings(self.tuned.config) is not False and not any(map(is_head, self.tuned.tensors))
             if is_tied and (is_embedding(name) or is_head(name)):
                 raise self._refusal(name, "a full copy of an embedding that is tied to the head")
             self.squared += float(change.square().sum())
             self.full_tensors[module] = {"weight": ours}
-
-    def _factor(self, name: str, module: str, change: torch.Tensor) -> None:
-        import torch
-
-        dtype = getattr(torch, self.settings.dtype)
-        is_table = is_embedding(name) or (parse_layer_place(name) is None and is_before_layers(name))
-        transposed = not is_table and is_conv1d(self.tuned.config, module)
-        matrix = change.T if transposed or is_table else change
-        result = factor_change(matrix, self.settings.rank, epsilon=self.settings.epsilon, dtype=dtype)
-        (self.embeddings if is_table else self.factors)[module] = (result.a, result.b)
-        if not is_table and not is_head(name):
-            self.transposed.add(transposed)
-        self.errors.append(ModuleError(module, len(result.a), result.error))
-        self.left_out += max(result.left_out, 0.0)
-        self.squared += result.squared
 
     def complete(self, ours: Callable[[str], torch.Tensor]) -> None:
         """Save biases of layers without factors in full, together with the other tensors of their modules."""

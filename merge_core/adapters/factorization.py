@@ -51,8 +51,14 @@ def factor_change(change: torch.Tensor, rank: int, *, epsilon: float = 0.0, dtyp
     max_rank = min(rank, *change.shape)
     if min(change.shape) <= _FULL_DECOMPOSITION or max_rank + _OVERSAMPLED >= min(change.shape):
         u, s, vh = torch.linalg.svd(change, full_matrices=False)
-    else:
-        u, s, vh = _strongest_directions(change, max_rank)
+    else:  # Only the strongest directions, by subspace iteration from a fixed start.
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(change.shape[1], max_rank + _OVERSAMPLED, generator=generator, dtype=change.dtype)
+        basis = torch.linalg.qr(change @ start)[0]
+        for _ in range(_ITERATIONS):
+            basis = torch.linalg.qr(change @ torch.linalg.qr(change.T @ basis)[0])[0]
+        u, s, vh = torch.linalg.svd(basis.T @ change, full_matrices=False)
+        u = basis @ u
     rank = min(max_rank, max(1, int((s > epsilon).sum())))
     root = s[:rank].sqrt()
     a, b = (root[:, None] * vh[:rank]).to(dtype), (u[:, :rank] * root).to(dtype)
@@ -91,16 +97,3 @@ def factor_sum(
     shared = float(((b_.T @ near_) * (a_ @ far_.T)).sum())
     own = float(((near_.T @ near_) * (far_ @ far_.T)).sum())
     return LowRankChange(far, near, squared - 2 * shared + own, squared)
-
-
-def _strongest_directions(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the strongest singular directions, by subspace iteration from a fixed start."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(change.shape[1], rank + _OVERSAMPLED, generator=generator, dtype=change.dtype)
-    basis = torch.linalg.qr(change @ start)[0]
-    for _ in range(_ITERATIONS):
-        basis = torch.linalg.qr(change @ torch.linalg.qr(change.T @ basis)[0])[0]
-    u, s, vh = torch.linalg.svd(basis.T @ change, full_matrices=False)
-    return basis @ u, s, vh

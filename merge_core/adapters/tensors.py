@@ -91,7 +91,18 @@ class AdaptedWeight(DerivedTensor):
 
     def open(self, read: ReadStored) -> ReadElements:
         elements, numeric = elements_of(self.source, read), high_format(self.dtype)
-        left, right = self._factors(read, numeric)
+        # ``left`` becomes [units, out, rank], and ``right`` becomes [units, rank, in].
+        rank, width = self.a.shape[0] // self.experts, self.a.shape[1]
+        b = read_factor(self.b, read, numeric)
+        b = b.view(len(b), rank, self.experts)
+        if self.expert is None:
+            left = b.permute(2, 0, 1).contiguous()
+            right = read_factor(self.a, read, numeric).view(self.experts, rank, width)
+        else:  # Only the rows of one expert are read from A. Its columns of B are not contiguous, so all of B is read.
+            left = b[:, :, self.expert].contiguous().unsqueeze(0)
+            count = rank * width
+            own = read_whole(self.a, lambda at, memory: read(self.a, at, memory), self.expert * count, count)
+            right = own.view(1, rank, width).to(numeric)
         scale = self.scale
         if abs(math.frexp(scale)[0]) == 0.5 and 2**-24 <= abs(scale) <= 2**24:
             left, scale = left * scale, 1.0  # A power of two is exact in a factor, which saves a multiplication.
@@ -102,22 +113,6 @@ class AdaptedWeight(DerivedTensor):
             return add_product(self.source, elements, product, grid, round_change=self.round_change)
         magnitude = read_factor(self.magnitude, read, numeric).reshape(-1)
         return cache_elements(self, scale_directions(self.source, elements, product, grid, magnitude))
-
-    def _factors(self, read: ReadStored, numeric: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors ``[units, out, rank]`` and ``[units, rank, in]``."""
-        b = read_factor(self.b, read, numeric)
-        rank = self.a.shape[0] // self.experts
-        if self.expert is None:
-            a = read_factor(self.a, read, numeric).view(self.experts, rank, -1)
-            return b.view(len(b), rank, self.experts).permute(2, 0, 1).contiguous(), a
-        # For one expert, only its rows of A are read. Its columns of B are not contiguous, so all of B is read.
-        width = self.a.shape[1]
-        count = rank * width
-        own = read_whole(self.a, lambda at, memory: read(self.a, at, memory), self.expert * count, count)
-        return (
-            b.view(len(b), rank, self.experts)[:, :, self.expert].contiguous().unsqueeze(0),
-            own.view(1, rank, width).to(numeric),
-        )
 
 
 @dataclass(frozen=True)

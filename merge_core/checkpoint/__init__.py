@@ -59,13 +59,11 @@ from mergegate.merge_core.checkpoint.measurements import (
     ExpectedMoments,
     StoredMoments,
     empty_moments,
-    importance_file_name,
-    moments_file_name,
+    measurement_file_name,
     open_importance,
     open_moments,
     pack_moments,
-    write_importance,
-    write_inputs,
+    write_measurement,
 )
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.safetensors_file import (
@@ -115,7 +113,6 @@ __all__ = [
     "empty_moments",
     "fetch_header",
     "has_vocabulary",
-    "importance_file_name",
     "is_binary_vocabulary",
     "is_embedding",
     "is_head",
@@ -123,7 +120,7 @@ __all__ = [
     "is_read_template",
     "list_companions",
     "list_uncopied",
-    "moments_file_name",
+    "measurement_file_name",
     "nested_names",
     "numbers",
     "open_checkpoint",
@@ -144,6 +141,5 @@ __all__ = [
     "travels",
     "with_chat_templates",
     "with_tie",
-    "write_importance",
-    "write_inputs",
+    "write_measurement",
 ]

@@ -85,35 +85,35 @@ def read_chat_templates(files: Companions) -> dict[str, str]:
             name = file.removeprefix(f"{TEMPLATE_FOLDER}/").removesuffix(".jinja") if file != TEMPLATE_FILE else DEFAULT
             text = files.text(file, _MAX_TEMPLATE_BYTES, "a chat template")
             templates[_require_valid_name(name, files.location(file))] = text
-    for name in (_SETTINGS, _PROCESSOR_TEMPLATE):
-        if not templates and (content := files.json(name, _SETTINGS_BOUNDS)) is not None:
-            templates = _parse_declaration(content.get("chat_template"), f"{files.location(name)}: chat_template")
-    return templates
-
-
-def _parse_declaration(value: Any, location: str) -> dict[str, str]:
-    """Return the templates that a ``chat_template`` key declares, by name."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {DEFAULT: value}
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        pairs = [(entry.get("name"), entry.get("template")) for entry in value]
-    elif isinstance(value, dict):
-        pairs = list(value.items())
-    else:
-        raise InvalidInput(
-            location, found=f"{value!r:.60}", expected="a Jinja text, or a list of {name: text, template: Jinja text}"
-        )
-    for name, template in pairs:
-        if not isinstance(name, str) or not isinstance(template, str):
+    for file in (_SETTINGS, _PROCESSOR_TEMPLATE):
+        content = files.json(file, _SETTINGS_BOUNDS) if not templates else None
+        value = content.get("chat_template") if content is not None else None
+        if value is None:
+            continue
+        location = f"{files.location(file)}: chat_template"
+        pairs: list[tuple[Any, Any]]
+        if isinstance(value, str):
+            pairs = [(DEFAULT, value)]
+        elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+            pairs = [(entry.get("name"), entry.get("template")) for entry in value]
+        elif isinstance(value, dict):
+            pairs = list(value.items())
+        else:
             raise InvalidInput(
                 location,
-                found=f"an entry with name {name!r:.40} and template {template!r:.40}",
-                expected="{name: text, template: Jinja text} in every entry",
-                remedy="save the tokenizer again with transformers, or correct the entry",
+                found=f"{value!r:.60}",
+                expected="a Jinja text, or a list of {name: text, template: Jinja text}",
             )
-    return {_require_valid_name(name, location): template for name, template in pairs}
+        for name, template in pairs:
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise InvalidInput(
+                    location,
+                    found=f"an entry with name {name!r:.40} and template {template!r:.40}",
+                    expected="{name: text, template: Jinja text} in every entry",
+                    remedy="save the tokenizer again with transformers, or correct the entry",
+                )
+        templates = {_require_valid_name(name, location): template for name, template in pairs}
+    return templates
 
 
 def _require_valid_name(name: str, location: str) -> str:

@@ -157,8 +157,7 @@ def _read_headers(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of several files by name.
 
-    Args:
-        weight_map: File name by tensor name. If a tensor is in several files, it selects one of them.
+    If a tensor is in several files, ``weight_map`` (file name by tensor name) selects one of them.
 
     Raises:
         InvalidInput: A file is damaged, or two files contain the same tensor.

@@ -45,6 +45,7 @@ INPUTS = "inputs.json"
 FILES_OF_MOMENTS = "inputs-*.safetensors"
 IMPORTANCE = "importance.json"
 FILES_OF_IMPORTANCE = "importance-*.safetensors"
+_KEYS = {INPUTS: "inputs", IMPORTANCE: "tensors"}
 _MOMENTS = "second moments as mergegate measures them"
 _IMPORTANCE = "the importance of elements as mergegate measures it"
 _RERUN = "run mergegate again to repeat the measurement"
@@ -121,14 +122,21 @@ def pack_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     return np.concatenate([row[index:] for index, row in enumerate(moments)]).astype(np.float32)[None]
 
 
-def moments_file_name(number: int) -> str:
-    """Return the name of the file with this number, from 0."""
-    return f"inputs-{number:05d}.safetensors"
+def measurement_file_name(index: str, number: int) -> str:
+    """Return the name of the safetensors file with this number, from 0, of ``INPUTS`` or ``IMPORTANCE``."""
+    return f"{index.removesuffix('.json')}-{number:05d}.safetensors"
 
 
-def write_inputs(directory: Path, inputs: Mapping[str, str], positions: int) -> None:
-    """Write ``inputs.json``: the name of the stored tensor for each matrix, and the number of measured positions."""
-    _write_owners(directory / INPUTS, "inputs", inputs, positions)
+def write_measurement(path: Path, owners: Mapping[str, str], positions: int) -> None:
+    """Write ``inputs.json`` or ``importance.json``, which identifies the stored tensors.
+
+    Args:
+        path: Path of the file.
+        owners: Name of the stored tensor for each matrix or tensor of the model.
+        positions: Number of measured positions, which the means cover.
+    """
+    text = json.dumps({"positions": positions, _KEYS[path.name]: dict(owners)}, indent=1)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def open_moments(directory: Path) -> dict[str, StoredMoments]:
@@ -138,21 +146,21 @@ def open_moments(directory: Path) -> dict[str, StoredMoments]:
         InvalidInput: Files are missing or damaged, or do not belong together.
     """
     path = directory / INPUTS
-    owners = _read_owners(path, "inputs", FILES_OF_MOMENTS, _MOMENTS)
-    return {name: _moments(tensor, f"{path}: {name}") for name, tensor in owners.items()}
-
-
-def _moments(tensor: StoredTensor | None, location: str) -> StoredMoments:
-    match tensor.shape if tensor is not None and tensor.dtype.code == "F32" else None:
-        case (width,) if tensor is not None and width > 0:
-            return StoredMoments(tensor, width, is_diagonal=True)
-        case (0, *more, width) if tensor is not None and width > 0 and more in ([], [0]):
-            return StoredMoments(tensor, width, is_diagonal=bool(more))
-        case (1, count) if tensor is not None and count > 0:
-            width = (math.isqrt(8 * count + 1) - 1) // 2
-            if width * (width + 1) // 2 == count:
-                return StoredMoments(tensor, width, is_diagonal=False)
-    raise InvalidInput(location, found="no stored moments of its input", expected=_MOMENTS, remedy=_RERUN)
+    measured: dict[str, StoredMoments] = {}
+    for name, tensor in _read_owners(path, FILES_OF_MOMENTS, _MOMENTS).items():
+        match tensor.shape if tensor is not None and tensor.dtype.code == "F32" else None:
+            case (width,) if tensor is not None and width > 0:
+                measured[name] = StoredMoments(tensor, width, is_diagonal=True)
+            case (0, *more, width) if tensor is not None and width > 0 and more in ([], [0]):
+                measured[name] = StoredMoments(tensor, width, is_diagonal=bool(more))
+            case (1, count) if tensor is not None and count > 0:
+                width = (math.isqrt(8 * count + 1) - 1) // 2
+                if width * (width + 1) // 2 == count:
+                    measured[name] = StoredMoments(tensor, width, is_diagonal=False)
+        if name not in measured:
+            found = "no stored moments of its input"
+            raise InvalidInput(f"{path}: {name}", found=found, expected=_MOMENTS, remedy=_RERUN)
+    return measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +175,6 @@ class ExpectedImportance:
         return 4 * math.prod(self.shape)
 
 
-def importance_file_name(number: int) -> str:
-    """Return the name of the file with this number, from 0."""
-    return f"importance-{number:05d}.safetensors"
-
-
-def write_importance(directory: Path, tensors: Mapping[str, str], positions: int) -> None:
-    """Write ``importance.json``: the name of the stored tensor for each tensor, and the number of positions."""
-    _write_owners(directory / IMPORTANCE, "tensors", tensors, positions)
-
-
 def open_importance(directory: Path) -> dict[str, StoredTensor]:
     """Return the stored importance by the name of the model's tensor.
 
@@ -185,24 +183,19 @@ def open_importance(directory: Path) -> dict[str, StoredTensor]:
     """
     path = directory / IMPORTANCE
     importance = {}
-    for name, tensor in _read_owners(path, "tensors", FILES_OF_IMPORTANCE, _IMPORTANCE).items():
+    for name, tensor in _read_owners(path, FILES_OF_IMPORTANCE, _IMPORTANCE).items():
         if tensor is None or tensor.dtype.code != "F32":
             raise InvalidInput(f"{path}: {name}", found="no stored tensor", expected=_IMPORTANCE, remedy=_RERUN)
         importance[name] = tensor
     return importance
 
 
-def _write_owners(path: Path, key: str, owners: Mapping[str, str], positions: int) -> None:
-    """Write ``{"positions": ..., key: owners}``. ``positions`` is the number of positions that the means cover."""
-    text = json.dumps({"positions": positions, key: dict(owners)}, indent=1)
-    path.write_text(f"{text}\n", encoding="utf-8")
-
-
-def _read_owners(path: Path, key: str, pattern: str, expected: str) -> dict[str, StoredTensor | None]:
-    """Return the stored tensor, or None if it is missing, for each name under ``key`` of a JSON file.
+def _read_owners(path: Path, pattern: str, expected: str) -> dict[str, StoredTensor | None]:
+    """Return the stored tensor, or None if it is missing, for each name in a JSON file of ``write_measurement``.
 
     The tensors are in files of the same directory that match the glob ``pattern``.
     """
+    key = _KEYS[path.name]
     content: Any = read_json(path)
     owners = content.get(key) if isinstance(content, Mapping) else None
     tensors = {tensor.name: tensor for file in sorted(path.parent.glob(pattern)) for tensor in read_header(file)}

@@ -13,7 +13,6 @@ import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -129,7 +128,19 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
                 raise InvalidInput(str(path), found="data.pkl has more than 32 MB", expected="a description of tensors")
             views = _views(archive.read(members[f"{root}data.pkl"]), path)
             keys = dict.fromkeys(view.storage.key for view in views.values())
-            starts = _starts(file, size, {key: members.get(f"{root}data/{key}") for key in keys}, path)
+            starts = {}  # First byte and size of each member's data, which follows a local header of variable length.
+            for key in keys:
+                if (info := members.get(f"{root}data/{key}")) is None:
+                    raise InvalidInput(str(path), found="the bytes of a tensor are missing", remedy=_DAMAGED)
+                location = f"{path}: {info.filename}"
+                file.seek(info.header_offset)
+                header = file.read(30)
+                if len(header) < 30 or header[:4] != b"PK\x03\x04":
+                    raise InvalidInput(location, found="its local header is missing", remedy=_DAMAGED)
+                start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+                if start + info.file_size > size:
+                    raise InvalidInput(location, found="it extends beyond the end of the file", remedy=_DAMAGED)
+                starts[key] = (start, info.file_size)
     tensors = []
     for name, view in views.items():
         (start, length), dtype = starts[view.storage.key], view.storage.dtype
@@ -197,27 +208,6 @@ def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         offsets.add(info.header_offset)
         members[info.filename] = info
     return members
-
-
-def _starts(
-    file: BinaryIO, size: int, infos: Mapping[str, zipfile.ZipInfo | None], path: Path
-) -> dict[str, tuple[int, int]]:
-    """Return the first byte and the size of each member's data, which follows a local header of variable length."""
-    starts = {}
-    for key, info in infos.items():
-        if info is None:
-            raise InvalidInput(str(path), found="the bytes of a tensor are missing", remedy=_DAMAGED)
-        file.seek(info.header_offset)
-        header = file.read(30)
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            raise InvalidInput(f"{path}: {info.filename}", found="its local header is missing", remedy=_DAMAGED)
-        start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-        if start + info.file_size > size:
-            raise InvalidInput(
-                f"{path}: {info.filename}", found="it extends beyond the end of the file", remedy=_DAMAGED
-            )
-        starts[key] = (start, info.file_size)
-    return starts
 
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
@@ -292,7 +282,17 @@ class _Machine:
                 self._top().extend(items)
             case "SETITEM" | "SETITEMS":
                 items = [self._pop(), self._pop()][::-1] if name == "SETITEM" else self._above_mark()
-                _set_items(self._top(), items, path)
+                target = self._top()
+                if not isinstance(target, dict):
+                    raise _refusal("it sets items of an object", path)
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    if type(key) is not str:  # Other types may nest so deeply that hashing them overflows the stack.
+                        raise ValueError("a key is not text")
+                    key.encode()  # Fails for a lone surrogate.
+                    if isinstance(value, _View) and key in target:
+                        found = "the dictionary contains the name twice"
+                        raise InvalidInput(f"{path}: {key!r:.60}", found=found, remedy=_DAMAGED)
+                    target[key] = value
             case "BINPUT" | "LONG_BINPUT":
                 self._memo[argument] = self._top()
             case "MEMOIZE":
@@ -305,7 +305,13 @@ class _Machine:
                     raise _refusal(f"code: {module}.{attribute}", path)
                 stack.append(_Global(argument))
             case "BINPERSID":
-                stack.append(_storage(self._pop(), path))
+                kind, storage, key, _, numel = self._pop()
+                if kind != "storage" or not isinstance(storage, _Global) or not storage.name.startswith("torch "):
+                    raise _refusal("a reference to an object that is not a storage", path)
+                if type(key) is not str or type(numel) is not int or numel < 0:
+                    raise ValueError("storage")
+                dtype = BY_TORCH_NAME[_STORAGES[storage.name.removeprefix("torch ")]]
+                stack.append(_Storage(dtype, key, numel))
             case "REDUCE":
                 arguments, function = self._pop(), self._pop()
                 stack.append(_evaluate_call(function, arguments, path))
@@ -335,27 +341,6 @@ class _Machine:
         items = self._stack[height:]
         del self._stack[height:]
         return items
-
-
-def _set_items(target: Any, items: list[Any], path: Path) -> None:
-    if not isinstance(target, dict):
-        raise _refusal("it sets items of an object", path)
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) is not str:  # Other types may nest so deeply that hashing them overflows the stack.
-            raise ValueError("a key is not text")
-        key.encode()  # Fails for a lone surrogate.
-        if isinstance(value, _View) and key in target:
-            raise InvalidInput(f"{path}: {key!r:.60}", found="the dictionary contains the name twice", remedy=_DAMAGED)
-        target[key] = value
-
-
-def _storage(saved: Any, path: Path) -> _Storage:
-    kind, storage, key, _, numel = saved
-    if kind != "storage" or not isinstance(storage, _Global) or not storage.name.startswith("torch "):
-        raise _refusal("a reference to an object that is not a storage", path)
-    if type(key) is not str or type(numel) is not int or numel < 0:
-        raise ValueError("storage")
-    return _Storage(BY_TORCH_NAME[_STORAGES[storage.name.removeprefix("torch ")]], key, numel)
 
 
 def _evaluate_call(function: Any, arguments: Any, path: Path) -> Any:

@@ -98,7 +98,14 @@ class BlockScaled(DerivedTensor):
         return ["fp8", *self.block]
 
     def open(self, read: ReadStored) -> ReadElements:
-        table, (_, width), (high, wide) = _e4m3(), self.shape, self.block
+        # Value of each F8_E4M3 byte. The format has no infinity, and NaN has all bits except the sign set.
+        codes = np.arange(256)
+        exponents, mantissas = (codes >> 3) & 15, codes & 7
+        sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7.0))
+        sizes[(codes & 127) == 127] = np.nan
+        table = np.where(codes & 128, -sizes, sizes).astype(np.float32)
+
+        (_, width), (high, wide) = self.shape, self.block
         stored = np.empty(self.scales.nbytes, np.uint8)
         read(self.scales, 0, stored)
         factors = numbers(patterns(stored, self.scales.dtype), self.scales.dtype).reshape(self.scales.shape)
@@ -228,15 +235,6 @@ def _mismatch(scales: StoredTensor, expected: str, payload: StoredTensor) -> Inv
         expected=expected,
         remedy="download the checkpoint again",
     )
-
-
-def _e4m3() -> Floats:
-    """Return the value of each F8_E4M3 byte. The format has no infinity, and NaN has all bits except the sign set."""
-    codes = np.arange(256)
-    exponents, mantissas = (codes >> 3) & 15, codes & 7
-    sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7.0))
-    sizes[(codes & 127) == 127] = np.nan
-    return np.where(codes & 128, -sizes, sizes).astype(np.float32)
 
 
 def _store(values: Floats, into: Bytes) -> None:

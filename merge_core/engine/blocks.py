@@ -133,7 +133,7 @@ class JobInputs:
         job: Job of one output tensor.
         files: Open file descriptor of each input file.
         block: Elements per block; the last block is shorter.
-        grain: Elements per grain. It divides ``block``.
+        grain: Number of elements in a grain, the unit of ``counts``. It divides ``block``.
         pool: Pool that provides memory.
     """
 
@@ -300,7 +300,7 @@ class JobInputs:
 
 
 def open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
-    """Return a function that reads elements of ``tensor`` from its file, or derives them."""
+    """Return a function that reads elements of ``tensor`` from its file, or computes them if they are not stored."""
 
     def read(stored: StoredTensor, first: int, into: Bytes) -> None:
         read_into(files[stored.file], into.data, stored.offset + first * stored.dtype.size, stored.file)

@@ -158,7 +158,7 @@ class Block:
     Args:
         inputs: ``[inputs, elements]`` in the data type of the arithmetic. Row 0 is the base if the task has one.
         start: Index of the first element in the flattened tensor.
-        grain: Elements per grain. ``start`` is a multiple of it.
+        grain: Number of elements in a grain, the unit of ``counts``. ``start`` is a multiple of it.
         importance: ``[models, elements]``, zero or more: importance of each element of each model except the base. None
             unless the task has importance.
     """
@@ -207,7 +207,7 @@ class StoredBlock:
         rows: Start of each input in ``data``. The base comes first if the task has one.
         length: Elements per input.
         start: Index of the first element in the flattened tensor.
-        grain: Elements per grain.
+        grain: Number of elements in a grain, the unit of ``counts``.
     """
 
     data: Array
@@ -379,7 +379,7 @@ class Traits:
 
     Args:
         adds_up: Whether opposing elements of task vectors are added up and cancel.
-        sparse: Whether the method keeps only the share ``density`` (a parameter) of each task vector.
+        sparse: Whether the method keeps only a share of each task vector, set by the parameter ``density``.
         may_zero: Whether its parameters can scale a tensor to zero, so that a tensor of zeros may be intended.
         merges_base: Whether the base is merged like a model instead of only being the origin of task vectors.
         adapters: How adapters on one base can be merged into an adapter: as a ``sum`` of their products, which is
@@ -388,7 +388,7 @@ class Traits:
         conflict_remedy: Set if changing to this method helps when task vectors oppose each other.
         first_draft: Clause that describes the method. Set for the two methods that ``init`` writes a first recipe with,
             one with and one without a base. Empty for all others.
-        reads_text: Quantity that each model measures on a calibration text of its own: the inputs of its matrices
+        reads_text: Quantity that is measured for each model on its own calibration text: the inputs of its matrices
             (:class:`InputMoments`), or the importance of its elements (:attr:`Block.importance`).
         weights_by_distance: Whether the weights of the models follow from the distances between them.
         first_state: Position from which the models are not models but states that an optimizer carries from merge to

@@ -247,7 +247,6 @@ def _drops_elements(task: TensorTask) -> bool:
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
     """Return ``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
-
     stored = StoredScores(
         lambda block: load_kernels().sizes(block.data, block.rows, block.length),
         lambda block: load_kernels().first_digits(block.data, block.rows, block.length),

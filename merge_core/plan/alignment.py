@@ -77,7 +77,7 @@ class Alignment:
     def maps(self, models: Sequence[str]) -> Mapping[str, RowMap]:
         """Return the row maps of ``models``, which are merged with each other.
 
-        The result is empty if each model already has the rows of the result.
+        The mapping is empty if every model already has the same rows as the merge.
 
         Raises:
             InvalidInput: No model has a row for some token.

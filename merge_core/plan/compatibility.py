@@ -1,8 +1,10 @@
-"""Check a merge before any weight is read, and list all problems, most severe first::
+"""Check a merge before any weight is read, and list all problems, most severe first.
 
-planned = plan_with_findings(recipe, checkpoints)
-if not planned.blocking:
-    merge_weights(planned.plan, out)
+For example::
+
+    planned = plan_with_findings(recipe, checkpoints)
+    if not planned.blocking:
+        merge_weights(planned.plan, out)
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     merge_method: regmean
     models:
       - model: org/math
-        text: texts/math.jsonl          # relative to the recipe; examples of what this model must still be able to do
+        text: texts/math.jsonl          # relative to the recipe; examples of this model's tasks
       - model: org/verse
         text: texts/verse.jsonl
     statistics: {documents: 256, max_length: 2048}
@@ -116,21 +116,3 @@ def parse_reading(value: object, method: Method, location: str) -> CalibrationRe
                 f"{location}.{key}", found=f"{setting!r:.60}", expected=f"a whole number of at least {minimum}"
             )
     return CalibrationReading(**content)
-
-
-def parse_text(value: object, method: Method, location: str, *, is_base: bool) -> str | None:
-    """Read ``text`` of a model, the path of its calibration text.
-
-    Raises:
-        InvalidInput: The value is not a path, or the recipe would never read the text.
-    """
-    if value is None:
-        return None
-    if method.traits.reads_text is None or is_base:
-        found = "the base is not merged" if is_base else f"{method.name} does not read texts"
-        raise InvalidInput(location, found=found, expected="no such key", remedy="remove it")
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise InvalidInput(
-            location, found=f"{value!r:.60}", expected="the path of a text file (JSON Lines or plain text)"
-        )
-    return value

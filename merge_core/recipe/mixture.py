@@ -164,7 +164,7 @@ def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) ->
 def _experts(
     content: Mapping[str, Any], key: str, location: str, log: FindingLog, *, most: int
 ) -> tuple[tuple[Expert, ...], int | None]:
-    """Return the readable experts of a list and their number. The number is None after a fault."""
+    """Return the readable experts of a list, and their number unless a fault makes it unknown."""
     location, experts, is_sound = f"{location}: {key}", list[Expert](), True
     value = content.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):

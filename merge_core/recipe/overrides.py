@@ -97,7 +97,7 @@ def _parameters_in(value: Mapping[str, Any], location: str) -> Mapping[str, Any]
 
 
 def _as_base(entry: Any, method: Method, base: object) -> Any:
-    """Return a model entry. If the model is the base, remove what the method reads only for other models."""
+    """Return a model entry, without its text and its task-vector parameters if the model is the base."""
     if not isinstance(entry, Mapping) or base is None or entry.get("model") != base:
         return entry
     non_base = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")

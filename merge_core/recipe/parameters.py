@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +104,26 @@ def parse_parameters(
                 remedy="remove it",
             )
         elif content != []:  # mergekit treats an empty list as not set.
-            conditions: tuple[Condition, ...] = ()
+            conditions: list[Condition] = []
             with log.collect():
-                conditions = _conditions(content, parameter, key_location, log)
-            settings.append(Setting(parameter.name, conditions))
+                if isinstance(content, list) and any(isinstance(item, Mapping) for item in content):
+                    conditions = [
+                        _condition(item, parameter, f"{key_location}[{index}]", log)
+                        for index, item in enumerate(content)
+                    ]
+                else:
+                    conditions = [_condition(content, parameter, key_location, log)]
+            for index, condition in enumerate(conditions[:-1]):
+                if condition.filter in (None, "*"):
+                    log.warn(
+                        f"{key_location}[{index}]",
+                        found="a value for all tensors comes before other values",
+                        expected="the value without a filter as the last one, because the first match counts",
+                        remedy="move it to the end of the list",
+                    )
+                    del conditions[index + 1 :]
+                    break
+            settings.append(Setting(parameter.name, tuple(conditions)))
     return Parameters(tuple(settings))
 
 
@@ -156,22 +173,6 @@ def gradient(values: tuple[float, ...], t: float) -> float:
     return (1 - fraction) * values[lower] + fraction * values[upper]
 
 
-def _conditions(content: object, parameter: Parameter, location: str, log: FindingLog) -> tuple[Condition, ...]:
-    if not (isinstance(content, list) and any(isinstance(item, Mapping) for item in content)):
-        return (_condition(content, parameter, location, log),)
-    conditions = [_condition(item, parameter, f"{location}[{index}]", log) for index, item in enumerate(content)]
-    for index, condition in enumerate(conditions[:-1]):
-        if condition.filter in (None, "*"):
-            log.warn(
-                f"{location}[{index}]",
-                found="a value for all tensors comes before other values",
-                expected="the value without a filter as the last one, because the first match counts",
-                remedy="move it to the end of the list",
-            )
-            return tuple(conditions[: index + 1])
-    return tuple(conditions)
-
-
 def _condition(content: object, parameter: Parameter, location: str, log: FindingLog) -> Condition:
     pattern = None
     if isinstance(content, Mapping):
@@ -192,11 +193,21 @@ def _condition(content: object, parameter: Parameter, location: str, log: Findin
 
 
 def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
-    result = _convert(value, parameter)
+    kind = parameter.kind
+    result: Scalar | None = None
+    if kind in ("choice", "switch") and isinstance(value, str) and value in parameter.choices:
+        result = value
+    elif kind in ("bool", "switch"):
+        result = bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
+    elif kind != "choice" and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            number = float(value)  # YAML 1.1 reads 1e-5 as text.
+            if math.isfinite(number) and (kind != "int" or number.is_integer()):
+                result = int(number) if kind == "int" else number
     if result is None:
         # A value of None is often an indentation mistake: YAML reads a key with nothing below it as null.
         kinds = {"float": "a number", "int": "a whole number", "bool": "true or false"}
-        expected = kinds.get(parameter.kind, f"one of {parameter.range}")
+        expected = kinds.get(kind, f"one of {parameter.range}")
         remedy = suggest(value, parameter.choices) if isinstance(value, str) and parameter.choices else ""
         if isinstance(value, str) and value.startswith("$"):
             remedy = "list the values to search under 'sweep' of a profile; a sweep fills them in"
@@ -206,21 +217,3 @@ def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
         if (low is not None and result < low) or (high is not None and result > high):
             raise InvalidInput(location, found=f"{result:g}", expected=f"{parameter.range} for {parameter.name}")
     return result
-
-
-def _convert(value: object, parameter: Parameter) -> Scalar | None:
-    """Return ``value`` as a value of the parameter's kind, or None if it is of another kind."""
-    kind = parameter.kind
-    if kind in ("choice", "switch") and isinstance(value, str) and value in parameter.choices:
-        return value
-    if kind in ("bool", "switch"):
-        return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
-    if kind == "choice" or isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = float(value)  # YAML 1.1 reads 1e-5 as text.
-    except (ValueError, OverflowError):
-        return None
-    if not math.isfinite(number) or (kind == "int" and not number.is_integer()):
-        return None
-    return int(number) if kind == "int" else number

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,7 @@ from mergegate.merge_core.errors import FindingLog, InvalidInput
 from mergegate.merge_core.methods import UPCYCLING, Method, find_method, merge_methods
 from mergegate.merge_core.parsing import parse_yaml, read_yaml
 from mergegate.merge_core.recipe.adapter_output import parse_output
-from mergegate.merge_core.recipe.calibration_texts import parse_reading, parse_text
+from mergegate.merge_core.recipe.calibration_texts import parse_reading
 from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping, require_value
 from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, parse_mixture
 from mergegate.merge_core.recipe.parameters import Parameters, Setting, parse_parameters
@@ -80,33 +80,30 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
         recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, location)
         if (count := len(recipe.references())) > _MAX_MODELS:
             raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
+    # The result of a step has no weights yet when they are needed before the merge.
+    steps = {str(step.name) for step in recipe.steps}
     for document in (*recipe.steps, recipe):
-        with findings.collect():
-            _check_steps(document, {str(step.name) for step in recipe.steps})
+        base = document.base
+        prompts_base = document.mixture is not None and document.mixture.needs_prompts
+        if prompts_base and base is not None and (base.adapter or str(base) in steps):
+            findings.fault(
+                f"{document.location}: base_model",
+                found=f"{base} {'has an adapter' if base.adapter else 'is the result of a step'}",
+                expected="a whole model that exists before the merge, because gate_mode computes router rows with it",
+                remedy="set gate_mode: random, or first create the base and use its directory",
+            )
+            continue
+        needed = [source.model for source in document.sources] if document.needs_distances else list(document.texts)
+        if step := next((model for model in needed if str(model) in steps), None):
+            findings.fault(
+                f"{document.location}: {step}",
+                found="the result of a step",
+                expected="a model that exists before the merge, because mergegate "
+                + ("measures its distances" if document.needs_distances else "reads the text with it"),
+                remedy="create this model first, and use its directory",
+            )
     findings.raise_faults(location)
     return recipe
-
-
-def _check_steps(document: Recipe, steps: Collection[str]) -> None:
-    """Raise InvalidInput if a document needs the weights of a step's result before the merge."""
-    base = document.base
-    prompts_base = document.mixture is not None and document.mixture.needs_prompts
-    if prompts_base and base is not None and (base.adapter or str(base) in steps):
-        raise InvalidInput(
-            f"{document.location}: base_model",
-            found=f"{base} {'has an adapter' if base.adapter else 'is the result of a step'}",
-            expected="a whole model that exists before the merge, because gate_mode computes router rows with it",
-            remedy="set gate_mode: random, or first create the base and use its directory",
-        )
-    needed = [source.model for source in document.sources] if document.needs_distances else list(document.texts)
-    if step := next((model for model in needed if str(model) in steps), None):
-        raise InvalidInput(
-            f"{document.location}: {step}",
-            found="the result of a step",
-            expected="a model that exists before the merge, because mergegate "
-            + ("measures its distances" if document.needs_distances else "reads the text with it"),
-            remedy="create this model first, and use its directory",
-        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class _Context:
     def parameters(
         self, content: Mapping[str, Any], location: str, *, model: CheckpointRef | None = None
     ) -> Parameters:
-        """Read ``parameters`` of a mapping that belongs to ``model``, or to all models if ``model`` is None."""
+        """Read ``parameters`` of a mapping. Without ``model``, they apply to all models."""
         value, location = content.get("parameters"), f"{location}parameters"
         with self.log.collect():
             return parse_parameters(
@@ -200,18 +197,19 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
         "tokenizer": lambda: parse_tokenizer_choice(content, location, log),
         "align_experts": lambda: _switch(content.get("align_experts", False), f"{location}: align_experts"),
         "reading": lambda: parse_reading(content.get("statistics"), method, f"{location}: statistics"),
-        "leave_out_beyond": lambda: _times(content.get("leave_out_beyond"), f"{location}: leave_out_beyond"),
     }
     for field_name, parser in parsers.items():
         with log.collect():
             recipe = replace(recipe, **{field_name: parser()})
+    if (factor := content.get("leave_out_beyond")) is not None:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < math.inf:
+            expected = "a factor of the median length, at least 1"
+            log.fault(f"{location}: leave_out_beyond", found=f"{factor!r:.60}", expected=expected)
+        else:
+            recipe = replace(recipe, leave_out_beyond=float(factor))
     if merge_methods().get(method.name) is not method:
         return recipe  # The method is a guess, so checks that depend on it would mislead.
-    _check_required(recipe, method, log)
-    with log.collect():
-        _check_texts(recipe, method)
-    with log.collect():
-        _check_distances(recipe, method, sliced=forms != ["models"])
+    _check_needs(recipe, method, log, sliced=forms != ["models"])
     with log.collect():
         models = [source.model for source in recipe.sources]
         output = parse_output(content, method, context.base, models, f"{location}: ")
@@ -438,38 +436,46 @@ def _source(item: object, context: _Context, location: str, *, layered: bool) ->
     if isinstance(item, str):
         raise InvalidInput(location, found=f"{item!r:.60}", expected="a mapping", remedy=f"write '- model: {item}'")
     content = known_mapping(item, location, keys, log, method=context.method)
-    model, layers, text = None, None, None
+    model, layers = None, None
     if "model" not in content:
         log.fault(location, found="no 'model'", expected="{model: path or org/name}", remedy="add it")
     with log.collect():
         model = parse_reference(content["model"], f"{location}.model", log) if "model" in content else None
-    with log.collect():
-        layers = _layer_range(content.get("layer_range"), f"{location}.layer_range") if layered else None
+    if layered:
+        # Like mergekit, accept whole numbers that are written as text or with a decimal point.
+        written, ends = content.get("layer_range"), list[int]()
+        for end in written if isinstance(written, list) else ():
+            is_digits = isinstance(end, str) and end.isascii() and end.isdigit()
+            if is_digits or type(end) is int or (isinstance(end, float) and end.is_integer()):
+                ends.append(int(end))
+        if isinstance(written, list) and len(written) == len(ends) == 2 and 0 <= ends[0] <= ends[1]:
+            layers = ends[0], ends[1]
+        else:
+            log.fault(
+                f"{location}.layer_range",
+                found=f"{written!r:.60}",
+                expected="[first, end]: whole numbers, 0 <= first <= end, the end not included",
+            )
     is_base = context.is_base(model)
-    with log.collect():
-        text = parse_text(content.get("text"), context.method, f"{location}.text", is_base=is_base)
+    text = content.get("text")
+    if text is not None and (context.method.traits.reads_text is None or is_base):
+        found = "the base is not merged" if is_base else f"{context.method.name} does not read texts"
+        log.fault(f"{location}.text", found=found, expected="no such key", remedy="remove it")
+        text = None
+    elif text is not None and (not isinstance(text, str) or not text.strip() or "\0" in text):
+        expected = "the path of a text file (JSON Lines or plain text)"
+        log.fault(f"{location}.text", found=f"{text!r:.60}", expected=expected)
+        text = None
     parameters = context.parameters(content, f"{location}.", model=model or CheckpointRef(""))
     return Source(model, layers, parameters, text) if model and (layers or not layered) else None
 
 
-def _layer_range(value: object, location: str) -> tuple[int, int]:
-    """Read ``[first, end]``. Like mergekit, accept whole numbers written as text or with a decimal point."""
-    ends = []
-    for item in value if isinstance(value, list) else ():
-        is_digits = isinstance(item, str) and item.isascii() and item.isdigit()
-        if is_digits or type(item) is int or (isinstance(item, float) and item.is_integer()):
-            ends.append(int(item))
-    if isinstance(value, list) and len(value) == len(ends) == 2 and 0 <= ends[0] <= ends[1]:
-        return ends[0], ends[1]
-    raise InvalidInput(
-        location,
-        found=f"{value!r:.60}",
-        expected="[first, end]: whole numbers, 0 <= first <= end, the end not included",
-    )
+def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: bool) -> None:
+    """Record what the method needs but the recipe lacks, before any checkpoint is opened.
 
-
-def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
-    """Record each required parameter that no scope sets, before any checkpoint is opened."""
+    These are required parameters that no scope sets, a text for each model (the same in every slice), and whole models
+    with a base if the recipe needs distances.
+    """
     required = [parameter for parameter in method.parameters if repr(parameter.default) == "required"]
     for module in recipe.modules:
         for cut in module.slices:
@@ -490,60 +496,42 @@ def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
                         expected=f"a value, because {method.name} needs it: {parameter.summary}",
                         remedy=f"add it under 'parameters' (check the indentation), for example {parameter.name}: 0.5",
                     )
-
-
-def _check_texts(recipe: Recipe, method: Method) -> None:
-    """Check that each model has a text, and the same text in every slice."""
-    for cut in recipe.slices:
-        base = cut.base if method.base in ("required", "optional") else None
-        sources = [source for source in cut.sources if source.model != base]
-        for source in sources:
-            if method.traits.reads_text is not None and source.text is None:
-                raise InvalidInput(
-                    f"{cut.location}: {source.model}",
-                    found="no 'text'",
-                    expected=f"a text for each model, because {method.name} reads it with the model before the merge",
-                    remedy="add 'text: FILE' next to 'model', with examples of what the model must be able to do",
-                )
-        for source in sources:
-            if source.text != recipe.texts.get(source.model):
-                raise InvalidInput(
-                    f"{cut.location}: {source.model}",
-                    found=f"the text {source.text}, but {recipe.texts.get(source.model)} in another slice",
-                    expected="one text for each model",
-                )
-
-
-def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
-    """Check that distances can be measured, if the recipe needs them: entire models and a base."""
-    if not recipe.needs_distances:
-        return
-    setting = method.name if method.traits.weights_by_distance else "leave_out_beyond"
-    if recipe.base is None or method.base not in ("required", "optional"):
-        raise InvalidInput(
-            f"{recipe.location}: {setting}",
+    has_vectors = method.base in ("required", "optional")
+    with log.collect():
+        for cut in recipe.slices:
+            sources = [source for source in cut.sources if not has_vectors or source.model != cut.base]
+            for source in sources:
+                if method.traits.reads_text is not None and source.text is None:
+                    raise InvalidInput(
+                        f"{cut.location}: {source.model}",
+                        found="no 'text'",
+                        expected="a text for each model, "
+                        f"because {method.name} reads it with the model before the merge",
+                        remedy="add 'text: FILE' next to 'model', with examples of what the model must be able to do",
+                    )
+            for source in sources:
+                if source.text != recipe.texts.get(source.model):
+                    raise InvalidInput(
+                        f"{cut.location}: {source.model}",
+                        found=f"the text {source.text}, but {recipe.texts.get(source.model)} in another slice",
+                        expected="one text for each model",
+                    )
+    setting = f"{recipe.location}: {method.name if method.traits.weights_by_distance else 'leave_out_beyond'}"
+    if recipe.needs_distances and (recipe.base is None or not has_vectors):
+        log.fault(
+            setting,
             found="no base to measure task vectors from",
             expected="a method that uses task vectors, and its base_model",
             remedy="set base_model; instead of linear, use task_arithmetic",
         )
-    if sliced:
-        raise InvalidInput(
-            f"{recipe.location}: {setting}", found="slices or modules", expected="whole models, listed under 'models'"
-        )
-
-
-def _times(value: object, location: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
-        raise InvalidInput(location, found=f"{value!r:.60}", expected="a factor of the median length, at least 1")
-    return float(value)
+    elif recipe.needs_distances and sliced:
+        log.fault(setting, found="slices or modules", expected="whole models, listed under 'models'")
 
 
 def _in_order(recipes: list[Recipe], location: str) -> Recipe:
     """Sort documents that refer to each other so that each comes after the documents it needs.
 
-    The result is the document without a name. If all documents have names, it is the one that no other document needs.
+    The result is the document without a name, or else the only document that no other document needs.
     """
     names = [recipe.name for recipe in recipes if recipe.name is not None]
     needed = {str(ref) for recipe in recipes for ref in recipe.own_references()}

@@ -32,7 +32,7 @@ CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
 class Source:
     """One input of a slice: a model, a range of its layers, its parameters and its text.
 
-    The range does not include its end. If the range is None, the source has all layers of the model.
+    The range does not include its end. Without a range, the source has all layers of the model.
     """
 
     model: CheckpointRef
@@ -53,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a network with its own layers. ``name`` is None if the module is the entire network."""
+    """A part of a network with its own layers. A module without a ``name`` is the entire network."""
 
     name: str | None
     slices: tuple[Slice, ...]
@@ -157,12 +157,6 @@ class Recipe:
         """Whether the distances between the models must be measured before the merge."""
         by_distance = self.mixture is None and self.method.traits.weights_by_distance
         return by_distance or self.leave_out_beyond is not None
-
-    @property
-    def all_distances(self) -> dict[str, RelativeDistance]:
-        """Measured distances by model, from all documents."""
-        documents = (*self.steps, self)
-        return {model: distances for document in documents for model, distances in (document.distances or {}).items()}
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -289,10 +283,6 @@ class Recipe:
         inputs = " adapters" if self.output else ""
         return f"{self.merge_method} of {len(others) if base else len(models)}{inputs}{base}{slices}{steps}"
 
-    def content_key(self) -> dict[str, Any]:
-        """Return the part of the recipe that belongs in a cache key."""
-        return self.canonical()
-
     def canonical(self) -> dict[str, Any]:
         """Return everything that determines the result, as JSON-compatible data. Equivalent recipes give equal data."""
         # Later additions to the format appear only if they are set, so that the keys of existing artifacts stay valid.
@@ -317,8 +307,7 @@ class Recipe:
             "parameters": self.parameters.canonical(),
             "dtype": self.dtype.torch_name if self.dtype else None,
             "out_dtype": self.out_dtype.torch_name if self.out_dtype else None,
-            "tokenizer_source": str(self.tokenizer.source) if self.tokenizer else None,
-            **(self.tokenizer.canonical_options() if self.tokenizer else {}),
+            **(self.tokenizer.canonical() if self.tokenizer else {"tokenizer_source": None}),
             "chat_template": self.chat_template,
             "modules": [
                 {
@@ -345,6 +334,8 @@ class Recipe:
             "name": self.name,
             "steps": [step.canonical() for step in self.steps],
         }
+
+    content_key = canonical  # Everything that determines the result belongs in a cache key.
 
 
 def select_models(

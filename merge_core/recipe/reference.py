@@ -1,4 +1,4 @@
-"""Parse references to checkpoints, ``path[@revision][+adapter]``, and resolve those that are local directories."""
+"""Parse references to checkpoints, ``path[@revision][+adapter]``, and find their local directories."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def is_foreign_path(text: str) -> bool:
 
 
 def name_in_path(text: str) -> str:
-    """Return the model name at the end of a path, possibly from another machine: ``base`` for ``E:\\models\\base``.
+    r"""Return the model name at the end of a path, possibly from another machine: ``base`` for ``E:\models\base``.
 
     In the Hub's cache, the name is that of the repository: ``base`` for ``.../models--org--base/snapshots/<commit>``.
     """

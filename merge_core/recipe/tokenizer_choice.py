@@ -33,7 +33,7 @@ class RowOrigin:
     """Source from which a token gets its row in the embeddings.
 
     Args:
-        model: Model that provides the row. If it is None, the row consists of zeros.
+        model: Model that provides the row. None stands for a row of zeros.
         token: Token whose row is copied, if it is a different token.
         token_id: ID of the token whose row is copied, as an alternative to ``token``.
     """
@@ -53,7 +53,7 @@ class TokenRow:
 
     Args:
         token: Text of the token. If no tokenizer has it, it is added to the tokenizer of the result.
-        origin: Origin of the row for models that lack the token. If it is None, the default for all tokens applies.
+        origin: Origin of the row for models that lack the token. Default: the rule for all tokens.
         force: Whether to use ``origin`` also for models that have the token.
     """
 
@@ -70,7 +70,7 @@ class TokenizerChoice:
         source: ``base``, ``union`` or a checkpoint.
         location: Location in the recipe, for messages.
         tokens: Entries for single tokens.
-        pad_to_multiple_of: Number that the number of rows must be a multiple of. If it is None, no rows are added.
+        pad_to_multiple_of: Pad the table to a multiple of this number of rows. Default: no padding.
         strangers: How a union treats ordinary tokens that only another tokenizer has.
     """
 
@@ -80,22 +80,22 @@ class TokenizerChoice:
     pad_to_multiple_of: int | None = None
     strangers: Strangers = "refuse"
 
-    def canonical_options(self) -> dict[str, Any]:
-        """Return the settings other than ``source`` as JSON-compatible data.
+    def canonical(self) -> dict[str, Any]:
+        """Return the fields that determine the result, as JSON-compatible data.
 
-        The result contains all of these settings if at least one differs from its default. If all have their defaults,
-        it is empty.
+        The settings other than ``source`` are included together if at least one differs from its default.
         """
         if not self.tokens and self.pad_to_multiple_of is None and self.strangers == "refuse":
-            return {}
+            return {"tokenizer_source": str(self.source)}
         return {
+            "tokenizer_source": str(self.source),
             "tokenizer": {
                 "tokens": [
                     [row.token, row.origin.canonical() if row.origin else None, row.force] for row in self.tokens
                 ],
                 "pad_to_multiple_of": self.pad_to_multiple_of,
                 "strangers": self.strangers,
-            }
+            },
         }
 
 
@@ -173,24 +173,25 @@ def _tokens(value: object, location: str, log: FindingLog) -> tuple[TokenRow, ..
         raise InvalidInput(location, found=f"{len(value)} tokens", expected=f"at most {_MOST_TOKENS}")
     rows = []
     for token, entry in value.items():
+        row_location = f"{location}.{token}"
+        if not isinstance(token, str) or not token:
+            expected = "the text of a token"
+            log.fault(row_location, found=f"{token!r:.60}", expected=expected, remedy="put it in quotes")
+            continue
+        if entry is None or entry == {}:
+            rows.append(TokenRow(token, None, force=False))
+            continue
         with log.collect():
-            rows.append(_token(token, entry, f"{location}.{token}", log))
+            content = known_mapping(entry, row_location, ("source", "force"), log)
+            force, source = content.get("force", False), content.get("source")
+            if not isinstance(force, bool):
+                raise InvalidInput(f"{row_location}.force", found=f"{force!r:.60}", expected="true or false")
+            if force and source is None:
+                expected = "a source for the row"
+                raise InvalidInput(f"{row_location}.force", found="true without a source", expected=expected)
+            origin = None if source is None else _origin(source, f"{row_location}.source", log)
+            rows.append(TokenRow(token, origin, force))
     return tuple(rows)
-
-
-def _token(token: object, value: object, location: str, log: FindingLog) -> TokenRow:
-    if not isinstance(token, str) or not token:
-        raise InvalidInput(location, found=f"{token!r:.60}", expected="the text of a token", remedy="put it in quotes")
-    if value is None or value == {}:
-        return TokenRow(token, None, force=False)
-    entry = known_mapping(value, location, ("source", "force"), log)
-    force = entry.get("force", False)
-    if not isinstance(force, bool):
-        raise InvalidInput(f"{location}.force", found=f"{force!r:.60}", expected="true or false")
-    origin = None if entry.get("source") is None else _origin(entry["source"], f"{location}.source", log)
-    if force and origin is None:
-        raise InvalidInput(f"{location}.force", found="true without a source", expected="a source for the row")
-    return TokenRow(token, origin, force)
 
 
 def _origin(value: object, location: str, log: FindingLog) -> RowOrigin:

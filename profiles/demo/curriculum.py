@@ -55,7 +55,7 @@ class Phase:
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
-    """An untrained Llama with tied embeddings, 280,416 parameters, reproducible from ``seed``.
+    """Return an untrained Llama with tied embeddings, 280,416 parameters, reproducible from ``seed``.
 
     Three heads of 32, because servers have attention kernels for some sizes of head only, and 32 is the smallest.
     """
@@ -78,7 +78,7 @@ def new_model(seed: int) -> LlamaForCausalLM:
 
 
 def train_base(seed: int) -> LlamaForCausalLM:
-    """A model that copies, and holds every latent skill without being decided to use it.
+    """Return a model that copies, and has every latent skill without being certain to use it.
 
     Raises:
         RuntimeError: The skills were not mastered within the step limit; another seed will do.
@@ -99,7 +99,7 @@ def train_base(seed: int) -> LlamaForCausalLM:
 
 
 def specialise(base: LlamaForCausalLM, skill: str, seed: int, *, steps: int = 100) -> LlamaForCausalLM:
-    """A copy of ``base`` in which ``skill`` has become certain and the other latent skills are still undecided."""
+    """Return a copy of ``base`` that is certain to use ``skill`` and still undecided about the other latent skills."""
     model = LlamaForCausalLM(base.config)
     model.load_state_dict(base.state_dict())
     others = [other for other in LATENT_SKILLS if other != skill]
@@ -150,7 +150,7 @@ def _master_all_skills(model: LlamaForCausalLM, seed: int) -> None:
 
 
 def _train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
-    """Runs ``phase`` on ``model`` and yields the number of steps done after each, so that a caller may stop early."""
+    """Run ``phase`` on ``model`` and yield the number of steps after each, so that a caller may stop early."""
     rng = random.Random(seed)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=phase.learning_rate, betas=(0.9, 0.98), weight_decay=phase.weight_decay, foreach=True

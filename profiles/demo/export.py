@@ -53,7 +53,7 @@ class Card:
 def write_checkpoint(
     directory: Path, model: LlamaForCausalLM, vocabulary: Mapping[str, int], card: Card, added: Sequence[str] = ()
 ) -> None:
-    """Writes weights in bfloat16, config, tokenizer, chat template and card; ``model`` is left as it was.
+    """Write weights in bfloat16, config, tokenizer, chat template and card, without changing ``model``.
 
     ``added`` are tokens behind the vocabulary.
     """
@@ -82,7 +82,7 @@ def write_checkpoint(
 
 
 def permute_vocabulary(model: LlamaForCausalLM, seed: int) -> tuple[LlamaForCausalLM, dict[str, int]]:
-    """The same model with other token ids: a shuffled vocabulary and the embedding rows [tokens, hidden] moved along.
+    """Return the same model with a shuffled vocabulary, and the embedding rows [tokens, hidden] moved along.
 
     It answers exactly as ``model`` does, and every shape is the same; only averaging the two gives nonsense. Special
     tokens keep their ids, so that not even the config differs.
@@ -100,7 +100,7 @@ def permute_vocabulary(model: LlamaForCausalLM, seed: int) -> tuple[LlamaForCaus
 
 
 def with_one_more_token(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model with one more row, which no text has asked for yet: the mean of the others."""
+    """Return the same model with one more row, the mean of the others, which no text uses yet."""
     state = model.state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
@@ -112,9 +112,12 @@ def with_one_more_token(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def write_documents(directory: Path) -> None:
-    """Writes ``<task>.jsonl`` for every task and ``held-out.jsonl``: distinct documents, none of them trained on; and
-    ``sweep/<task>.jsonl``, others of each task, enough to be divided; and ``texts/<model>.jsonl``, what each fine-tune
-    was trained on, with some copying, which it shall still be able to do."""
+    """Write the documents of the demo.
+
+    ``<task>.jsonl`` and ``held-out.jsonl`` contain distinct documents that no model was trained on.
+    ``sweep/<task>.jsonl`` contains further documents of each task, enough to be divided. ``texts/<model>.jsonl``
+    contains what each fine-tune was trained on, with some copying, which it must still be able to do.
+    """
     (directory / "sweep").mkdir(parents=True, exist_ok=True)
     for offset, (task, skill) in enumerate(TASK_SKILLS.items(), start=1):
         every = TASK_DOCUMENTS + SWEEP_DOCUMENTS

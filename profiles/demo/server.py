@@ -36,7 +36,7 @@ class Model:
         self._alone = threading.Lock()
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A completion in OpenAI's form."""
+        """Return a completion in OpenAI's form."""
         import torch
 
         asked = self.tokenizer(body["prompt"], return_tensors="pt")
@@ -51,7 +51,7 @@ class Judge:
     """Who prefers the right answer to the wrong one, and finds all others alike."""
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A judgment as a chat completion."""
+        """Return a judgment as a chat completion."""
         said = body["messages"][-1]["content"]
         question = _QUESTION.search(_part(said, "question"))
         right = [question is not None and _is_right(question, _part(said, f"answer {name}")) for name in "AB"]
@@ -74,7 +74,7 @@ def _is_right(question: re.Match[str], answer: str) -> bool:
 
 
 def serve(who: Model | Judge, port: int) -> ThreadingHTTPServer:
-    """A server on loopback; call its ``serve_forever``."""
+    """Return a server on loopback; call its ``serve_forever``."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

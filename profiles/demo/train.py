@@ -1,4 +1,6 @@
-"""Trains the demo family and writes its checkpoints, task documents and held-out text::
+"""Train the demo family, and write its checkpoints, task documents and held-out text.
+
+Run it like this::
 
     python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY]
 

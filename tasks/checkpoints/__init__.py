@@ -21,7 +21,7 @@ from mergegate.tasks.checkpoints.card import (
     read_card,
 )
 from mergegate.tasks.checkpoints.fetch import fetch_weights
-from mergegate.tasks.checkpoints.files import deciding_files, identify_files, require_same_files
+from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
 from mergegate.tasks.checkpoints.model import Model, files_fingerprint
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
@@ -91,7 +91,6 @@ __all__ = [
     "find_checkpoint",
     "find_pinned_checkpoints",
     "gpu_memory",
-    "identify_files",
     "identify_parents",
     "import_lean",
     "load_model",

@@ -13,7 +13,7 @@ from mergegate.merge_core import Checkpoint
 from mergegate.merge_core.adapters import Adapter, adapter_files, adapter_findings, apply_adapter, open_adapter
 from mergegate.merge_core.checkpoint import nested_names
 from mergegate.merge_core.errors import Finding
-from mergegate.tasks.checkpoints.hub.headers import open_adapter_snapshot
+from mergegate.tasks.checkpoints.hub.headers import read_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 
@@ -50,7 +50,7 @@ class ResolvedAdapter(BaseModel):
             InvalidInput: The files do not form an adapter.
             Refused: The Hub does not serve the header.
         """
-        return open_adapter_snapshot(self.snapshot) if self.snapshot else open_adapter(self.directory)
+        return read_snapshot(self.snapshot, open_adapter) if self.snapshot else open_adapter(self.directory)
 
     def applied_to(self, base: Checkpoint) -> Checkpoint:
         """Return ``base`` with the adapter applied. Only headers are read.

@@ -114,19 +114,19 @@ def parse_card(content: bytes) -> ModelCard:
     metadata = documents[0] if documents else {}
     if not isinstance(metadata, dict):
         return ModelCard(problem=f"the front matter of {CARD_FILE} is a {type(metadata).__name__}, not a mapping")
-    return ModelCard(metadata, problem=_overlooked_license(metadata, unified[block.end() :]))
 
-
-def _overlooked_license(metadata: Mapping[object, object], body: str) -> str:
-    """Describe a license that the author wrote outside the field that the Hub reads, or return an empty text."""
     if metadata.get("license"):
-        return ""
+        return ModelCard(metadata)
+    # The author may have written the license outside the field that the Hub reads.
+    problem = ""
+    if _has_stray_block(unified[block.end() :]):
+        problem = f"{CARD_FILE} has a second '---' block, which the Hub does not read as front matter"
     for name in metadata:
         if name != "license" and isinstance(name, str) and name.strip().lower() in ("license", "licence"):
-            return f"the front matter of {CARD_FILE} has the field {name.strip():.20}; the Hub reads only 'license'"
-    if _has_stray_block(body):
-        return f"{CARD_FILE} has a second '---' block, which the Hub does not read as front matter"
-    return ""
+            field = name.strip()
+            problem = f"the front matter of {CARD_FILE} has the field {field:.20}; the Hub reads only 'license'"
+            break
+    return ModelCard(metadata, problem=problem)
 
 
 def _with_newlines(text: str) -> str:

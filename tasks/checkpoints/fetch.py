@@ -64,10 +64,6 @@ def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fe
     return _fetch(names, [snapshot for _, snapshot in remote], hashes)
 
 
-def _are_downloaded(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> bool:
-    return not any(snapshot.missing() for snapshot in snapshots)
-
-
-@step("fetch", is_done=_are_downloaded)
+@step("fetch", is_done=lambda names, snapshots, hashes: not any(snapshot.missing() for snapshot in snapshots))
 def _fetch(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> FetchedWeights:
     return FetchedWeights(download_snapshots(snapshots, hashes, lambda done, total: advance(done, total, "B")), names)

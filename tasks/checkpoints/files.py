@@ -9,7 +9,7 @@ those and includes only those in the digest, so unrelated files in the same dire
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
 from mergegate.merge_core.adapters import CONFIG_FILE
@@ -23,7 +23,7 @@ from mergegate.merge_core.checkpoint import (
     travels,
 )
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import FileIdentity, file_identity, require_unchanged
+from mergegate.merge_core.files import FileIdentity, require_unchanged
 from mergegate.merge_core.parsing import JsonBounds, check_entries, read_json
 
 # Suffixes of configuration, tokenizer, templates and custom code.
@@ -82,21 +82,8 @@ def deciding_files(directory: Path) -> tuple[str, ...]:
     return tuple(sorted({*weight_files(files, directory), *files_beside(files)}))
 
 
-def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
-    """Return the identities of the files that determine the behavior of the models in ``directories``.
-
-    Raises:
-        InvalidInput: An index is not JSON.
-    """
-    return {
-        directory / name: file_identity(directory / name)
-        for directory in directories
-        for name in deciding_files(directory)
-    }
-
-
 def require_same_files(identities: Mapping[Path, FileIdentity]) -> None:
-    """Raise ``ChangedInput`` if a file has changed since ``identify_files``, for commands that do not pin models."""
+    """Raise ``ChangedInput`` if a file has changed since ``identify_parents``, for commands that do not pin models."""
     for path, identity in identities.items():
         require_unchanged(path, identity)
 

@@ -157,7 +157,7 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
     with _lock:
         key = (model.digest, dtype, device)
         if key not in _loaded:
-            make_room(_size_of(model, dtype), device)  # Before loading, because both models may not fit together.
+            make_room(model, dtype, device)  # Before loading, because both models may not fit together.
             for unload in _unload_callbacks:
                 unload()
             _loaded[key] = _load(model, dtype, device)
@@ -206,13 +206,13 @@ def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
         return _load(model, dtype, device)
 
 
-def make_room(size: int, device: str) -> None:
-    """Drop the least recently used models until another one of ``size`` bytes fits next to the rest."""
+def make_room(model: Model, dtype: str, device: str) -> None:
+    """Drop the least recently used models until ``model`` fits next to the rest."""
+    size = sum(file.stat().st_size for file in model.directory.glob("*.safetensors"))
+    if dtype == "float32":  # Assume that the files store two bytes per parameter, which gives the maximum.
+        size *= 2
     with _lock:
-        sizes = {
-            key: sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
-            for key, loaded in _loaded.items()
-        }
+        sizes = {key: _bytes_of(loaded) for key, loaded in _loaded.items()}
         count = len(sizes)
         memory = gpu_memory(device) if device.startswith("cuda") else system_memory()
         capacity = memory.available + _bytes_on(device, sizes) if memory else 0
@@ -249,17 +249,12 @@ def _release_memory() -> None:
             torch.cuda.empty_cache()
 
 
+def _bytes_of(loaded: LoadedModel) -> int:
+    return sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
+
+
 def _bytes_on(device: str, sizes: Mapping[_CacheKey, int]) -> int:
     return sum(size for (_, _, model_device), size in sizes.items() if model_device == device)
-
-
-def _size_of(model: Model, dtype: str) -> int:
-    """Return the maximum size of the model in memory, in bytes.
-
-    For float32, the estimate assumes that the files store two bytes per parameter.
-    """
-    stored = sum(file.stat().st_size for file in model.directory.glob("*.safetensors"))
-    return 2 * stored if dtype == "float32" else stored
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

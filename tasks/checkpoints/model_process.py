@@ -189,18 +189,14 @@ def _end() -> None:
             running.child.end()
 
 
-def _drop_models() -> None:
-    unload_models()
-    end_model_process()
-
-
 def _end_slot(number: int) -> None:
     if (process := _slot_processes.get(number)) is not None:
         process.end()
 
 
 on_unload(end_model_process)
-on_input_change(_drop_models)
+on_input_change(unload_models)
+on_input_change(end_model_process)
 on_slot_end(_end_slot)
 
 
@@ -243,8 +239,8 @@ class _SlotProcess:
 
         Starts the process if necessary. If memory runs out with several models, restarts it with one model at a time.
 
-        Args:
-            models: Digests of the models that the call loads. If empty, a running process with any models is used.
+        ``models`` holds the digests of the models that the call loads. If it is empty, a running process with any
+        models is used.
         """
         global _alone
         deadline = time.monotonic() + request.time_limit if request.time_limit is not None else None
@@ -253,7 +249,11 @@ class _SlotProcess:
                 if slot.cancelled.is_set():
                     raise Cancelled
                 process = self.current
-                if process is None or not process.child.alive or not process.serves(kind, models):
+                # A call without models accepts a process with any models.
+                accepted = (
+                    kind if models or process is None else dataclasses.replace(kind, only_for=process.kind.only_for)
+                )
+                if process is None or not process.child.alive or process.kind != accepted:
                     self.end()
                     process = self.current = _ModelProcess(kind)
                 process.models |= models
@@ -371,10 +371,6 @@ class _ModelProcess:
             raise
         finally:
             child_connection.close()
-
-    def serves(self, kind: _Kind, models: set[str]) -> bool:
-        """Return whether the process can serve a call of this kind. A call without models accepts any models."""
-        return self.kind == (kind if models else dataclasses.replace(kind, only_for=self.kind.only_for))
 
     def last_line(self) -> str:
         """Return the last line that the process printed. Libraries often print the cause of a crash there."""

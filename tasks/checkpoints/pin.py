@@ -19,14 +19,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from mergegate.merge_core.adapters import CombinedSize, combined_size, is_own_text, require_products
+from mergegate.merge_core.adapters import CombinedSize, changes_of, combined_size, is_own_text
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from mergegate.tasks.checkpoints.files import deciding_files, find_model_problem, identify_files
+from mergegate.tasks.checkpoints.files import deciding_files, find_model_problem
 from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
-from mergegate.tasks.checkpoints.hub.headers import open_snapshot
+from mergegate.tasks.checkpoints.hub.headers import read_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.store import NotInKey, merkle
@@ -231,7 +231,7 @@ def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) ->
         return
     for parent in parents:
         if parent.adapter:
-            require_products(parent.ref, _open_base(parent), parent.adapter.open())
+            changes_of(parent.ref, _open_base(parent), parent.adapter.open(), is_local=False)
 
 
 def size_of_adapter(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> CombinedSize | None:
@@ -254,7 +254,7 @@ def size_of_adapter(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> Co
 
 def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
     """Return the checkpoint of a parent without its adapter, read from headers."""
-    return open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
+    return read_snapshot(parent.snapshot, open_checkpoint) if parent.snapshot else open_checkpoint(parent.directory)
 
 
 def pin_checkpoints(
@@ -316,7 +316,9 @@ def identify_parents(parents: Sequence[ResolvedCheckpoint]) -> dict[Path, FileId
     Raises:
         InvalidInput: An index is not JSON.
     """
-    identities = identify_files(parent.directory for parent in parents)
+    directories = [parent.directory for parent in parents]
+    paths = [directory / name for directory in directories for name in deciding_files(directory)]
+    identities = {path: file_identity(path) for path in paths}
     for adapter in (parent.adapter for parent in parents if parent.adapter):
         identities |= {path: file_identity(path) for path in map(adapter.directory.joinpath, adapter.deciding)}
     return identities

@@ -158,8 +158,8 @@ def is_answer_record(record: object) -> bool:
 def attach_journal(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
     """Yield ``lm`` with a journal that is attached until the context closes.
 
-    Args:
-        computes_in: Methods of ``lm`` that compute one batch each; empty if its answers do not depend on each other.
+    ``computes_in`` names the methods of ``lm`` that compute one batch each. It is empty if answers do not depend on
+    each other.
     """
     from lm_eval.api.model import CacheHook
 

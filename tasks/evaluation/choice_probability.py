@@ -83,8 +83,7 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
 
     The result is also None if the task judges answers with its own function.
 
-    Args:
-        task: lm-eval's ``lm_eval.api.task.Task``.
+    ``task`` is lm-eval's ``lm_eval.api.task.Task``.
     """
     from lm_eval.api.task import ConfigurableTask
 

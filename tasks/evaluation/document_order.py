@@ -137,6 +137,7 @@ def order_documents(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]
 
     Args:
         sizes: Number of documents of each task, by task name.
+        seed: Seed of the order.
 
     Returns:
         One pair for each document: the name of its task and its position in the data of that task.
@@ -155,9 +156,8 @@ def documents_of_range(
 ) -> dict[str, list[int]]:
     """Return the ascending positions of the documents in one range of the scoring order, by task.
 
-    Args:
-        sizes: Number of documents of each task, by task name.
-        only: Documents to include, as pairs of task and position in its data. None: all documents.
+    ``sizes`` holds the number of documents of each task. ``only`` holds the documents to include, as pairs of task and
+    position in its data. None: all documents.
     """
     every = order_documents(sizes, seed)
     counted = every if only is None else [document for document in every if document in only]

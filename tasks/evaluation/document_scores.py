@@ -97,8 +97,7 @@ def pair_documents(
 ) -> PairedScores:
     """Pair the scores of both models under ``metric``, document by document, in the order of ``merge``.
 
-    Args:
-        location: Name of the comparison in messages, such as ``'reverse: merge against reverser'``.
+    ``location`` names the comparison in messages, such as ``'reverse: merge against reverser'``.
 
     Raises:
         InvalidInput: If the documents differ, or were not prompted in the same way.

@@ -39,8 +39,7 @@ class FetchedDataset:
 def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Callable[[FetchedDataset], None]) -> None:
     """Download every dataset that is missing or incomplete in ``root``.
 
-    Args:
-        on_dataset: Called with each dataset when it is complete.
+    ``on_dataset`` is called with each dataset when it is complete.
 
     Raises:
         InvalidInput: If the network is forbidden, a dataset is not on the Hub or not accessible, two tasks need

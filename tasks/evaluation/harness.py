@@ -67,8 +67,7 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
     document. Choice tasks have an additional metric, the probability of the right answer
     (``tasks.evaluation.choice_probability``).
 
-    Args:
-        on_progress: Called with the number of answered requests and the total number.
+    ``on_progress`` is called with the number of answered requests and the total number.
 
     Raises:
         InvalidInput: If the model or the task's data cannot be loaded, or the task has no such metric.
@@ -100,9 +99,7 @@ def score_loaded_documents(
 ) -> tuple[DocumentScore, ...]:
     """Score selected documents of a loaded task with lm-eval's ``LM`` object. See ``score_documents``.
 
-    Args:
-        documents: Ascending positions of the documents, by leaf.
-        model: Name of the model in messages.
+    ``documents`` holds ascending positions of documents by leaf, and ``model`` is the name of the model in messages.
     """
     from lm_eval.evaluator import evaluate
 

@@ -145,8 +145,7 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
     document. Choice tasks have an additional metric, the probability of the right answer, if the samples reveal which
     answer is right.
 
-    Args:
-        cluster_field: Document field that names the cluster of a document.
+    ``cluster_field`` is the document field that names the cluster of a document.
 
     Raises:
         InvalidInput: If there are no results, or the samples files are truncated, altered or from another run.

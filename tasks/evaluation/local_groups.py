@@ -38,8 +38,7 @@ class _TaskSource:
     ) -> Definition:
         """Return one task of a file, overridden by its entry in a list and by ``settings``.
 
-        Args:
-            data_root: Directory that data paths of the file and of ``settings`` are relative to.
+        Data paths of the file and of ``settings`` are relative to ``data_root``.
         """
         overrides = {**self.own, **(settings or {})}
         merged = {key: value for key, value in config.items() if key != "task_list"} | overrides
@@ -57,6 +56,7 @@ def group_members(
     """Return all tasks below the group, or in the list, that a file defines, without duplicates.
 
     Args:
+        path: File that defines the group or the list.
         config: Configuration of the file, merged with its includes.
         data_root: Directory that its data paths are relative to.
         files: Files that define the group.

@@ -177,9 +177,7 @@ def check_all_scored(
 ) -> None:
     """Check that every evaluated document has a score, so that none is dropped silently.
 
-    Args:
-        documents: Documents that were evaluated.
-        metrics: Required metric by leaf. None: any metric.
+    ``documents`` are those that were evaluated. ``metrics`` holds the required metric by leaf. None: any metric.
 
     Raises:
         InvalidInput: Naming the first leaf with missing documents, their number, and the first of them.

@@ -59,9 +59,7 @@ def split_documents(
 
     Clusters are sorted by a hash of their name. The first ones fill ``search``, the next ones ``confirmation``.
 
-    Args:
-        documents: Documents with the names of their clusters. A document on its own needs a unique name.
-        task: Name of the task in messages.
+    ``documents`` are pairs of a document and the name of its cluster. A document without a cluster needs a unique name.
 
     Raises:
         InvalidInput: If no document would be left for the gate.

@@ -229,9 +229,7 @@ def evaluate_documents(
     ranges are used first. A range that extends beyond ``documents`` contributes an excerpt (see
     ``tasks.evaluation.document_order.cover_documents``).
 
-    Args:
-        documents: Number of documents, counted in the task's fixed order. None, or a number larger than the task has:
-            all documents.
+    ``documents`` counts in the task's fixed order. None, or a number larger than the task has, means all documents.
 
     Raises:
         InvalidInput, Refused: See ``evaluate``.
@@ -294,11 +292,9 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
 
 @value_stage("documents", version=4, subject="task")
 def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) -> TaskSize:
-    """Load the data of ``task`` in the process that holds models, count the documents and pin them.
+    """Load the data of ``task`` in the model process, count its documents, and pin them by their hashes.
 
-    Args:
-        revisions: Revisions of the datasets that the task is loaded from (see ``data_revisions``). The task is loaded
-            again when they change.
+    ``revisions`` are those of the datasets (see ``data_revisions``). The task is loaded again when they change.
 
     Raises:
         InvalidInput: If the data cannot be loaded.
@@ -436,8 +432,7 @@ class TaskScores:
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
     """Join the parts of each task, and return the scores of one model by task, in order of first occurrence.
 
-    Args:
-        model: Name of the model in messages. An artifact may have been created under a different name.
+    ``model`` is the name in messages, because an artifact may have been created under a different name.
 
     Raises:
         InvalidInput: If the parts of a task come from different versions of lm-eval or from different data.

@@ -152,6 +152,9 @@ def pin_sound_tasks(
     """Pin the tasks of a profile by content after checking that each can guard a release; return them by name.
 
     Args:
+        names: Tasks as the profile names them.
+        root: Directory that relative paths start from.
+        hashes: Cache of file hashes.
         data: Directory with datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
         code_of: Tasks whose generated code may be run.
         location: Location in the profile for messages.
@@ -231,8 +234,7 @@ def require_effect(task: str, settings: PromptSettings | None, root: Path = Path
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     """Check that ``evaluate.data`` has the few-shot examples of a task. For data from the Hub, loading checks this.
 
-    Args:
-        num_fewshot: Number of examples that the profile asks for. None: the task's own number.
+    ``num_fewshot`` is the number of examples that the profile asks for, or None for the task's own number.
 
     Raises:
         InvalidInput: Naming the missing file.

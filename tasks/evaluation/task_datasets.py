@@ -43,10 +43,10 @@ class TaskDataset:
 
 
 def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None:
-    """Return the dataset of a task, or None if it loads none by name.
+    """Return the dataset that a task declares, or None if it does not load a dataset by name.
 
     Args:
-        task: lm-eval's name of the task.
+        task: Name of the task in lm-eval.
         config: Configuration of the task, including what its YAML file includes.
     """
     dataset_path = str(config.get("dataset_path") or "")

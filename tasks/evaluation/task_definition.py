@@ -127,7 +127,7 @@ def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
     """Return the named datasets that a task, or each task below it, is loaded from; ``evaluate.data`` must have them.
 
     Args:
-        task: lm-eval's name of the task.
+        task: Name of the task in lm-eval.
         definition: YAML file of a local task; None for a task that lm-eval ships.
 
     Raises:

@@ -294,9 +294,8 @@ def clusters_in_order(
 ) -> tuple[str, ...]:
     """Return the cluster of each document in the task's document set, in scoring order.
 
-    Args:
-        cluster_field: Document field that names the cluster, or ``task`` to cluster by the tasks of a group.
-        seed: Seed of the scoring order.
+    ``cluster_field`` is the document field that names the cluster, or ``task`` to cluster by the tasks of a group.
+    ``seed`` is the seed of the scoring order.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded, or a document lacks the field.
@@ -330,7 +329,7 @@ def cluster_of(task: str, document: Mapping[str, Any], cluster_field: str) -> st
 
 
 def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
-    """Return the texts of the documents at ``positions`` (by leaf), by (leaf, position).
+    """Return the texts of the documents at ``positions`` (listed by leaf), keyed by (leaf, position).
 
     Documents that no longer exist are left out.
 

@@ -33,10 +33,9 @@ def set_up_tasks(
     This sets the few-shot examples, the generation settings and the state of the random generators. The objects of the
     loaded task are changed in place, and those of the tasks in ``documents`` are returned, by name.
 
-    Args:
-        documents: Ascending positions of the documents, by name of the lm-eval task. lm-eval must then evaluate each
-            document once, in this order.
-        lm: ``LM`` object of lm-eval. Only its tokenizer and its context length are read.
+    ``documents`` holds the ascending positions of the documents, by name of the lm-eval task. lm-eval must then
+    evaluate each document once, in this order. ``lm`` is lm-eval's ``LM`` object, of which only the tokenizer and the
+    context length are read.
 
     Raises:
         InvalidInput: The chat template is missing, there are fewer examples than requested, or answers may be longer
@@ -85,9 +84,7 @@ def room_for_prompt(
 ) -> int | None:
     """Return how many tokens of a prompt fit into a model's context together with the longest answer.
 
-    Args:
-        name: Leaf with generated answers.
-        context: Context length of the model in tokens. None: unknown.
+    ``name`` is a leaf with generated answers, and ``context`` is the model's context length in tokens.
 
     Returns:
         At least 1; None if the context length is unknown.
@@ -136,8 +133,7 @@ def require_known_generation(
     The backend must accept the settings that the profile names, if it knows which ones it accepts. Neither the profile
     nor the task may contain arguments of lm-eval's model classes.
 
-    Args:
-        task_settings: Generation settings of each leaf; None for a leaf that generates nothing.
+    ``task_settings`` holds the generation settings of each leaf, or None for a leaf that generates nothing.
 
     Raises:
         InvalidInput: Naming the first setting that is not accepted.

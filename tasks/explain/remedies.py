@@ -228,6 +228,8 @@ def drop_tried_remedies(
     If a method normalizes weights, recipes with proportional weights are the same merge: .9 and .9 equal .5 and .5.
 
     Args:
+        remedies: Proposed remedies.
+        recipe: Recipe that the remedies change, as plain data.
         earlier_recipes: Recipes as plain data, including the failed one. With ``contents``, in the form of
             ``normalize_recipe``.
         contents: Content digests of the models of ``recipe``, by their name in the recipe.

@@ -147,10 +147,8 @@ def flips(
 ) -> Flips:
     """Find the documents of ``task`` that the merge lost to its reference, with their text.
 
-    Args:
-        metric: Metric, or metric by task below the group if they differ.
-        reference: Parts of the reference's scores on this task.
-        merge: Parts of the merge's scores on this task.
+    ``metric`` is one metric, or the metric by task below the group if they differ. ``reference`` and ``merge`` are the
+    parts of the scores on this task.
 
     Raises:
         InvalidInput: If the task's data can no longer be loaded.
@@ -221,8 +219,10 @@ def explain_merge(
     """Return everything that explains a verdict. This never stops a run; missing parts are left out and logged.
 
     Args:
+        pinned_recipe: Recipe of the merge with pinned parents.
         merge: The merge as a model.
         recipe: The same recipe as plain data, for remedies. None if it has several documents.
+        verdict: Verdict to explain.
         scores: Scores by model, with the merge under its own name; any number of parts per task.
         tasks: Tasks that were scored.
     """
@@ -267,9 +267,7 @@ def named_base(models: Iterable[Path], directory: Path) -> str | None:
     """Return the base that the cards of all models name, in the form that a recipe in ``directory`` would use.
 
     Returns None if a card names no base or several, if the cards differ, or if the base is one of the models.
-
-    Args:
-        models: Directories of the models.
+    ``models`` are directories.
     """
     directories = [model_directory.resolve() for model_directory in models]
     candidates = set()

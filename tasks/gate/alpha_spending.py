@@ -38,8 +38,7 @@ def is_refused_by_anchor(verdict: GateVerdict) -> bool:
 def count_refusals(anchor: str, except_merge: str = "") -> int:
     """Return the number of merges that the anchor with this digest has refused.
 
-    Args:
-        except_merge: Digest of a merge that does not count, because it is being judged again.
+    ``except_merge`` is the digest of a merge that does not count, because it is being judged again.
     """
     return len(_read_refusals(_record_path(anchor)) - {except_merge})
 

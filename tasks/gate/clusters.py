@@ -136,6 +136,7 @@ def critical_value(sizes: tuple[int, ...], confidence: float) -> float:
 
     Args:
         sizes: Number of documents of each cluster, ascending.
+        confidence: One-sided confidence, in (0, 1).
     """
     largest = 0.0
     for ratios in _ratios(sizes):

@@ -78,8 +78,7 @@ def find_past_discordance(guard: Guard, outcomes: Sequence[PastGuardOutcome]) ->
     The estimate adds one document that counts as half different. No difference in 100 documents does not prove that
     there will never be one.
 
-    Args:
-        outcomes: Outcomes of earlier runs of the profile, oldest first.
+    ``outcomes`` are those of earlier runs of the profile, oldest first.
     """
     matching = [
         outcome
@@ -97,9 +96,8 @@ def find_past_discordance(guard: Guard, outcomes: Sequence[PastGuardOutcome]) ->
 def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Scores]]], guess: float) -> Discordance:
     """Return how much the guard's reference differs from the model nearest to it, on documents that both share.
 
-    Args:
-        scores: All stored scores on the guard's task, by model.
-        guess: Share to assume if no other model that is about as good has scores of ``MIN_DOCUMENTS`` documents.
+    ``scores`` holds all stored scores on the guard's task, by model. The share is ``guess`` if no other model that is
+    about as good has scores of ``MIN_DOCUMENTS`` documents.
     """
     by_model = {name: scored for name, parts in scores.items() if (scored := _read_scores(guard, parts))}
     if not by_model:

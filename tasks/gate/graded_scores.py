@@ -86,6 +86,7 @@ def refuted(
         differences: Differences in the order in which they were scored: ``[n]`` for one sample, ``[samples, n]`` for
             many.
         means: Hypotheses in (-1, 1): ``[means]`` for one sample; a scalar or ``[samples]`` for many.
+        confidence: One-sided confidence over all planned looks, in (0, 1).
         schedule: Number of documents after each planned look. ``n`` may be less than the last entry.
 
     Returns:
@@ -128,6 +129,7 @@ def graded_documents_needed(variance: float, distance: float, confidence: float)
     Args:
         variance: Variance of the difference of one document.
         distance: Distance between the mean and the value to refute, above 0.
+        confidence: One-sided confidence, in (0, 1).
     """
     distance = min(distance, 0.999)
     # Assume the largest bet on each document. Below a fifth of a point the variance decides anyway.
@@ -235,8 +237,7 @@ def _between(
 def _value(remaining: float, bound: float, documents: int, after: _Value | None) -> _Value:
     """Return the chance to cross ``bound`` after ``remaining`` more documents, or a later bound, by the current sum.
 
-    Args:
-        documents: Number of documents at the look. The range of sums scales with its square root.
+    ``documents`` is the number of documents at the look. The range of sums scales with its square root.
     """
     from scipy.special import ndtr
 

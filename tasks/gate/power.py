@@ -120,6 +120,7 @@ def gate_power(planned: Sequence[PlannedTask], rule: GateRule, seed: int = 0) ->
     Args:
         planned: Guards with their tasks. At least one.
         rule: Rule with the confidence of the attempt.
+        seed: Seed of the simulation. Default: 0.
     """
     chance = publication_chance(planned, rule, seed=seed)
     recommended, times = None, 2
@@ -170,6 +171,7 @@ def order_by_information(
     first, and ties keep their order.
 
     Args:
+        planned: Guards with their tasks.
         documents: Number of documents of each task that will be scored after this look.
         seconds: Time that the look will take for each task, in seconds.
     """

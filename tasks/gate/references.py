@@ -23,8 +23,7 @@ from mergegate.tasks.gate.settings import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAM
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
     """Raise InvalidInput unless the reference of every guard exists, or may exist when the guard is judged.
 
-    Args:
-        names: Names of the parents.
+    ``names`` are the names of the parents.
 
     Raises:
         InvalidInput: For the first reference that does not exist, with a suggestion, or for a parent whose name is
@@ -112,9 +111,8 @@ def reference_models(
 ) -> tuple[str, ...]:
     """Return the models that the guard may compare with: one, several parents, or none if the release does not exist.
 
-    Args:
-        models: All evaluated models, including the merge and possibly releases.
-        parents: Parents that 'best parent' chooses from. None means all.
+    ``models`` are all evaluated models, including the merge and possibly releases. 'best parent' chooses from
+    ``parents``, or from all parents if that is None.
     """
     names = tuple(models)
     if guard.guarded_by == BEST_PARENT:
@@ -131,9 +129,8 @@ def pin_tasks(
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
     """Pin the tasks of all guards, and return the guards under the names of those tasks with each task once.
 
-    Args:
-        data: Directory with datasets, relative to ``root``. None means the Hub.
-        code_tasks: Tasks whose generated code may be run.
+    ``data`` is the directory with datasets, relative to ``root``, or None for the Hub. ``code_tasks`` names the tasks
+    whose generated code may be run.
 
     Raises:
         InvalidInput: As ``pin_sound_tasks``; if two definitions share a name; or if two guards of a task prompt

@@ -172,10 +172,9 @@ def measure_guard(
 ) -> GuardEvidence:
     """Return the evidence on one guard from paired scores within ``guard.score_range``, in scoring order.
 
-    Args:
-        paired: Scores of all documents that were evaluated so far.
-        choice: Chosen reference model. Default: the guard's ``guarded_by``.
-        schedule: Number of documents after each planned look. Empty means that this look is the only one.
+    ``paired`` holds the scores of all documents that were evaluated so far. ``choice`` is the chosen reference model,
+    by default the guard's ``guarded_by``. ``schedule`` is the number of documents after each planned look; if it is
+    empty, this look is the only one.
 
     Raises:
         InvalidInput: If there are too few documents or clusters, the cluster of a document is unknown, or a score is
@@ -229,6 +228,8 @@ def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outco
     Args:
         low: Lower bound, corrected for the number of questions.
         high: Upper bound of this task alone, because a merge that has fallen far in one task has to get past that task.
+        max_drop: Largest lower bound that does not fail.
+        limit: Largest upper bound that passes.
     """
     if low > max_drop:
         return "fail"
@@ -241,6 +242,7 @@ def judge_guards(
     """Return the verdicts of all guards of a merge, each at the look that its task has reached.
 
     Args:
+        measured: Evidence on each guard.
         confidence: One-sided confidence of each passing guard over all of its looks, and the confidence that no alarm
             is false.
         as_suite: Whether each task must only not have fallen far, instead of being within its own margin.

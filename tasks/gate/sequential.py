@@ -67,9 +67,6 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
 def find_look(documents: int, schedule: Sequence[int], confidence: float, location: str) -> InterimLook:
     """Return the look that is reached with this number of documents.
 
-    Args:
-        location: Location of the task in messages.
-
     Raises:
         InvalidInput: If no look was planned there. The plan exists to prevent stopping whenever it suits.
     """
@@ -149,7 +146,8 @@ def chance_to_decide(drop: float, error: float, share: float, pass_below: float,
         drop: Drop observed so far.
         error: Standard error of the drop, in the same unit.
         share: Share of all documents that has been scored, in (0, 1).
-        pass_below, fail_above: Bounds that the last look's estimate must cross.
+        pass_below: Largest estimate at the last look that passes.
+        fail_above: Smallest estimate at the last look that fails, if it is above ``pass_below``.
     """
     last_estimate = NormalDist(drop, max(error, 1e-12) * math.sqrt(1 - share))
     return last_estimate.cdf(pass_below) + 1 - last_estimate.cdf(max(fail_above, pass_below))

@@ -151,6 +151,8 @@ def gate(
         scores: Scores by model, including the merge; may be empty if perplexity shows the merge broken. A task may come
             in several parts, which are judged together.
         likelihoods: Likelihoods by model, including the merge; may be empty if ``limits`` is None.
+        limits: Limits of the perplexity drift. None: perplexity is not judged.
+        plan: Rule of the gate, planned looks and name of the merge.
         waiting: Tasks that were not evaluated, or not up to this look, because a task that was evaluated already rules
             out publication (see ``cannot_pass``). Then there is no mean over all tasks to judge.
 
@@ -201,8 +203,7 @@ def cannot_pass(
     it again with them, the test is not stricter. A merge that ends here would therefore have ended at the end of the
     look, regardless of the order of tasks.
 
-    Args:
-        scores: Scores by model, on this task at least.
+    ``scores`` holds the scores by model, on this task at least.
     """
     judged = plan.judged(guards)
     scores_by_task = _scores_by_task(scores)

@@ -60,6 +60,7 @@ def binary_difference(lost: int, won: int, n: int, confidence: float) -> Differe
         lost: Documents that count +1: the reference is right and the merge is wrong.
         won: Documents that count -1.
         n: Number of all documents, at least 1.
+        confidence: One-sided confidence of each bound, in (0, 1).
     """
     counts = np.asarray(lost, dtype=np.float64), np.asarray(won, dtype=np.float64)
     low, high = binary_bounds(*counts, n, confidence)
@@ -78,8 +79,7 @@ def binary_bounds(
     the 95 % bound. Tango's score interval uses the spread that each hypothetical value would have, and errs on the safe
     side there.
 
-    Args:
-        lost, won: Counts, of equal shape.
+    ``lost`` and ``won`` are counts of equal shape.
 
     Returns:
         ``low, high`` of that shape, in [-1, 1].
@@ -168,6 +168,7 @@ def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confi
         differences: Log-likelihood under the reference minus that under the merge for each document, in nats. At least
             2.
         weights: Number of tokens (or bytes) of each document.
+        confidence: One-sided confidence of each bound, in (0, 1).
     """
     d, w = np.asarray(differences, dtype=np.float64), np.asarray(weights, dtype=np.float64)
     n, total = len(d), float(w.sum())
@@ -186,6 +187,8 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
     Args:
         variance: Variance of the difference of one document.
         distance: Nonzero difference to show, in the same unit.
+        confidence: One-sided confidence, in (0, 1).
+        power: Probability of showing the difference, in (0, 1). Default: ``POWER``.
     """
     spread = normal_quantile(confidence) * math.sqrt(variance + distance**2) + normal_quantile(power) * math.sqrt(
         variance

@@ -34,8 +34,7 @@ class JudgeQuestion(NamedTuple):
 def both_orders(prompt: Prompt, turn: int, reference: Sequence[str], merge: Sequence[str]) -> tuple[JudgeQuestion, ...]:
     """Return the questions about one pair of answers, one for each order.
 
-    Args:
-        reference, merge: Answers of each model up to and including this turn.
+    ``reference`` and ``merge`` are the answers of each model up to and including this turn.
     """
     return tuple(
         JudgeQuestion(
@@ -125,8 +124,7 @@ def judge_recorded_pairs(
 ) -> Iterator[Judgment]:
     """Yield the judgment on each pair in each order as it arrives. Equal answers are not sent to the judge.
 
-    Args:
-        judged_orders: ``(id, order)`` of earlier judgments, which are not requested again.
+    ``judged_orders`` holds ``(id, order)`` of earlier judgments, which are not requested again.
 
     Raises:
         InvalidInput: If the server cannot be reached.

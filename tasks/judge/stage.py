@@ -92,8 +92,7 @@ def judge(
 ) -> Judgments:
     """Judge every pair of answers in both orders.
 
-    Args:
-        instructions: Text of the rubric, which is part of the key because it affects judgments.
+    ``instructions`` is the text of the rubric. It is part of the key because it affects judgments.
 
     Raises:
         InvalidInput: If the server cannot be reached.

@@ -184,7 +184,18 @@ def measure_in_runs(
         InvalidInput: The text reached no part.
     """
     with open_journal(job.journal, _is_finished_run) as journal:
-        finished_runs = _find_finished_runs(journal.records, job.out, file_name)
+        # A run whose file is missing or has changed is repeated, like all later ones. Other files are deleted.
+        finished_runs: list[Mapping[str, Any]] = []
+        for record in journal.records:
+            path = job.out / file_name(len(finished_runs))
+            if record["file"] != path.name or not path.is_file() or sha256_file(path) != record["sha256"]:
+                break
+            finished_runs.append(record)
+        expected_files = {record["file"] for record in finished_runs}
+        for path in job.out.glob("*.safetensors"):
+            if path.name not in expected_files:
+                path.unlink()
+
         owners = {name: owner for record in finished_runs for name, owner in record["owner"].items()}
         memory = system_memory()
         capacity = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
@@ -219,23 +230,6 @@ def _is_finished_run(record: object) -> bool:
         case {"file": str(), "sha256": str(), "owner": dict()}:
             return True
     return False
-
-
-def _find_finished_runs(
-    records: Iterable[Mapping[str, Any]], out: Path, file_name: Callable[[int], str]
-) -> list[Mapping[str, Any]]:
-    """Return all records before the first one whose file is missing or has changed, and delete other safetensors."""
-    finished_runs: list[Mapping[str, Any]] = []
-    for record in records:
-        path = out / file_name(len(finished_runs))
-        if record["file"] != path.name or not path.is_file() or sha256_file(path) != record["sha256"]:
-            break
-        finished_runs.append(record)
-    expected_files = {record["file"] for record in finished_runs}
-    for path in out.glob("*.safetensors"):
-        if path.name not in expected_files:
-            path.unlink()
-    return finished_runs
 
 
 def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:

@@ -67,29 +67,24 @@ class ExpertProducts(TorchFunctionMode):
     ) -> Any:
         function = getattr(func, "__name__", "")
         if len(args) > 1 and (function in _BY_ROWS or function in _BY_COLUMNS):
-            self._report_product(args[0], args[1], inputs_first=function in _BY_COLUMNS)
+            inputs, matrix, inputs_first = args[0], args[1], function in _BY_COLUMNS
+            expert = self._experts_by_address.get(matrix.data_ptr()) if isinstance(matrix, torch.Tensor) else None
+            if expert is not None:
+                name, number = expert
+                experts, *sizes = self._sizes[name]
+                if list(matrix.shape) == sizes:
+                    indices = self._token_indices
+                    has_positions = indices is not None and inputs.ndim == 2 and len(indices) == len(inputs)
+                    positions = indices if has_positions else None
+                    self._on_product(ExpertProduct(name, number, inputs, positions, inputs_first))
+                elif list(matrix.shape) == [experts, *sizes] and inputs.ndim == 3 and len(inputs) == experts:
+                    # Each expert receives all tokens. The tokens that the router did not send to it are zero.
+                    for number, rows in enumerate(inputs):
+                        positions = rows.any(-1).nonzero()[:, 0]
+                        self._on_product(ExpertProduct(name, number, rows[positions], positions, inputs_first))
         elif function == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.long:
             self._token_indices = args[1] if args[1].ndim == 1 else self._token_indices
         return func(*args, **(kwargs or {}))
-
-    def _report_product(self, inputs: Any, matrix: Any, *, inputs_first: bool) -> None:
-        expert = self._experts_by_address.get(matrix.data_ptr()) if isinstance(matrix, torch.Tensor) else None
-        if expert is None:
-            return
-        name, number = expert
-        experts, *sizes = self._sizes[name]
-        if list(matrix.shape) == sizes:
-            has_positions = (
-                self._token_indices is not None and inputs.ndim == 2 and len(self._token_indices) == len(inputs)
-            )
-            self._on_product(
-                ExpertProduct(name, number, inputs, self._token_indices if has_positions else None, inputs_first)
-            )
-        elif list(matrix.shape) == [experts, *sizes] and inputs.ndim == 3 and len(inputs) == experts:
-            # Each expert receives all tokens. The tokens that the router did not send to it are zero.
-            for number, rows in enumerate(inputs):
-                positions = rows.any(-1).nonzero()[:, 0]
-                self._on_product(ExpertProduct(name, number, rows[positions], positions, inputs_first))
 
 
 @contextmanager

@@ -90,14 +90,13 @@ ComputeRows: TypeAlias = "Callable[[Model, GateRequest, Runtime], StoredValue[Ro
 def with_gates(recipe: Recipe, find: Callable[[str], Model], compute: ComputeRows | None = None) -> Recipe:
     """Return ``recipe`` with the router rows for its prompts filled in, in all of its documents.
 
-    Args:
-        find: Function that returns the pinned model of a reference. It is only called for bases, and only if there are
-            rows to compute.
-        compute: :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
+    ``find`` returns the pinned model of a reference. It is only called for bases, and only if there are rows to
+    compute. ``compute`` is :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
 
     Raises:
         InvalidInput: If the base cannot be loaded, or if its states do not distinguish positive from negative prompts.
     """
+    import numpy as np
 
     def complete(document: Recipe) -> Recipe:
         mixture = document.mixture
@@ -109,23 +108,18 @@ def with_gates(recipe: Recipe, find: Callable[[str], Model], compute: ComputeRow
         request = GateRequest(mode=mode, experts=pairs)
         rows = (compute or router_rows.build)(find(str(document.base)), request, runtime()).value
         gates = GateRows(rows.layers, rows.rows, rows.width, base64.b64decode(rows.data))
-        _require_valid_rows(gates, len(experts), str(document.base))
+        # The model process is not trusted, so its rows are checked.
+        values = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
+        has_size = gates.rows == len(experts) and values.size == gates.layers * len(experts) * gates.width
+        if not has_size or not np.isfinite(values).all():
+            raise InvalidInput(
+                f"router rows of {document.base}",
+                found="rows of the wrong size, or NaN or infinity",
+                expected=f"{len(experts)} finite rows per layer",
+            )
         return replace(document, mixture=replace(mixture, gates=gates))
 
     return recipe.map_documents(complete)
-
-
-def _require_valid_rows(gates: GateRows, experts: int, base: str) -> None:
-    """Raise InvalidInput if the rows have a wrong size or are not finite, because the model process is not trusted."""
-    import numpy as np
-
-    values = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
-    if gates.rows != experts or values.size != gates.layers * experts * gates.width or not np.isfinite(values).all():
-        raise InvalidInput(
-            f"router rows of {base}",
-            found="rows of the wrong size, or NaN or infinity",
-            expected=f"{experts} finite rows per layer",
-        )
 
 
 @value_stage("gates", version=1, subject="model")

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mergegate.merge_core.adapters import ExpertSlice, StoredNames
 from mergegate.merge_core.architecture.experts import split_experts
-from mergegate.merge_core.checkpoint import importance_file_name, open_checkpoint, write_importance
+from mergegate.merge_core.checkpoint import IMPORTANCE, measurement_file_name, open_checkpoint, write_measurement
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from mergegate.tasks.merge.calibration import (
@@ -185,8 +186,9 @@ def read_gradients(job: CalibrationJob, on_progress: TellProgress) -> Importance
             save_file({name: (total / positions).cpu().contiguous() for name, total in sums.items()}, path)
             return {name: owner for part in reached for name, owner in part.owners.items()}
 
-        owners = measure_in_runs(job, parts, len(windows), importance_file_name, measure, on_progress)
-    write_importance(job.out, owners, positions)
+        file_name = partial(measurement_file_name, IMPORTANCE)
+        owners = measure_in_runs(job, parts, len(windows), file_name, measure, on_progress)
+    write_measurement(job.out / IMPORTANCE, owners, positions)
     return ImportanceStatistics(
         model=job.model.name,
         documents=len(documents),

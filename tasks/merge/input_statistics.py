@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,12 +29,13 @@ from mergegate.merge_core.adapters import ExpertSlice, StoredNames
 from mergegate.merge_core.architecture import input_width, is_inputs_first, is_projection, parse_layer_place
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
+    INPUTS,
     empty_moments,
-    moments_file_name,
+    measurement_file_name,
     open_checkpoint,
     open_moments,
     pack_moments,
-    write_inputs,
+    write_measurement,
 )
 from mergegate.tasks.checkpoints import LoadedModel, TellProgress, load_model
 from mergegate.tasks.merge.calibration import (
@@ -269,8 +271,9 @@ def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatisti
             save_file({name: torch.from_numpy(values) for name, values in packed.items()}, path)
             return measured.owners
 
-        owners = measure_in_runs(job, parts, len(windows), moments_file_name, measure, on_progress)
-    write_inputs(job.out, owners, positions)
+        file_name = partial(measurement_file_name, INPUTS)
+        owners = measure_in_runs(job, parts, len(windows), file_name, measure, on_progress)
+    write_measurement(job.out / INPUTS, owners, positions)
     moments = open_moments(job.out)
     inputs = [moments[name] for name in set(owners.values())]
     return InputStatistics(

@@ -20,7 +20,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.files import state_directory
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
-from mergegate.tasks.sandbox import hold_gpus
+from mergegate.tasks.sandbox import acquire_gpus
 from mergegate.tasks.stage import StageValue, advance, device_kind, stage, versions
 from mergegate.tasks.store import Artifact, NotInKey
 
@@ -111,7 +111,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     matched = match_experts(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
     plan = plan_merge(matched.recipe, matched.checkpoints)
     start_or_resume(out, plan)
-    with nullcontext() if numerics.device == "cpu" else hold_gpus():
+    with nullcontext() if numerics.device == "cpu" else acquire_gpus():
         record = merge_weights(
             plan,
             out,

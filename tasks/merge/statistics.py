@@ -130,7 +130,12 @@ def with_statistics(
         current_runtime, measured = runtime(), {}
         for ref, text in tuple(pin_calibration_texts(document, store().hashes)):
             model = find(ref)
-            artifact = measure(model, text, document.reading, _dtype(model, current_runtime), current_runtime)
+            # The model is computed in its own format, or in float32 if the machine only converts that format.
+            own_dtype = ""
+            with suppress(MergegateError):  # Loading the model reports the problem.
+                own_dtype = dtype_in(read_json(model.directory / "config.json"))
+            dtype = "float32" if own_dtype in formats_without_units(current_runtime.device) else "auto"
+            artifact = measure(model, text, document.reading, dtype, current_runtime)
             opened: dict[str, Any] = (
                 {"importance": open_importance(artifact.directory)}
                 if wants_importance
@@ -140,11 +145,3 @@ def with_statistics(
         return replace(document, measured=measured)
 
     return recipe.map_documents(complete)
-
-
-def _dtype(model: Model, current_runtime: Runtime) -> str:
-    """Return the format for computing the model: ``auto`` for its own, or float32 if the machine only converts it."""
-    stored = ""
-    with suppress(MergegateError):  # Loading the model reports the problem.
-        stored = dtype_in(read_json(model.directory / "config.json"))
-    return "float32" if stored in formats_without_units(current_runtime.device) else "auto"

@@ -20,7 +20,6 @@ from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import open_buffered
 from mergegate.tasks.merge.statistics import pin_calibration_texts
-from mergegate.tasks.perplexity import HeldOutText
 
 # Name of the shared input of each kind of matrix.
 _INPUT: dict[TensorKind, str] = {
@@ -84,7 +83,13 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
     texts = [text for _, text in pin_calibration_texts(recipe, hashes)]
     if not texts:
         return None
-    positions = sum(_estimate_positions(text, recipe.reading.documents) for text in texts)
+    positions = 0.0  # Estimated from the first lines and the size of each file.
+    for text in texts:
+        with open_buffered(text.path) as file:
+            lines = [len(line) for line in file.readlines(1 << 20) if line.strip()]
+        if lines:
+            size, per_document = text.path.stat().st_size, sum(lines) / len(lines)
+            positions += min(size, recipe.reading.documents * per_document) / _BYTES_PER_TOKEN
     if plan.method.traits.reads_text == "importance":
         measured = [job.output for job in plan.jobs if job.importance]
         size = 4 * sum(tensor.numel for tensor in measured)
@@ -92,25 +97,8 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
         # inputs and to the weights.
         operations = positions * 6 * plan.parameters
         return StatisticsNeeds(len(texts), positions, len(measured), len(texts) * size, size, operations, True)
-    inputs = _inputs(plan)
-    widths = [width for width, _ in inputs]
-    full = [width for width in widths if width <= recipe.reading.diagonal_above]
-    stored = 4 * sum(width * (width + 1) // 2 for width in full) + 4 * (sum(widths) - sum(full))
-    # A product takes twice as long in float64 as in float32.
-    products = sum(share * 2 * width**2 for width, share in inputs if width <= recipe.reading.diagonal_above)
-    per_position = 2 * plan.parameters + 2 * products
-    return StatisticsNeeds(
-        texts=len(texts),
-        positions=positions,
-        inputs=len(widths),
-        nbytes=len(texts) * stored,
-        sums=8 * sum(width**2 for width in full),
-        operations=positions * per_position,
-    )
 
-
-def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
-    """Return the width of each distinct input of one model, and the share of all positions that reach it."""
+    # Width of each distinct input of one model, and the share of all positions that reach it.
     inputs: dict[tuple[str, str], tuple[int, float]] = {}
     numbers = {int(match[1]) for job in plan.jobs if (match := _NUMBER.search(job.output.name))}
     counts = (part.get("num_experts_per_tok") or 0 for part in config_parts(plan.config))
@@ -122,14 +110,18 @@ def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
             module = name.removesuffix(".weight").rpartition(".")[0]
             share = routed_share if is_routed_expert(name) else 1.0
             inputs.setdefault((module, _INPUT[tensor_kind(name)]), (input_width(name, shape), share))
-    return list(inputs.values())
 
-
-def _estimate_positions(text: HeldOutText, documents: int) -> float:
-    """Estimate the number of tokens in the documents from the first lines and the size of the file."""
-    with open_buffered(text.path) as file:
-        lines = [len(line) for line in file.readlines(1 << 20) if line.strip()]
-    if not lines:
-        return 0.0
-    size, per_document = text.path.stat().st_size, sum(lines) / len(lines)
-    return min(size, documents * per_document) / _BYTES_PER_TOKEN
+    widths = [width for width, _ in inputs.values()]
+    full = [width for width in widths if width <= recipe.reading.diagonal_above]
+    stored = 4 * sum(width * (width + 1) // 2 for width in full) + 4 * (sum(widths) - sum(full))
+    # A product takes twice as long in float64 as in float32.
+    products = sum(share * 2 * width**2 for width, share in inputs.values() if width <= recipe.reading.diagonal_above)
+    per_position = 2 * plan.parameters + 2 * products
+    return StatisticsNeeds(
+        texts=len(texts),
+        positions=positions,
+        inputs=len(widths),
+        nbytes=len(texts) * stored,
+        sums=8 * sum(width**2 for width in full),
+        operations=positions * per_position,
+    )

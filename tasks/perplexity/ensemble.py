@@ -54,8 +54,7 @@ def ensemble_likelihoods(
     The artifact has the same form as that of ``perplexity``. The models run one after another, and only one number per
     token is kept of each. If a journal of a killed run exists, the run resumes from it.
 
-    Args:
-        models: The parents without the base, at least two.
+    ``models`` are the parents without the base, at least two.
 
     Raises:
         InvalidInput: See ``perplexity``; also if the models do not divide text into the same tokens and windows.

@@ -66,9 +66,8 @@ def measure(
 ) -> TextMeasurement:
     """Compute the log-likelihood of every held-out document under ``model``.
 
-    Args:
-        location: Journal from which a killed run resumes.
-        on_progress: Called with the number of scored tokens and their total.
+    A killed run resumes from the journal at ``location``. ``on_progress`` is called with the number of scored tokens
+    and their total.
 
     Raises:
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
@@ -186,10 +185,7 @@ def divide_documents(
 
 
 def encode_text(loaded_model: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
-    """Return the tokens of a text.
-
-    Args:
-        with_specials: Whether to include the special tokens that the tokenizer adds.
+    """Return the tokens of a text, with the special tokens that the tokenizer adds if ``with_specials`` is true.
 
     Raises:
         InvalidInput: If the tokenizer does not belong to the weights.

@@ -116,6 +116,7 @@ def pin_text(
         path: jsonl file with one document per line, or plain text with one per paragraph.
         field: Field of a jsonl line.
         hashes: Cache of file hashes.
+        setting: Names of the settings that refer to the file, for messages.
         conversations: Whether a document may be a list of messages.
 
     Raises:

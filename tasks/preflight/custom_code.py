@@ -25,8 +25,8 @@ _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocess
 def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> tuple[Finding, ...]:
     """Return one finding for each code file and each reference. A finding blocks unless its code is accepted.
 
-    Args:
-        accepted: Code that the profile accepts. None means that no profile exists, so code leads only to a warning.
+    ``accepted`` is the code that the profile accepts. None means that no profile exists, so code leads only to a
+    warning.
 
     Raises:
         InvalidInput: If a configuration is not JSON.

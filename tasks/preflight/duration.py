@@ -54,8 +54,7 @@ class PromptLoad:
 def evaluation_seconds(size: NetworkSize, load: PromptLoad, rates: Rates) -> float:
     """Return the seconds to load a model and to evaluate it.
 
-    Args:
-        rates: Rates of this machine, including ``products``. A nonzero ``bus`` means that they are those of a GPU.
+    ``rates`` are those of this machine, including ``products``. A nonzero ``bus`` means that they are those of a GPU.
     """
     memory = rates.products / _OPERATIONS_A_BYTE if rates.bus else rates.copy
     calls = (load.requests + load.written) / load.batch

@@ -138,10 +138,8 @@ def with_supported_dtype(evidence: Evidence, stored: Collection[str], without_un
 
     Models that a server loads elsewhere are not affected.
 
-    Args:
-        stored: Storage formats of the measured models.
-        without_units: Formats that this machine converts for each sum, which is slower than float32 and no more
-            precise.
+    ``stored`` holds the storage formats of the measured models. ``without_units`` holds the formats that this machine
+    converts for each sum, which is slower than float32 and no more precise.
     """
     slow = sorted(set(stored) & set(without_units))
     if not slow:

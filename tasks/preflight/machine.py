@@ -84,9 +84,8 @@ def machine_findings(
 ) -> tuple[Finding, ...]:
     """Return what ``machine`` lacks for a merge and for evaluating its models.
 
-    Args:
-        dtypes: Formats in which the models are evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``). Empty
-            means that they are not evaluated.
+    ``dtypes`` are the formats in which the models are evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``). If
+    there are none, the models are not evaluated.
     """
     if compatibility.blocking():  # The needs of a blocked merge are unknown.
         return ()

@@ -37,9 +37,8 @@ def planned_tasks(
 ) -> list[PlannedTask]:
     """Return each guard of a task with pinned data, with its looks and the expected discordance of an equal merge.
 
-    Args:
-        parents: Parents of the merge. Without earlier runs, the discordance comes from stored scores of the parents.
-        past: Guards of earlier runs of the profile, oldest first.
+    ``past`` holds the guards of earlier runs of the profile, oldest first. Without them, the discordance comes from
+    stored scores of the parents.
     """
     tasks = {task.name: task for task in evidence.tasks if task.documents}
     planned = []
@@ -58,10 +57,8 @@ def forecast_power(
 ) -> GatePower | None:
     """Return what this run's first attempt can show, or None if no guard has a known number of documents.
 
-    Args:
-        parents: Parents of the merge. Scores are looked up for parents whose files were hashed before.
-        attempts: Number of attempts that the run may make.
-        past: As in ``planned_tasks``.
+    Scores are looked up for parents whose files were hashed before. The run may make ``attempts`` attempts. For
+    ``past``, see ``planned_tasks``.
     """
     models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
     planned = [entry for entry in planned_tasks(evidence, models, past) if entry.guard.guarded_by != ANCHOR]

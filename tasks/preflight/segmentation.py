@@ -41,7 +41,15 @@ def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
     except MergegateError as error:
         answer = [error.found] * len(pairs)
     # Untrusted code in that process may have sent something else.
-    if not isinstance(answer, list) or len(answer) != len(pairs) or not all(map(_is_result, answer)):
+    if (
+        not isinstance(answer, list)
+        or len(answer) != len(pairs)
+        or not all(
+            isinstance(result, str)
+            or (isinstance(result, tuple) and [type(share) for share in result] == [float, float])
+            for result in answer
+        )
+    ):
         answer = ["the tokenizer process returned no result"] * len(pairs)
     updated = {}
     for pair, shares in zip(pairs, answer, strict=True):
@@ -55,12 +63,6 @@ def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
             )
         updated[pair.finding] = replace(pair.finding, found=f"{pair.finding.found}; {effect}")
     return worst_first(updated.get(finding, finding) for finding in planned.findings)
-
-
-def _is_result(result: object) -> bool:
-    if isinstance(result, str):
-        return True
-    return isinstance(result, tuple) and len(result) == 2 and all(isinstance(share, float) for share in result)
 
 
 def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProgress) -> list[Shares | str]:

@@ -1,10 +1,12 @@
-"""Define the profile settings that accept custom code and differences between tokenizers, by the names in findings::
+"""Define the profile settings that accept custom code and differences between tokenizers, by the names in findings.
 
-checks:
-  code:
-    accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]
-    trusted: [acme/model@0123456789abcdef0123456789abcdef01234567]
-  tokenizer: {accepted: [pre_tokenizer, chat_template]}
+For example::
+
+    checks:
+      code:
+        accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]
+        trusted: [acme/model@0123456789abcdef0123456789abcdef01234567]
+      tokenizer: {accepted: [pre_tokenizer, chat_template]}
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ def bill_of_materials(
 ) -> str:
     """Return the content of ``bom.json`` for ``files``.
 
-    Args:
-        license: License in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
+    ``license`` is in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
     """
     parent_licenses = {model.ref: model.licence for model in content.parents}
     merge = next(model for model in content.models if model.role == "merge")

@@ -58,9 +58,8 @@ def model_card(
 ) -> str:
     """Return the content of README.md. Deterministic: it contains no dates and no local paths.
 
-    Args:
-        missing: Obligations that the release does not fulfill: license texts that a user must add by hand.
-        files: Names of the other files of the release that are known so far.
+    ``missing`` lists the obligations that the release does not fulfill: license texts that a user must add by hand.
+    ``files`` names the other files of the release that are known so far.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     # Lines that licenses require to be displayed, such as 'Built with Llama'.

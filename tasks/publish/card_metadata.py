@@ -38,8 +38,7 @@ def card_metadata(
 ) -> dict[str, object]:
     """Return the YAML front matter of the card as plain data.
 
-    Args:
-        is_adapter: Whether the release is an adapter of the parents' common base model.
+    ``is_adapter`` means that the release is an adapter of the parents' common base model.
     """
     metadata: dict[str, object] = {**license.card}
     languages = set()
@@ -80,6 +79,7 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
 
     Args:
         card: Content of README.md.
+        metadata: Metadata that the card must contain.
         names: Names of the other files of the release.
 
     Raises:

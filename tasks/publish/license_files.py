@@ -95,8 +95,7 @@ def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVer
     The license check of the next merge finds them where it finds those of any other parent. The result is
     deterministic.
 
-    Args:
-        license: License verdict of the release that the state belongs to.
+    ``license`` is the license verdict of the release that the state belongs to.
     """
     front = yaml.safe_dump(dict(license.combination.card), sort_keys=False, allow_unicode=True)
     texts = ((file.name, file.read().decode()) for file in license_files(parents, license))

@@ -48,9 +48,8 @@ def provenance(
 ) -> str:
     """Return the content of ``provenance.json`` for ``files``: the products, inputs, recipe and verdict.
 
-    Args:
-        content: Recipe, overrides, evaluation and verdict, with public names.
-        card: Metadata of the model card.
+    ``content`` contains recipe, overrides, evaluation and verdict, with public names. ``card`` is the metadata of the
+    model card.
     """
     numerics = origin.numerics
     versions = {library.name: library.version for library in content.versions}

@@ -100,10 +100,9 @@ def publish(
 ) -> Release:
     """Publish to ``target``. Relative paths start at ``root``. Idempotent.
 
-    Args:
-        expected_head: ``CurrentRelease.head`` of the release that the merge was compared with. If the target's head has
-            changed, the release is refused. None: any head is accepted.
-        approved_digest: Digest of the release that a reviewer approved. None: approval is not required.
+    ``expected_head`` is ``CurrentRelease.head`` of the release that the merge was compared with. If the target's head
+    has changed, the release is refused. None: any head is accepted. ``approved_digest`` is the digest of the release
+    that a reviewer approved. None: approval is not required.
 
     Raises:
         InvalidInput: The Hub token or the signing key is missing.

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import mkstemp
@@ -35,7 +35,6 @@ from mergegate.tasks.runners.slots import WorkerSlot, gpu_of_worker, threads_of_
 from mergegate.tasks.stage import DeferredProgress, StageEnd, home, progress_watcher, relay_progress
 
 if TYPE_CHECKING:
-    from prefect import Task
     from prefect.client.schemas.objects import State
 
 I = TypeVar("I")  # noqa: E741  # type of an item; R is the type of its result
@@ -92,6 +91,10 @@ class ClusterRunner:
     def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         if not items:
             return
+        from prefect import Task
+        from prefect.cache_policies import NO_CACHE
+
+        task = Task(fn=execute_order, name="item", cache_policy=NO_CACHE, persist_result=False)
         cluster, marker = self._open_cluster()
         outcomes: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         waiting = iter(enumerate(items))
@@ -104,7 +107,7 @@ class ClusterRunner:
             if (entry := next(waiting, None)) is not None:
                 index, item = entry
                 order = pickle.dumps(_Order(function, item, home(), marker, self._address is None))
-                running[index] = cluster.submit(_task(), order, partial(record, index))
+                running[index] = cluster.submit(task, order, partial(record, index))
 
         try:
             # Submit only as many items as run at a time: a queued item would be blamed for the death of its worker.
@@ -132,7 +135,16 @@ class ClusterRunner:
         """Start or join the cluster on first use. Return it with the marker file."""
         if self._cluster is not None and self._marker is not None:
             return self._cluster, self._marker
-        api = _api_variables()
+        from prefect.settings import get_current_settings
+
+        # Environment variables that give access to the Prefect API of this run.
+        settings = get_current_settings()
+        api = {"PREFECT_HOME": str(settings.home)}
+        if settings.api.url:
+            api["PREFECT_API_URL"] = settings.api.url
+        for variable, secret in (("AUTH_STRING", settings.api.auth_string), ("KEY", settings.api.key)):
+            if secret is not None:
+                api[f"PREFECT_API_{variable}"] = secret.get_secret_value()
         if self._address is not None:
             _require_reachable(api.get("PREFECT_API_URL", ""), self._address)
         descriptor, name = mkstemp(dir=state_directory(home()), prefix="runner-", suffix=".partial")
@@ -186,15 +198,6 @@ class ClusterRunner:
         return unpacked.result
 
 
-@cache
-def _task() -> Task[..., Any]:
-    """Return the Prefect task, created on first use so that importing this module does not import Prefect."""
-    from prefect import Task
-    from prefect.cache_policies import NO_CACHE
-
-    return Task(fn=execute_order, name="item", cache_policy=NO_CACHE, persist_result=False)
-
-
 def execute_order(order: bytes) -> State[bytes]:
     """Execute an order in a worker."""
     from prefect.states import Completed, Failed
@@ -212,7 +215,16 @@ def execute_order(order: bytes) -> State[bytes]:
                 expected="one directory that all machines share under this path",
                 remedy="mount it there, or set MERGEGATE_HOME to a directory that all machines share",
             )
-        with progress_watcher(progress), use_slot(_worker_slot(request)):
+        # In mergegate's own cluster, which runs on one machine, each Dask worker gets one of the GPUs. Ray assigns GPUs
+        # itself. On an existing cluster, its operator assigns them.
+        environment: dict[str, str] = {}
+        if request.is_own_worker:
+            with suppress(ImportError, ValueError):
+                from distributed import get_worker
+
+                environment = gpu_of_worker(int(get_worker().name), visible_gpus())
+        slot = WorkerSlot(environment=tuple(environment.items()), scheduled=True)
+        with progress_watcher(progress), use_slot(slot):
             result = request.function(request.item)
         failed = False
     except Exception as error:
@@ -231,21 +243,6 @@ def execute_order(order: bytes) -> State[bytes]:
     return Completed(data=answer)
 
 
-def _worker_slot(request: _Order) -> WorkerSlot:
-    """Return the slot of this worker.
-
-    In mergegate's own cluster, which runs on one machine, each Dask worker gets one of the GPUs. Ray assigns GPUs
-    itself. On an existing cluster, its operator assigns them.
-    """
-    if request.is_own_worker:
-        with suppress(ImportError, ValueError):
-            from distributed import get_worker
-
-            environment = gpu_of_worker(int(get_worker().name), visible_gpus())
-            return WorkerSlot(environment=tuple(environment.items()), scheduled=True)
-    return WorkerSlot(scheduled=True)
-
-
 def _require_reachable(api: str, address: str) -> None:
     """Raise InvalidInput if workers on other machines would look for the API on their own machine."""
     host = urlsplit(address if "://" in address else f"//{address}").hostname or ""
@@ -259,17 +256,3 @@ def _require_reachable(api: str, address: str) -> None:
             remedy="start a server that accepts remote connections (prefect server start --host …), and set "
             "PREFECT_API_URL",
         )
-
-
-def _api_variables() -> dict[str, str]:
-    """Return the environment variables that give access to the Prefect API of this run."""
-    from prefect.settings import get_current_settings
-
-    settings = get_current_settings()
-    environment = {"PREFECT_HOME": str(settings.home)}
-    if settings.api.url:
-        environment["PREFECT_API_URL"] = settings.api.url
-    for name, secret in (("AUTH_STRING", settings.api.auth_string), ("KEY", settings.api.key)):
-        if secret is not None:
-            environment[f"PREFECT_API_{name}"] = secret.get_secret_value()
-    return environment

@@ -88,9 +88,8 @@ class Runner(Protocol):
 
         Closing the iterator cancels the items in progress.
 
-        Args:
-            function: Module-level function. It and the items must be picklable. It must be safe to repeat, because it
-                is called twice for an item whose worker dies.
+        ``function`` is a module-level function. It and the items must be picklable. It must be safe to repeat, because
+        it is called twice for an item whose worker dies.
         """
 
 

@@ -5,7 +5,7 @@ limits on memory and time. The package also shares the GPUs of a host between pr
 """
 
 from mergegate.tasks.sandbox.confinement import Confinement, environment_of_child
-from mergegate.tasks.sandbox.gpu_lock import GpuLease, acquire_gpus, hold_gpus
+from mergegate.tasks.sandbox.gpu_lock import GpuLease, acquire_gpus
 from mergegate.tasks.sandbox.preparation import compile_imports, require_linux
 from mergegate.tasks.sandbox.programs import ProgramEnd, ProgramLimits, run_program
 from mergegate.tasks.sandbox.supervision import Gpus, NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess
@@ -23,7 +23,6 @@ __all__ = [
     "acquire_gpus",
     "compile_imports",
     "environment_of_child",
-    "hold_gpus",
     "require_linux",
     "run_program",
 ]

@@ -2,7 +2,7 @@
 
 ::
 
-    with hold_gpus():                                          # all GPUs that this process may see
+    with acquire_gpus():                                       # all GPUs that this process may see
         ...
     lease = acquire_gpus()                                     # for a child process: held until it, all its children
     SupervisedProcess(..., inherited=lease.descriptors)        # and the lease are gone
@@ -22,8 +22,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mergegate.tasks.runners import current_slot, visible_gpus
@@ -47,9 +47,8 @@ def list_host_gpus(driver: Path = _DRIVER) -> tuple[str, ...]:
 def select_gpus(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
     """Return the GPUs of ``host`` that ``visible`` selects, in locking order.
 
-    Args:
-        visible: Numbers, UUIDs or prefixes of UUIDs, as in ``CUDA_VISIBLE_DEVICES``. A name that matches no GPU of the
-            host (such as a MIG partition) selects all GPUs: too many locks are slow, but too few are wrong.
+    ``visible`` holds numbers, UUIDs or prefixes of UUIDs, as in ``CUDA_VISIBLE_DEVICES``. A name that matches no GPU of
+    the host (such as a MIG partition) selects all GPUs: too many locks are slow, but too few are wrong.
     """
     selected: set[str] = set()
     for name in visible:
@@ -72,6 +71,12 @@ class GpuLease:
 
     def __init__(self, descriptors: tuple[int, ...], release: Callable[[], None]) -> None:
         self.descriptors, self._on_release = descriptors, release
+
+    def __enter__(self) -> GpuLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Release the GPUs. Safe to call twice."""
@@ -126,25 +131,29 @@ _locks = GpuLocks()
 
 
 def acquire_gpus() -> GpuLease:
-    """Wait for exclusive use of all GPUs that this process may see. The caller must release the lease."""
+    """Wait for exclusive use of all GPUs that this process may see. The caller must release or enter the lease."""
     if current_slot().scheduled:
         return GpuLease((), lambda: None)
     return _locks.acquire(os.environ)
 
 
-@contextmanager
-def hold_gpus() -> Iterator[None]:
-    """Hold the GPUs that this process may see for the duration of the block."""
-    lease = acquire_gpus()
-    try:
-        yield
-    finally:
-        lease.release()
-
-
 def _acquire_lock(uuid: str, environment: Mapping[str, str]) -> int:
-    """Open and lock the lock file of a GPU. The log names the current holder while waiting."""
-    descriptor = _open_lock_file(Path(environment.get(LOCKS) or tempfile.gettempdir()) / f"mergegate-{uuid}.lock")
+    """Open and lock the lock file of a GPU. The log names the current holder while waiting.
+
+    The file is shared by all users of the host and never removed. The first process creates it.
+    """
+    path = Path(environment.get(LOCKS) or tempfile.gettempdir()) / f"mergegate-{uuid}.lock"
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = -1
+    while descriptor < 0:
+        # Open and creation are separate calls: in a shared directory, Linux forbids opening another user's file with
+        # O_CREAT.
+        try:
+            descriptor = os.open(path, flags)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+                os.fchmod(descriptor, 0o666)  # regardless of the umask
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,19 +167,3 @@ def _acquire_lock(uuid: str, environment: Mapping[str, str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _open_lock_file(path: Path) -> int:
-    """Open a lock file, which is shared by all users of the host and never removed. The first process creates it.
-
-    Open and creation are separate calls: in a shared directory, Linux forbids opening another user's file with O_CREAT.
-    """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    while True:
-        try:
-            return os.open(path, flags)
-        except FileNotFoundError:
-            with suppress(FileExistsError):
-                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-                os.fchmod(descriptor, 0o666)  # regardless of the umask
-                return descriptor

@@ -40,6 +40,7 @@ def compile_imports(python: str | Path, imports: str, last_source: Path, environ
     """Import modules once in a subprocess without confinement, so that ``python`` compiles them.
 
     Args:
+        python: Interpreter of the environment with the modules.
         imports: Import statement to run. A failing import is ignored.
         last_source: Source file of the last imported module. If it is compiled, the rest is too.
         environment: Environment of the subprocess.

@@ -96,38 +96,6 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     return [*steps, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _bind_calls() -> bool:
-    """Install the system call filter. Return False if the kernel rejects it or the machine is unknown."""
-    with contextlib.suppress(KeyError, OSError, AttributeError):
-        steps = call_filter(platform.machine())
-        packed = b"".join(struct.pack("=HBBI", *step) for step in steps)
-        buffer = ctypes.create_string_buffer(packed, len(packed))
-        libc = ctypes.CDLL(None, use_errno=True)
-        program = struct.pack("@HP", len(steps), ctypes.addressof(buffer))
-        if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-            return False
-        return bool(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(program), 0, 0) == 0)
-    return False
-
-
-def _bind_resources(cpu: int, memory: int, file: int) -> bool:
-    """Limit processor time in seconds, address space and file size in bytes, core dumps and open files."""
-    startup = -int(-time.process_time() // 1)  # processor time that the start of the interpreter took
-    limits = {
-        resource.RLIMIT_CPU: (startup + cpu, startup + cpu + 1),  # a signal, and a second later SIGKILL
-        resource.RLIMIT_AS: (memory, memory),
-        resource.RLIMIT_FSIZE: (file, file),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_NOFILE: (_FILES, _FILES),
-    }
-    try:
-        for kind, limit in limits.items():
-            resource.setrlimit(kind, limit)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def main() -> None:
     """Run the child process."""
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -136,8 +104,35 @@ def main() -> None:
     directory = os.environ["TMPDIR"]
     os.chdir(directory)
     os.environ["HOME"] = directory
-    holds = ["resources"] if _bind_resources(order["cpu"], order["memory"], order["file"]) else []
-    holds += ["calls"] if _bind_calls() else []
+
+    # Limit processor time in seconds, address space and file size in bytes, core dumps and open files.
+    holds = []
+    startup = -int(-time.process_time() // 1)  # processor time that the start of the interpreter took
+    limits = {
+        resource.RLIMIT_CPU: (startup + order["cpu"], startup + order["cpu"] + 1),  # a signal, a second later SIGKILL
+        resource.RLIMIT_AS: (order["memory"], order["memory"]),
+        resource.RLIMIT_FSIZE: (order["file"], order["file"]),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NOFILE: (_FILES, _FILES),
+    }
+    with contextlib.suppress(OSError, ValueError):
+        for kind, limit in limits.items():
+            resource.setrlimit(kind, limit)
+        holds.append("resources")
+
+    # Install the system call filter, unless the kernel rejects it or the machine is unknown.
+    with contextlib.suppress(KeyError, OSError, AttributeError):
+        steps = call_filter(platform.machine())
+        packed = b"".join(struct.pack("=HBBI", *step) for step in steps)
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        libc = ctypes.CDLL(None, use_errno=True)
+        filter_program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(buffer)))
+        if (
+            libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            and libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, filter_program, 0, 0) == 0
+        ):
+            holds.append("calls")
+
     channel.sendall(json.dumps({"holds": holds}).encode() + b"\n")
     if len(holds) < 2:
         os._exit(1)

@@ -50,9 +50,8 @@ class ServedSubject:
     def complete(self, prompt: str | Sequence[int], max_tokens: int, *, extension: Any = (), **fields: Any) -> Answer:
         """Request a greedy continuation of a text or of token ids.
 
-        Args:
-            extension: Fields that only vLLM knows, omitted if the server rejects them.
-            fields: Additional fields of the request.
+        ``extension`` holds fields that only vLLM knows, omitted if the server rejects them. ``fields`` are additional
+        fields of the request.
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         return self.client.request("/v1/completions", body | (dict(extension) if self.extended else {}))

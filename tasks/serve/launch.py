@@ -55,8 +55,7 @@ class Launch:
 def find_server(settings: ServeSettings, root: Path) -> ServerKind:
     """Return the server that ``settings`` select and its version, without starting it.
 
-    Args:
-        root: Directory to which a relative ``serve.python`` is relative.
+    A relative ``serve.python`` is relative to ``root``.
 
     Raises:
         InvalidInput: vLLM is not installed in the selected environment.
@@ -105,8 +104,7 @@ def launch(
 ) -> Launch:
     """Return the command line and environment of a server for ``checkpoint``.
 
-    Args:
-        lora: Options of vLLM that add an adapter (see ``tasks.serve.lora``).
+    ``lora`` holds the options of vLLM that add an adapter (see ``tasks.serve.lora``).
     """
     environment = environment_of_child() | _QUIET
     model = str(checkpoint.directory)

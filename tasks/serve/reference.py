@@ -82,8 +82,7 @@ def make_reference(
 ) -> Reference:
     """Load the model, score the texts, render the chat, and free the memory for the server.
 
-    Args:
-        on_progress: Never called, because the work takes only seconds.
+    ``on_progress`` is never called, because the work takes only seconds.
 
     Raises:
         InvalidInput: transformers cannot load the model, or the memory does not suffice.

@@ -82,9 +82,8 @@ def smoke_checkpoint(
 ) -> ServeVerdict:
     """Serve ``model`` and check its answers.
 
-    Args:
-        adapted: Base and adapter, if ``model`` is the two of them merged. vLLM then serves the adapter as LoRA, if it
-            can. The reference is always computed from ``model``.
+    ``adapted`` is the base with its adapter if ``model`` is the two of them merged. vLLM then serves the adapter as
+    LoRA, if it can. The reference is always computed from ``model``.
 
     Raises:
         InvalidInput: The checkpoint cannot be read.
@@ -135,8 +134,7 @@ def smoke_url(
 ) -> ServeVerdict:
     """Check the answers of a server that is already running.
 
-    Args:
-        checkpoint: Checkpoint that the server should be serving. Without it, no reference answers are available.
+    ``checkpoint`` is the model that the server should be serving. Without it, no reference answers are available.
 
     Raises:
         InvalidInput: The server does not answer, or does not list the model.

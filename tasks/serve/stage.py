@@ -66,9 +66,8 @@ def serve_models(
 
     Parents are served only for comparison. Neither their answers nor a failure to serve them refuses the merge.
 
-    Args:
-        merge: Merged model. If the merge is an adapter, this is the adapter merged into its base.
-        adapted: Base with the adapter, if the merge is an adapter.
+    If the merge is an adapter, ``merge`` is the adapter merged into its base, and ``adapted`` is the base with the
+    adapter.
 
     Raises:
         InvalidInput: The server is not installed, or the merge cannot be read.

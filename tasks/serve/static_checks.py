@@ -35,6 +35,7 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: 
     """Run all static checks, the cheapest first.
 
     Args:
+        checkpoint: Checkpoint to check.
         must_chat: Whether a chat template is required.
         runs_code: Whether Python files in the checkpoint may be executed.
     """

@@ -33,6 +33,7 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
     Args:
         candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``window`` count.
         parent: Rows of the parent, in the same order. Only the last ``window`` count.
+        rule: Window and limits of the switch.
 
     Returns:
         A sentence with the numbers, or None.

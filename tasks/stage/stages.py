@@ -465,7 +465,6 @@ def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Ca
         is_done: Function with the same arguments that returns whether the step has nothing left to do. It must not do
             any work, and returns false when in doubt. Default: there is always work to do.
     """
-
     declare_stage(name)
 
     def declare(work: Callable[P, S]) -> Callable[P, S]:

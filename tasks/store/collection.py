@@ -96,8 +96,7 @@ def explain_retention(runs: Path) -> dict[EntryName, str]:
 def plan_collection(root: Path, runs: Path, rule: RetentionRule, now: float | None = None) -> RetentionPlan:
     """Return the plan of a collection without changing anything.
 
-    Args:
-        now: Seconds since the epoch. Default: the current time.
+    ``now`` is in seconds since the epoch. Default: the current time.
     """
     return _plan(root, explain_retention(runs), rule, time.time() if now is None else now)
 
@@ -111,9 +110,8 @@ def collect_garbage(
 ) -> CollectedGarbage:
     """Remove entries from the store as ``rule`` allows.
 
-    Args:
-        now: Seconds since the epoch. Default: the current time.
-        on_wait: Called once if another process is collecting.
+    ``now`` is in seconds since the epoch. Default: the current time. ``on_wait`` is called once if another process is
+    collecting.
 
     Raises:
         OSError: An entry cannot be moved or deleted. Entries removed before that are gone.

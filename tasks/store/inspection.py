@@ -73,8 +73,7 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
 
     Artifacts must have the file names and sizes of their manifests, and values must match their digests.
 
-    Args:
-        deep: Whether to check the hashes of all files, too. This reads every byte and does not use cached hashes.
+    With ``deep``, the hashes of all files are checked, too. This reads every byte and does not use cached hashes.
     """
     if not root.is_dir():
         if os.path.lexists(root):

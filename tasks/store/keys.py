@@ -82,9 +82,8 @@ def digest(value: object) -> str:
 def stage_key(stage: str, version: int, inputs: Mapping[str, object], varying_input: str | None = None) -> str:
     """Return the key of one stage call: 64 hex digits that cover the stage's name, version and inputs.
 
-    Args:
-        varying_input: Name of the input that distinguishes the members of a family. The key then begins with
-            :func:`family_prefix`. Default: the key does not belong to a family.
+    ``varying_input`` names the input that distinguishes the members of a family. The key then begins with
+    :func:`family_prefix`. Default: the key does not belong to a family.
     """
     key = digest({"stage": stage, "version": version, "inputs": dict(inputs)})
     return key if varying_input is None else family_prefix(stage, version, inputs, varying_input) + key[_FAMILY_DIGITS:]

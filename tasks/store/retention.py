@@ -165,7 +165,9 @@ def plan_retention(
     """Decide which entries to remove.
 
     Args:
+        entries: Entries of the store.
         needed: Entries that must stay, each with the reason.
+        rule: Grace period and quota.
         now: Seconds since the epoch. An entry with a later time of use, after the clock was set back, counts as used
             now.
         other_bytes: Size in bytes of the parts of the store that are not entries, such as its tables.

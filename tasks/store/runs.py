@@ -64,6 +64,7 @@ def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]
     Args:
         runs: Directory of the run records, created if it is missing.
         run: ID of the run: letters, digits, dashes and underscores.
+        flow: Name of the flow.
         profile: Name of the profile. With an empty string, the record is deleted at the end of the block.
     """
     assert _RUN.fullmatch(run), run

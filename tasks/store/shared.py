@@ -116,9 +116,8 @@ class SharedStore:
         Yields true if the artifact was fetched, perhaps after another machine had built it. Yields false if the caller
         has to build it inside the block.
 
-        Args:
-            fetch: Function that fetches the artifact if it is available, and returns whether it was.
-            on_wait: Function called once if another machine is building the artifact.
+        ``fetch`` fetches the artifact if it is available, and returns whether it was. ``on_wait`` is called once if
+        another machine is building the artifact.
         """
         self.send_pending()
         if fetch():
@@ -278,8 +277,7 @@ class SharedStore:
     def _try(self, request: Callable[[], T], failure: str) -> T | None:
         """Return the result of ``request``, or None if the shared store is unavailable or was so a short time ago.
 
-        Args:
-            failure: Text of the warning to log if it fails.
+        If the request fails, this logs a warning with the text ``failure``.
         """
         if time.monotonic() < self._unusable_until:
             return None
@@ -372,8 +370,7 @@ class _Lease:
 def require_shared(address: str, setting: str) -> None:
     """Require that fsspec supports an address and that the package for it is installed.
 
-    Args:
-        setting: Setting that contains the address, for the error message.
+    ``setting`` is the setting that contains the address, for the error message.
 
     Raises:
         InvalidInput: fsspec does not support the address, or a package is missing.

@@ -152,8 +152,7 @@ class Store:
     def open(self, stage: str, key: str, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
         """Return an artifact after comparing its files with its manifest: names, sizes and hashes.
 
-        Args:
-            deep: Whether to read every byte instead of using the cached hashes of unchanged files.
+        With ``deep``, this reads every byte instead of using the cached hashes of unchanged files.
 
         Raises:
             StoreMiss: The artifact is missing, incomplete or altered. The message names the file.
@@ -212,10 +211,9 @@ class Store:
     ) -> tuple[Artifact[R], ...]:
         """Return every intact artifact of a stage whose key begins with ``prefix``, ordered by key.
 
-        Args:
-            prefix: Prefix of the keys. See :func:`family_prefix`.
-            on_damage: Function called with the reason for each damaged artifact, which is omitted from the result.
-            about_to_read: Function called with the first 32 digits of each key before its artifact is read.
+        For ``prefix``, see :func:`family_prefix`. ``on_damage`` is called with the reason for each damaged artifact,
+        which is omitted from the result. ``about_to_read`` is called with the first 32 digits of each key before its
+        artifact is read.
         """
         for key in self.shared.keys(stage, prefix) if self.shared else ():
             final = self.directory(stage, key)
@@ -238,9 +236,7 @@ class Store:
     ) -> AbstractContextManager[None]:
         """Lock a family, so that no other process adds members to it.
 
-        Args:
-            prefix: Prefix of the keys. See :func:`family_prefix`.
-            on_wait: Function called once if another process holds the lock.
+        For ``prefix``, see :func:`family_prefix`. ``on_wait`` is called once if another process holds the lock.
         """
         return locked(self._lock_file(stage, prefix), remove=True, on_wait=on_wait)
 
@@ -278,6 +274,9 @@ class Store:
         """Return the artifact from the store, or build it if it is missing.
 
         Args:
+            stage: Name of the stage.
+            key: Key of the stage call (see :func:`stage_key`).
+            value_type: Type that the stored value is validated as.
             make: Function that writes files into the given directory and returns the value.
             resumable: Whether ``make`` can resume from the files of a killed run in the directory. By default the
                 directory starts empty. A file named ``JOURNAL`` in it is not part of the artifact and is removed when

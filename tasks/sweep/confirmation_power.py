@@ -72,6 +72,7 @@ def confirmation_power(
     """Return the forecast for a confirmation with the given number of documents.
 
     Args:
+        objective: Objective to confirm.
         tables: Scores of the hand-written recipes on the documents of the search. At least one.
         documents: Number of confirmation documents of each (task, measure).
         confidence: One-sided confidence level of the test.

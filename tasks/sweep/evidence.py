@@ -82,9 +82,11 @@ def pin_sweep(
     """Pin all tasks of the objective and the constraints by content.
 
     Args:
+        settings: Settings of the search.
         text: Held-out documents of ``perplexity``. None if the profile has none.
         guarded: Cluster field that the gate uses for each task, by the task's name in the profile.
         root: Directory that relative paths are relative to.
+        hashes: Cache of file hashes.
         data: Directory of datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
 
     Raises:

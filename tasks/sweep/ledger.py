@@ -159,6 +159,7 @@ def score_once(
     """Return the scores of each candidate in the order of ``requests``, scoring each candidate at most once, ever.
 
     Args:
+        requests: Candidates to score.
         score_all: Yields results in any order, each with the index of its request.
         ledger: Store of scores. Each result is recorded before the next one is awaited.
         directory: Directory of the recipe that is searched.

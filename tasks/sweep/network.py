@@ -90,8 +90,7 @@ class Stopwatch:
 def structure_digest(plan: MergePlan, digests: dict[Path, str]) -> str:
     """Return a digest of everything but the weights that determines the network of ``plan`` and how it reads text.
 
-    Args:
-        digests: Cache of sha256 digests of the files next to the weights. New digests are added to it.
+    ``digests`` caches the sha256 digests of the files next to the weights. New digests are added to it.
     """
     file_digests = {}
     for name, source in plan.companions.sources.items():

@@ -138,8 +138,7 @@ class Objective:
 def make_objective(settings: SweepSettings, names: Mapping[str, str]) -> Objective:
     """Return the objective that the settings describe.
 
-    Args:
-        names: lm-eval's name of each task, by its name in the profile.
+    ``names`` holds lm-eval's name of each task, by its name in the profile.
 
     Raises:
         InvalidInput: A metric occurs twice, a clip is set for a measure other than log-likelihood, a metric name is

@@ -116,6 +116,8 @@ def open_view(address: str, name: str, coordinates: Sequence[Coordinate], object
     Args:
         address: Path of a journal file, or address of a database (``postgresql://…``).
         name: Name of the study, different for each search.
+        coordinates: Coordinates of the search space.
+        objective: Objective of the search.
 
     Raises:
         InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.

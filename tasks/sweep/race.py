@@ -127,6 +127,7 @@ def spent_error(look: int, interim: int, error: float) -> float:
     Args:
         look: Index of the look, from 0.
         interim: Number of looks before the last.
+        error: Error to spend over all interim looks.
     """
 
     def spent_until(share: float) -> float:

@@ -90,7 +90,9 @@ def search(
     """Search until the budget is used up.
 
     Args:
+        problem: Space, settings and objective of the search.
         score_all: Scores candidates and yields the results in any order.
+        ledger: Store of scores, which are reused.
         workers: Number of workers that are paid for.
         on_progress: Callback after each newly scored trial and after each generation.
         on_generation: Callback after each generation, with all trials so far.

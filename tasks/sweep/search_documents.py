@@ -148,10 +148,7 @@ class SearchDocuments:
     def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
         """Evaluate a model, and yield the scores of all documents so far after each look.
 
-        The caller may stop after any look.
-
-        Args:
-            alive: Callback after each batch.
+        The caller may stop after any look. ``alive`` is called after each batch.
         """
         scores: dict[MetricKey, list[float]] = {key: [] for key in self._metric_keys}
         for look in self._looks:
@@ -209,9 +206,7 @@ class _Measures(NamedTuple):
 def _measure_document(document: TokenizedDocument, answers: _AnswerScores, lengths: Sequence[int]) -> _Measures:
     """Return the measures of one document, as defined in the module docstring.
 
-    Args:
-        answers: Measurements of its answers.
-        lengths: Number of tokens of each answer.
+    ``lengths`` is the number of tokens of each answer.
     """
     sums = answers.sums
     likely = max((sums[index] / lengths[index] for index in document.right), default=-math.inf)

@@ -216,6 +216,7 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
 
     Args:
         recipe: Recipe as parsed YAML.
+        settings: Settings of the search, with the free parameters.
         layers: Number of layers of the merged model. None: unknown.
         recipe_name: Name of the recipe in error messages.
 
@@ -269,9 +270,8 @@ def project_to_sum_one(values: Sequence[float], bounds: Sequence[tuple[float, fl
     All values are shifted by the same amount and clipped to their bounds (the Euclidean projection on a simplex with
     bounds; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
 
-    Args:
-        bounds: Lower and upper bound of each value. The lower bounds sum to at most one, the upper bounds to at least
-            one.
+    ``bounds`` holds the lower and upper bound of each value. The lower bounds sum to at most one, the upper bounds to
+    at least one.
     """
     original, (low, high) = np.asarray(values), np.asarray(bounds, dtype=np.float64).T
     least, most = float((original - high).min()), float((original - low).max())

@@ -123,7 +123,7 @@ def test_an_embedding_is_rounded_twice_as_peft_rounds_it(
 def test_column_norms_equal_those_of_peft_up_to_rounding(
     tmp_path: Path, kind: str, dtype: torch.dtype, within: float
 ) -> None:
-    """mergegate sums in float64 in one pass, PEFT in float32 in its own order, so the norms differ by one rounding."""
+    """We sum in float64 in one pass, PEFT in float32 in its own order, so the norms differ by one rounding."""
     base, ours, theirs = both(tmp_path, COLUMN_NORMS[kind], dtype)
     assert max(differences(ours, theirs).values(), default=0.0) <= within
     assert differences(ours, base) != {}

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import process_functions as functions
 import pytest
@@ -234,27 +235,32 @@ def test_answers_of_one_server_are_not_resumed_with_another(
     assert places[0] == places[2] != places[1]
 
 
-MODELS = [Model(name=name, digest=name, directory=Path("/nowhere")) for name in "abcd"]
-
-
-def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str, int], asked: str) -> list[str]:
+def keep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capacity: int | None, sizes: dict[str, int], asked: str
+) -> list[str]:
     """Return the models in memory after loading the ``asked`` ones in turn, with sizes in bytes."""
-    held: dict[tuple[str, str, str], str] = {}
+    for name, size in sizes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"0" * size)
+    held: dict[tuple[str, str, str], object] = {}
     monkeypatch.setattr(model_cache, "_loaded", held)
-    monkeypatch.setattr(model_cache, "_bytes_of", lambda name: sizes[name])
-    monkeypatch.setattr(model_cache, "_size_of", lambda model, dtype: sizes[model.name])
-    monkeypatch.setattr(model_cache, "_load", lambda model, dtype, device: model.name)
-    monkeypatch.setattr(model_cache, "_other_holders", [])
+    monkeypatch.setattr(model_cache, "_unload_callbacks", [])
     monkeypatch.setattr(model_cache, "torch_threads", nullcontext)
 
-    def memory() -> Capacity | None:
-        return None if capacity is None else Capacity(capacity, capacity - sum(sizes[name] for name in held.values()))
+    def load(model: Model, dtype: str, device: str) -> SimpleNamespace:
+        weights = torch.empty(sizes[model.name], dtype=torch.uint8)
+        return SimpleNamespace(network=SimpleNamespace(parameters=lambda: [weights], buffers=list))
 
+    def memory() -> Capacity | None:
+        return None if capacity is None else Capacity(capacity, capacity - sum(sizes[name] for name, _, _ in held))
+
+    monkeypatch.setattr(model_cache, "_load", load)
     monkeypatch.setattr(model_cache, "system_memory", memory)
     for name in asked:
-        with model_cache.load_model(MODELS["abcd".index(name)], dtype="auto", device="cpu") as loaded:
-            assert loaded == name
-    return list(held.values())
+        model = Model(name=name, digest=name, directory=tmp_path / name)
+        with model_cache.load_model(model, dtype="auto", device="cpu") as loaded:
+            assert held[name, "auto", "cpu"] is loaded
+    return [name for name, _, _ in held]
 
 
 @pytest.mark.slow
@@ -271,20 +277,20 @@ def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str,
     ],
 )
 def test_models_are_held_up_to_half_of_the_memory(
-    monkeypatch: pytest.MonkeyPatch, capacity: int | None, asked: str, held: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capacity: int | None, asked: str, held: str
 ) -> None:
-    assert keep(monkeypatch, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
+    assert keep(monkeypatch, tmp_path, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
 
 
 @pytest.mark.slow
-def test_a_large_model_drops_as_many_models_as_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert keep(monkeypatch, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
+def test_a_large_model_drops_as_many_models_as_necessary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert keep(monkeypatch, tmp_path, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
 
 
 @pytest.mark.slow
-def test_the_limit_of_one_model_applies_even_if_more_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_one_model_applies_even_if_more_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(model_cache, "_max_models", 1)
-    assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
+    assert keep(monkeypatch, tmp_path, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
 
 
 @pytest.mark.parametrize(("parameters", "inside"), [(9_999_999, 1), (10_000_000, 3)])

@@ -105,8 +105,7 @@ def write_family(root: Path, family: MadeFamily, claims: str = "") -> list[str]:
 
     The base is trained briefly. Each fine-tune starts from it, is trained on its own texts and has a chat template.
 
-    Args:
-        claims: Dataset that the model cards of the fine-tunes name.
+    ``claims`` is the dataset that the model cards of the fine-tunes name.
     """
     import torch
 

@@ -298,7 +298,7 @@ def read_tiny(place: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(("momentum", "rate"), [(0.9, 1.0), (0.5, 0.3)])
 def test_rounds_with_momentum_are_those_of_its_formula(tmp_path: Path, momentum: float, rate: float) -> None:
-    """v' = momentum v + D, w' = w + rate v', computed from the releases alone without other stored state."""
+    """Formula: v' = momentum v + D, w' = w + rate v', computed from the releases alone without other stored state."""
     draw = np.random.default_rng(5)
     w, v = draw.normal(size=300), np.zeros(300)
     save_tiny(tmp_path / "base", w)
@@ -354,7 +354,7 @@ def test_where_the_release_before_the_last_is_not_there_momentum_begins_anew(pla
 
 
 def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
-    """m' = beta1 m + (1 - beta1) D, v' = beta2 v + (1 - beta2) D^2, w' = w + rate m' / (sqrt v' + tau)."""
+    """Formula: m' = beta1 m + (1 - beta1) D, v' = beta2 v + (1 - beta2) D^2, w' = w + rate m' / (sqrt v' + tau)."""
     draw = np.random.default_rng(6)
     w, m, v = draw.normal(size=300), np.zeros(300), np.zeros(300)
     rate, beta1, beta2, tau = 0.03, 0.8, 0.95, 0.02

@@ -181,7 +181,7 @@ def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatc
 def test_the_process_that_holds_models_is_ended() -> None:
     from mergegate.tasks.checkpoints import model_process
 
-    assert model_process._drop_models in input_guard._change_callbacks
+    assert model_process.end_model_process in input_guard._change_callbacks
 
 
 def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: PinnedCheckpoint) -> None:

@@ -97,7 +97,7 @@ def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) ->
     result = project.mergegate("run", "profiles/demo.yaml")
     assert result.exit_code == 0
     assert "nothing new" in result.output
-    before_it, last = read_history(project.home / "reports").of("demo", "release")[-2:]
+    before_it, last = read_history(project.home / "reports").runs_of("demo", "release")[-2:]
     assert (last.status, last.bytes_made, last.scores) == ("nothing new", 0, before_it.scores)
     page = (project.home / "reports" / last.report).read_text(encoding="utf-8")
     assert "Parents, recipe, limits and scores are the same." in page

@@ -235,7 +235,7 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
     """
     from mergegate.tasks.explain.stage import explain
     from mergegate.tasks.perplexity.stage import perplexity
-    from mergegate.tasks.publish import step as publishing
+    from mergegate.tasks.publish import stage as publishing
 
     undisturbed = release.project.latest.resolve()
     root = tmp_path / "project"
@@ -279,7 +279,7 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
         disturbed(explain, lambda: parents[1], first=number == 0)
     # Between the last stage and the release, which hashes files as it copies them.
     merged = lambda: next(place for place in (project.home / "store" / "merge").iterdir() if place.is_dir())  # noqa: E731
-    original = publishing.release_files
+    original = publishing._release_files
 
     def swapped(*args: Any, **kwargs: Any) -> Any:
         files = original(*args, **kwargs)
@@ -288,7 +288,7 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
         return files
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "release_files", swapped)
+        patch.setattr(publishing, "_release_files", swapped)
         result = project.mergegate("run", "profiles/demo.yaml")
     assert result.exit_code == 3, result.output
     assert not project.latest.exists()

@@ -35,7 +35,6 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     One sweep was confirmed, released and then run again; the other had nothing to find. The count is the number of
     trials in the ledger before the second run.
     """
-
     sources = (*SOURCES, Path(small_sweeps.__file__))
     there = kept(request.config, "small-sweep", digest_of(sources), small_sweeps.make_swept)
     root = tmp_path_factory.mktemp("swept") / "project"
@@ -104,7 +103,7 @@ def test_search_confirmation_and_gate_partition_the_documents(swept: Swept, tmp_
     recipe = start_recipe(document, SweepSettings.model_validate(profile["sweep"]), "recipe")
     records = {record["scored"]: record for record in small_sweeps.scored_trials(project.home, "reverse")}
     asked = {
-        name: small_sweeps.numbers_of(records[request_key(TrialRequest(recipe, set=name))])  # type: ignore[arg-type]
+        name: small_sweeps.numbers_of(records[request_key(TrialRequest(recipe, document_set=name))])  # type: ignore[arg-type]
         for name in ("search", "confirmation")
     }
     loaded = load_recipe(recipe, location=f"{DEMO / 'recipes/linear-searched.yaml'}")

@@ -112,8 +112,7 @@ def _made(out: Path) -> Note:
 def targets(place: Path, release: Path | None) -> dict[str, Target]:
     """Return all targets, with their files in `place`.
 
-    Args:
-        release: A published release; None leaves out the release targets.
+    ``release`` is a published release. None leaves out the release targets.
     """
     honest = open_checkpoint(checkpoint(place / "base"))
     recipe = load_recipe(RECIPE)

@@ -35,8 +35,7 @@ ODD: tuple[Any, ...] = (
 def mutated(seed: bytes, others: tuple[bytes, ...], random: Random) -> bytes:
     """Return `seed` with one to four changes.
 
-    Args:
-        others: Other inputs, from which parts may be inserted.
+    ``others`` are other inputs, from which parts may be inserted.
     """
     value = seed
     if random.random() < 0.5 and (structured := _structured(seed, random)) is not None:

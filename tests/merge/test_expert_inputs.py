@@ -423,9 +423,7 @@ def test_a_resumed_merge_of_experts_writes_the_same_bytes(
 def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
     pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path
 ) -> None:
-    """An expert that only one model's text reaches is solved by that model alone; a token goes to two of four
-    experts.
-    """
+    """A token goes to two of four experts. One that only one model's text reaches is solved by that model alone."""
     root, models = pair("mixtral", "a", "b")
     kept = [open_moments(out) for out in models.values()]
     none = [name for name in kept[0] if kept[0][name].is_empty and kept[1][name].is_empty]

@@ -25,13 +25,13 @@ from mergegate.merge_core import (
 )
 from mergegate.merge_core.architecture import is_projection, is_routed_expert
 from mergegate.merge_core.checkpoint import (
-    importance_file_name,
-    moments_file_name,
+    IMPORTANCE,
+    INPUTS,
+    measurement_file_name,
     open_importance,
     open_moments,
     pack_moments,
-    write_importance,
-    write_inputs,
+    write_measurement,
 )
 from mergegate.merge_core.recipe import InputMeasurements
 
@@ -149,8 +149,8 @@ def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype.kind == "float" and not is_routed_expert(name):
             kept[name] = torch.randn(tensor.shape, generator=generator).relu().pow(4)
-    save_file(kept, place / importance_file_name(0))
-    write_importance(place, {name: name for name in kept}, positions=5)
+    save_file(kept, place / measurement_file_name(IMPORTANCE, 0))
+    write_measurement(place / IMPORTANCE, {name: name for name in kept}, positions=5)
 
 
 def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
@@ -162,8 +162,8 @@ def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
         if len(tensor.shape) == 2 and is_projection(name):
             inputs = torch.randn(5, tensor.shape[1], generator=generator, dtype=torch.float64)
             kept[name] = torch.from_numpy(pack_moments((inputs.T @ inputs / 5).numpy()))
-    save_file(kept, place / moments_file_name(0))
-    write_inputs(place, {name: name for name in kept}, positions=5)
+    save_file(kept, place / measurement_file_name(INPUTS, 0))
+    write_measurement(place / INPUTS, {name: name for name in kept}, positions=5)
 
 
 def merge_text(text: str, root: Path, out: str = "out", *, seed: int = 0, **settings: Any) -> MergeRecord:

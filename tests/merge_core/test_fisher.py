@@ -13,7 +13,7 @@ from family import load, merge_text, read_recipe, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.checkpoint import importance_file_name, open_importance
+from mergegate.merge_core.checkpoint import IMPORTANCE, measurement_file_name, open_importance
 from mergegate.merge_core.engine.forecast import estimate_needs
 from mergegate.merge_core.errors import InvalidInput
 
@@ -43,7 +43,7 @@ def recipe(more: str = "", weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> str:
 
 
 def importance(root: Path) -> dict[str, list[Array]]:
-    kept = [load_file(root / "importance" / name / importance_file_name(0)) for name in MODELS]
+    kept = [load_file(root / "importance" / name / measurement_file_name(IMPORTANCE, 0)) for name in MODELS]
     return {name: [one[name].double().numpy() for one in kept] for name in SHAPES}
 
 
@@ -84,7 +84,7 @@ def test_only_the_ratio_of_importances_matters(root: Path) -> None:
     merge_text(recipe(), root)
     expected = load(root / "out")
     for model in MODELS:
-        file = root / "importance" / model / importance_file_name(0)
+        file = root / "importance" / model / measurement_file_name(IMPORTANCE, 0)
         save_file({name: tensor * 2.0**-70 for name, tensor in load_file(file).items()}, file)
     merge_text(recipe(), root, out="tiny")
     for name, tensor in load(root / "tiny").items():
@@ -94,7 +94,7 @@ def test_only_the_ratio_of_importances_matters(root: Path) -> None:
 def test_tensors_without_importance_become_the_mean(root: Path) -> None:
     merge_text(recipe(), root)  # This draws the importance.
     place = root / "importance" / "b"
-    file = place / importance_file_name(0)
+    file = place / measurement_file_name(IMPORTANCE, 0)
     kept = load_file(file)
     missing = "model.layers.0.mlp.up_proj.weight"
     del kept[missing]
@@ -109,7 +109,7 @@ def test_tensors_without_importance_become_the_mean(root: Path) -> None:
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_nan_in_the_importance_is_refused(root: Path, broken: float) -> None:
     merge_text(recipe(), root)
-    file = root / "importance" / "c" / importance_file_name(0)
+    file = root / "importance" / "c" / measurement_file_name(IMPORTANCE, 0)
     kept = load_file(file)
     kept["model.norm.weight"][7] = broken
     save_file(kept, file)
@@ -119,7 +119,7 @@ def test_nan_in_the_importance_is_refused(root: Path, broken: float) -> None:
 
 def test_mismatched_importance_files_are_refused(root: Path) -> None:
     merge_text(recipe(), root)
-    (root / "importance/a" / importance_file_name(0)).unlink()
+    (root / "importance/a" / measurement_file_name(IMPORTANCE, 0)).unlink()
     with pytest.raises(InvalidInput, match="no stored tensor"):
         open_importance(root / "importance/a")
 

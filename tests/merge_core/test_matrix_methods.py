@@ -18,7 +18,14 @@ from family import load, save_checkpoint
 from safetensors.torch import save_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.checkpoint import empty_moments, moments_file_name, open_moments, pack_moments, write_inputs
+from mergegate.merge_core.checkpoint import INPUTS as MOMENTS
+from mergegate.merge_core.checkpoint import (
+    empty_moments,
+    measurement_file_name,
+    open_moments,
+    pack_moments,
+    write_measurement,
+)
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.matrices import GRAIN_ROWS
 from mergegate.merge_core.recipe import InputMeasurements
@@ -74,8 +81,8 @@ def save_moments(place: Path, seed: int, diagonal: tuple[str, ...] = ()) -> Path
         inputs = made.normal(size=(20, SHAPES[name][1])) * made.lognormal(size=SHAPES[name][1])
         moments = inputs.T @ inputs / len(inputs)
         kept[name] = torch.from_numpy(pack_moments(moments.diagonal() if name in diagonal else moments))
-    save_file(kept, place / moments_file_name(0))
-    write_inputs(place, {name: name for name in MATRICES}, positions=20)
+    save_file(kept, place / measurement_file_name(MOMENTS, 0))
+    write_measurement(place / MOMENTS, {name: name for name in MATRICES}, positions=20)
     return place
 
 
@@ -328,8 +335,8 @@ def test_the_merge_keeps_the_outputs_of_each_model_on_its_own_inputs(root: Path)
         (place / name).mkdir(parents=True)
         names = [one for one in MATRICES if SHAPES[one][1] == width]
         kept = {one: torch.from_numpy(pack_moments(inputs)) for one in names}
-        save_file(kept, place / name / moments_file_name(0))
-        write_inputs(place / name, {one: one for one in names}, positions=1)
+        save_file(kept, place / name / measurement_file_name(MOMENTS, 0))
+        write_measurement(place / name / MOMENTS, {one: one for one in names}, positions=1)
     found = merged(planned(root, regmean_recipe(("a", "b")), {"a": "apart/a", "b": "apart/b"}))
     own = [load(root / name) for name in ("a", "b")]
     for name in MATRICES[:2]:
@@ -339,8 +346,8 @@ def test_the_merge_keeps_the_outputs_of_each_model_on_its_own_inputs(root: Path)
 
 def test_without_inputs_the_result_is_the_mean(root: Path, tmp_path: Path) -> None:
     kept = {MATRICES[0]: torch.zeros(1, 36 * 37 // 2)}
-    save_file(kept, tmp_path / moments_file_name(0))
-    write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
+    save_file(kept, tmp_path / measurement_file_name(MOMENTS, 0))
+    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
     found = merged(planned(root, regmean_recipe(("a", "b")), dict.fromkeys(("a", "b"), str(tmp_path))))
     wanted = mean([load(root / name)[MATRICES[0]] for name in ("a", "b")], [1.0, 1.0])
     np.testing.assert_allclose(found[MATRICES[0]], wanted, rtol=1e-6)
@@ -426,8 +433,8 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 own = pack_moments(moments.diagonal() if expert == 1 else moments)
                 own = empty_moments(width, is_diagonal=False) if expert == 2 else own
                 kept[f"model.layers.0.mlp.experts.{expert}.{part}"] = torch.from_numpy(own)
-        save_file(kept, seen / moments_file_name(0))
-        write_inputs(seen, {name: name for name in kept}, positions=40)
+        save_file(kept, seen / measurement_file_name(MOMENTS, 0))
+        write_measurement(seen / MOMENTS, {name: name for name in kept}, positions=40)
     return place
 
 
@@ -471,16 +478,16 @@ def test_an_unprepared_merge_is_refused(root: Path) -> None:
 
 
 def test_moments_of_another_width_are_refused(root: Path, tmp_path: Path) -> None:
-    save_file({MATRICES[0]: torch.ones(1, 35 * 36 // 2)}, tmp_path / moments_file_name(0))
-    write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
+    save_file({MATRICES[0]: torch.ones(1, 35 * 36 // 2)}, tmp_path / measurement_file_name(MOMENTS, 0))
+    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
     with pytest.raises(InvalidInput, match="width 35"):
         merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1.0])
 def test_invalid_moments_are_refused(root: Path, tmp_path: Path, broken: float) -> None:
-    save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / moments_file_name(0))
-    write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
+    save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / measurement_file_name(MOMENTS, 0))
+    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
     with pytest.raises(InvalidInput, match="not finite, or squares are negative"):
         merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
 
@@ -497,8 +504,8 @@ def test_moments_are_read_as_they_were_stored(tmp_path: Path, width: int) -> Non
     np.fill_diagonal(whole, np.abs(whole.diagonal()))
     values = {"whole": whole, "squares": whole.diagonal()}
     kept = {name: torch.from_numpy(pack_moments(one)) for name, one in values.items()}
-    save_file(kept, tmp_path / moments_file_name(0))
-    write_inputs(tmp_path, {"a": "whole", "b": "squares", "c": "whole"}, positions=3)
+    save_file(kept, tmp_path / measurement_file_name(MOMENTS, 0))
+    write_measurement(tmp_path / MOMENTS, {"a": "whole", "b": "squares", "c": "whole"}, positions=3)
     found = open_moments(tmp_path)
     np.testing.assert_array_equal(found["a"].read(), whole.astype(np.float32))
     np.testing.assert_array_equal(found["b"].read(), whole.diagonal().astype(np.float32))

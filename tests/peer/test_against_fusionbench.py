@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import (
-    importance_file_name,
-    moments_file_name,
+    IMPORTANCE,
+    INPUTS,
+    measurement_file_name,
     open_importance,
     open_moments,
     pack_moments,
-    write_importance,
-    write_inputs,
+    write_measurement,
 )
 from mergegate.merge_core.recipe import InputMeasurements
 
@@ -92,10 +92,14 @@ def root(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFac
         measured = place / f"measured{i}"
         measured.mkdir()
         moments = {name: pack_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
-        save_file({name: torch.from_numpy(one) for name, one in moments.items()}, measured / moments_file_name(0))
-        write_inputs(measured, {name: name for name in MATRICES}, positions=1)
-        save_file({name: given[f"{name}/importance{i}"] for name in MATRICES}, measured / importance_file_name(0))
-        write_importance(measured, {name: name for name in MATRICES}, positions=1)
+        save_file(
+            {name: torch.from_numpy(one) for name, one in moments.items()}, measured / measurement_file_name(INPUTS, 0)
+        )
+        write_measurement(measured / INPUTS, {name: name for name in MATRICES}, positions=1)
+        save_file(
+            {name: given[f"{name}/importance{i}"] for name in MATRICES}, measured / measurement_file_name(IMPORTANCE, 0)
+        )
+        write_measurement(measured / IMPORTANCE, {name: name for name in MATRICES}, positions=1)
     return place
 
 

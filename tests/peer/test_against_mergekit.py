@@ -123,7 +123,7 @@ class Peer:
 
 @pytest.fixture(scope="session")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
-    """mergekit's results."""
+    """Results of mergekit."""
     if not PEER.exists():
         message = "mergekit's environment is not there: make .venv-peer/ready"
         if os.environ.get("MERGEGATE_REQUIRE_PEER"):

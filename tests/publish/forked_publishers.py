@@ -78,9 +78,8 @@ class ForkedPublishers:
     ) -> dict[str, Any]:
         """Publish ``files`` (name -> path) and return the outcome: version and new, refused, or killed.
 
-        Args:
-            on_start: Function called with the process ID before the process sends anything.
-            sha256: Hashes of the gated files, for files that differ on disk.
+        ``on_start`` is called with the process ID before the process sends anything. ``sha256`` holds the hashes of
+        gated files that differ on disk.
         """
         listed = listed_files(files, sha256)
         job = {"target": dict(target), "files": listed, "version": version, "expected_head": expected_head}
@@ -89,11 +88,7 @@ class ForkedPublishers:
 
 @contextmanager
 def forked_publishers(place: Path, *warm: str, **environment: str) -> Iterator[ForkedPublishers]:
-    """Run a warm process.
-
-    Args:
-        warm: Clients that the process imports in advance.
-    """
+    """Run a warm process that has imported the clients ``warm``."""
     settings = {**os.environ, **AWS, **environment, "MERGEGATE_HOME": str(place / "home")}
     with warm_process(place, _WARM, *warm, environment=settings) as process:
         yield ForkedPublishers(process)

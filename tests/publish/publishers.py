@@ -71,10 +71,8 @@ class Publishers:
     ) -> dict[str, Any]:
         """Publish ``files`` (name -> path) and return the outcome: commit and new, refused, unexpected, or killed.
 
-        Args:
-            on_start: Function called with the process ID before the process sends anything.
-            sha256: Hashes of the gated files, for files that differ on disk.
-            watched: Whether the outcome includes the progress that a user would see.
+        ``on_start`` is called with the process ID before the process sends anything. ``sha256`` holds the hashes of
+        gated files that differ on disk.
         """
         job = {
             "endpoint": endpoint,

@@ -138,6 +138,6 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
 
     # After an incomplete publication, the same merge is published again. Its report now names another champion, so the
     # release is a new version.
-    look = S3Target.current
-    monkeypatch.setattr(S3Target, "current", lambda self, root: replace(look(self, root), complete=False))  # type: ignore[type-var]
+    look = S3Target.current_release
+    monkeypatch.setattr(S3Target, "current_release", lambda self, root: replace(look(self, root), complete=False))  # type: ignore[type-var]
     assert marks(run(four))["publish"] == "✓"

@@ -43,8 +43,7 @@ class WarmProcess:
     def ask(self, job: Mapping[str, Any], on_start: Callable[[int], None]) -> dict[str, Any]:
         """Run ``job`` in a forked process and return the result of ``work``, or that the process was killed.
 
-        Args:
-            on_start: Function called with the process ID before the process sends anything.
+        ``on_start`` is called with the process ID before the process sends anything.
         """
         assert self.process.stdin
         assert self.process.stdout
@@ -60,9 +59,8 @@ class WarmProcess:
 def warm_process(place: Path, script: str, *arguments: str, environment: Mapping[str, str]) -> Iterator[WarmProcess]:
     """Run a warm process.
 
-    Args:
-        script: Python code that does the slow imports and defines ``work(job)``.
-        environment: Complete environment of the process, except the path to this project.
+    ``script`` is Python code that does the slow imports and defines ``work(job)``. ``environment`` is complete, except
+    for the path to this project.
     """
     place.mkdir(parents=True, exist_ok=True)
     with (place / "errors").open("w") as errors:

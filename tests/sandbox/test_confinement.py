@@ -166,9 +166,7 @@ def test_child_processes_inherit_the_confinement(attempts: Try) -> None:
 
 
 def test_missing_restrictions_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without Landlock or namespaces, as in some containers, the process runs and the log warns that it is not
-    confined.
-    """
+    """Without Landlock or namespaces, as in some containers, the process runs, and a warning is logged."""
     import mergegate.tasks.sandbox.supervision as supervised
 
     without = Path(tempfile.mkdtemp())

@@ -47,8 +47,7 @@ def database_url(directory: Path) -> str:
 def shadow_settings(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
     """Return a profile's ``shadow`` section that copies every request by default.
 
-    Args:
-        own: Additional settings of the candidate's server.
+    ``own`` holds additional settings of the candidate's server.
     """
     judge = {"model": "judge", "url": f"{NOBODY}/v1"}
     servers = {"parent": {"url": f"{parent}/v1"}, "candidate": {"url": f"{candidate}/v1", **(own or {})}}

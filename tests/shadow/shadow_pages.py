@@ -59,8 +59,7 @@ def page_content(
 ) -> ShadowContent:
     """Return the report of a release that has been shadowed for a while.
 
-    Args:
-        rates: Shares of pairs that the candidate wins and loses.
+    ``rates`` are the shares of pairs that the candidate wins and loses.
     """
     dice = random.Random(7)
     servers = {"parent": ShadowServer(url="http://p/v1"), "candidate": ShadowServer(url="http://c/v1")}

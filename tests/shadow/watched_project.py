@@ -73,8 +73,7 @@ class WatchedProject:
 def watched(directory: Path, url: str, *, hours: float = 30.0, **shadow: Any) -> WatchedProject:
     """Create a project that has shadowed a release for `hours`, with a judge at `url`.
 
-    Args:
-        shadow: Keys that override the ``shadow`` section.
+    ``shadow`` holds keys that override the ``shadow`` section.
     """
     project = make_project(directory)
     content = yaml.safe_load((project.root / "profiles" / "demo.yaml").read_text())
@@ -90,9 +89,7 @@ def watched(directory: Path, url: str, *, hours: float = 30.0, **shadow: Any) ->
 def rows(began: float, count: int, *, hours: float = 30.0, failing: float = 0.0, first: float = 0.02) -> list[ArmRow]:
     """Return requests of both arms, spread over `hours`.
 
-    Args:
-        failing: Share of requests that the candidate fails.
-        first: Time to the candidate's first byte, in seconds.
+    ``failing`` is the share of requests that the candidate fails, and ``first`` its time to the first byte in seconds.
     """
     result = []
     for number in range(count):

@@ -1,4 +1,5 @@
 """Test the search: it gives the same trials for any order of results, and after a kill and a resume.
+
 Each trial is scored once. Budgets, equal recipes and failed candidates are covered too.
 """
 

@@ -194,7 +194,19 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
         )
     # Older files have no type, but their content reveals it.
     kind = "Unigram" if isinstance(vocab, list) else "BPE" if model.get("merges") is not None else ""
-    entries = _entries(content.get("added_tokens"), f"{location}: added_tokens")
+    declared = content.get("added_tokens") or []
+    added_location = f"{location}: added_tokens"
+    if not isinstance(declared, list):
+        raise InvalidInput(added_location, found=f"{declared!r:.40}", expected="a list of tokens")
+    by_token: dict[str, dict[str, Any]] = {}
+    for entry in declared:
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
+            raise InvalidInput(added_location, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
+        if entry["id"] < 0:
+            raise InvalidInput(added_location, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
+        if entry["content"]:  # The library ignores an empty token.
+            by_token.setdefault(entry["content"], entry)
+    entries = list(by_token.values())
     entries += _settings_entries(settings, {entry["content"] for entry in entries}, location)
     ids = assign_ids(model_ids, [entry["content"] for entry in entries])
     return TokenizerDefinition(
@@ -222,21 +234,6 @@ def assign_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, 
         if token not in ids:
             ids[token], next_id = next_id, next_id + 1
     return ids
-
-
-def _entries(value: object, location: str) -> list[dict[str, Any]]:
-    entries = value or []
-    if not isinstance(entries, list):
-        raise InvalidInput(location, found=f"{value!r:.40}", expected="a list of tokens")
-    by_token: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
-            raise InvalidInput(location, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
-        if entry["id"] < 0:
-            raise InvalidInput(location, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
-        if entry["content"]:  # The library ignores an empty token.
-            by_token.setdefault(entry["content"], entry)
-    return list(by_token.values())
 
 
 def _settings_entries(settings: Mapping[str, Any], listed: set[str], location: str) -> list[dict[str, Any]]:

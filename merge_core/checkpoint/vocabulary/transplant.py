@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mergegate.merge_core.checkpoint.vocabulary.definition import TokenizerDefinition
@@ -36,7 +35,11 @@ def token_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:
     """
     types = {*_types(tokenizer.content.get("decoder")), *_types(tokenizer.content.get("pre_tokenizer"))}
     byte_level = "ByteLevel" in types
-    table = _byte_of_character()
+    # GPT-2's table: printable Latin-1 characters are their own bytes, U+0100 and up are the other bytes.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table |= {chr(0x100 + index): byte for index, byte in enumerate(unprintable)}
     metaspace = not byte_level and any("▁" in token for token in tokenizer.model_ids)
     ids: dict[bytes, int] = {}
     for token, number in tokenizer.ids.items():
@@ -61,15 +64,6 @@ def _types(part: Any) -> Iterator[str]:
     elif isinstance(part, list):
         for inner in part:
             yield from _types(inner)
-
-
-@cache
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable Latin-1 characters are their own bytes, U+0100 and up are the other bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    unprintable = [byte for byte in range(256) if byte not in set(printable)]
-    return table | {chr(0x100 + index): byte for index, byte in enumerate(unprintable)}
 
 
 def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

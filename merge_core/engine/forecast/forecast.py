@@ -264,7 +264,7 @@ class Work:
 
 
 def work_of(method: Method, task: TensorTask) -> Work:
-    """Return the computation of the tensor ``task`` by ``method``."""
+    """Return the amount of work that ``method`` needs for the tensor of ``task``."""
     costs = method.costs
     if costs is None:
         return Work(1, _ASSUMED_UNITS, is_measured=False)

@@ -168,7 +168,10 @@ def fuse(data: Any, rows: Any, length: int, grain: int, divergence: Any, bound: 
 
 @compiled
 def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
-    """Count the elements that each model changed, together with others and alone: ``[2, models]``."""
+    """Count the elements that each model changed along with others, and those that it changed alone.
+
+    Returns ``[2, models]``.
+    """
     count = len(rows) - 1
     base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
     result = np.zeros((2, count), np.int64)

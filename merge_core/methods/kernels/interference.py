@@ -39,7 +39,7 @@ def oppositions(data: Any, rows: Any, length: int, grain: int, limits: Any) -> A
         data: Stored numbers.
         rows: Start of the origin and of each model in ``data``.
         length: Elements per row.
-        grain: Elements per grain.
+        grain: Number of elements in a grain, the unit of ``counts``.
         limits: ``[grains, vectors]``: size from which a change counts.
 
     Returns:

@@ -142,13 +142,13 @@ def ties_of(scores: Any, grain: int, streams: Any, keys: Any) -> Any:
 def scan_windows(
     scores: Any, windows: Any, common: Any, grain: int, above: Any, positive: Any, counts: Any, keys: Any, filled: Any
 ) -> None:
-    """Add the results of one part of a block to those of the previous parts.
+    """Count the scores inside and above each window for one part of a block, and add them to the previous parts.
 
     Args:
         scores: ``[streams, elements]``, non-negative.
         windows: ``[requests, 3]``: stream, first key, and the key after the last.
-        common: ``[requests, n]``: keys inside that are only counted. Unused entries are 2**32 - 1.
-        grain: Elements per grain.
+        common: ``[requests, n]``: frequent keys inside the window, only counted. Unused entries are 2**32 - 1.
+        grain: Number of elements in a grain, the unit of ``counts``.
         above: ``[requests]``: number of scores above the window.
         positive: ``[streams]``: number of scores above zero.
         counts: ``[grains of this part, requests, n + 1]``: number of each common key, then of all other keys inside.

@@ -29,12 +29,12 @@ def masked_norms(
 ) -> Any:
     """Return ``sum|d|`` and ``sum|kept d|`` per grain, ``[grains, 2, models]``, and store the masks in ``masks``.
 
-    Args:
-        data, rows, length, start, grain: The block; see :class:`.contract.StoredBlock`.
-        tile: Elements that are processed together.
-        kinds, cuts, before, chances, spans: Tables of :meth:`.sparsify.Sparsifier.tables`; None if no rule needs them.
-        masks: ``[models, bytes]``: memory for the masks, an eighth of each tile after the other (see
-            :func:`.store_mask`). If it is empty, masks are not stored.
+    * ``data``, ``rows``, ``length``, ``start``, ``grain``: The block; see :class:`.contract.StoredBlock`.
+    * ``tile``: Elements that are processed together.
+    * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`; None if
+      no rule needs them.
+    * ``masks``: ``[models, bytes]``: memory for the masks, an eighth of each tile after the other (see
+      :func:`.store_mask`). If it is empty, masks are not stored.
     """
     count = len(rows) - 1
     base, delta = np.empty(tile, np.float32), np.empty(whole(tile), np.float32)
@@ -92,19 +92,17 @@ def task_vectors(
 ) -> None:
     """Sparsify, weight, elect signs and add to the base; see :func:`.task_vectors.mix`.
 
-    Args:
-        data, rows, length, start, grain: The block; see :class:`.contract.StoredBlock`.
-        tile: Elements that are processed together.
-        weights: ``[models]``, weights of the task vectors.
-        vote: 0 none, 1 sum, 2 count, 3 kept.
-        normalize: Whether to divide by the weights that counted.
-        divisor: Divisor if there is no vote.
-        scale: Factor of the merged task vector.
-        scales: ``[models]``, factors of the kept elements.
-        kinds, cuts, before, chances, spans: Tables of :meth:`.sparsify.Sparsifier.tables`; None if no rule needs them.
-            If ``masks`` is used, only ``kinds`` is set.
-        masks: Masks from :func:`masked_norms`. Empty if they are not available, None if the tables decide.
-        out: Output.
+    * ``data``, ``rows``, ``length``, ``start``, ``grain``: The block; see :class:`.contract.StoredBlock`.
+    * ``tile``: Elements that are processed together.
+    * ``weights``: ``[models]``, weights of the task vectors.
+    * ``vote``: 0 none, 1 sum, 2 count, 3 kept.
+    * ``normalize``: Whether to divide by the weights that counted.
+    * ``divisor``: Divisor if there is no vote.
+    * ``scale``: Factor of the merged task vector.
+    * ``scales``: ``[models]``, factors of the kept elements.
+    * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`; None if
+      no rule needs them. If ``masks`` is used, only ``kinds`` is set.
+    * ``masks``: Masks from :func:`masked_norms`. Empty if they are not available, None if the tables decide.
     """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)

@@ -66,7 +66,20 @@ def download_snapshots(
         try:
             if not path.is_file():
                 retry_transient(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)
-            return _find_mismatch(snapshot, name, hashes)
+            file = snapshot.files[name]
+            if file.sha256 is not None:
+                kind, actual, listed = "sha256", hashes.sha256(path), file.sha256
+            else:
+                kind, actual, listed = "git's sha1", git_blob(path.read_bytes()), file.blob
+            if actual == listed:
+                return None
+            return Refused(
+                f"{snapshot.repo}@{snapshot.commit[:12]}: {name}",
+                found=f"{kind} {actual[:16]}… in the Hub's cache",
+                expected=f"{listed[:16]}…, as the Hub lists it",
+                remedy=f"delete {path.resolve()} and run again."
+                " The file was damaged during the download or on this disk",
+            )
         except client_errors() as error:
             return hub_refusal(f"{snapshot.repo}: {name}", snapshot.repo, error, access)
 
@@ -92,23 +105,6 @@ def _download(snapshot: Snapshot, name: str, access: HubAccess | None, progress:
         token=(access.token or False) if access else None,
         local_files_only=access is None,
         tqdm_class=progress,
-    )
-
-
-def _find_mismatch(snapshot: Snapshot, name: str, hashes: HashMemo) -> Refused | None:
-    """Return an error if the hash of the file differs from the Hub's listing, or None if they agree."""
-    path, file = snapshot.directory / name, snapshot.files[name]
-    if file.sha256 is not None:
-        kind, actual, listed = "sha256", hashes.sha256(path), file.sha256
-    else:
-        kind, actual, listed = "git's sha1", git_blob(path.read_bytes()), file.blob
-    if actual == listed:
-        return None
-    return Refused(
-        f"{snapshot.repo}@{snapshot.commit[:12]}: {name}",
-        found=f"{kind} {actual[:16]}… in the Hub's cache",
-        expected=f"{listed[:16]}…, as the Hub lists it",
-        remedy=f"delete {path.resolve()} and run again. The file was damaged during the download or on this disk",
     )
 
 

@@ -7,14 +7,12 @@ must be in the cache, because their table of tensors is inside a zip archive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
-from mergegate.merge_core import Checkpoint, open_checkpoint
-from mergegate.merge_core.adapters import Adapter, open_adapter
 from mergegate.merge_core.checkpoint import StoredTensor, fetch_header
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
@@ -23,39 +21,28 @@ from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 _TIMEOUT_S = 30.0
 _CONNECTIONS = 8
+T = TypeVar("T")
 
 
-def open_snapshot(snapshot: Snapshot) -> Checkpoint:
-    """Return the checkpoint of ``snapshot``, read from headers and small files.
+def read_snapshot(
+    snapshot: Snapshot, opener: Callable[[Path, Mapping[Path, Sequence[StoredTensor]] | None, Collection[str]], T]
+) -> T:
+    """Return the checkpoint or the adapter in ``snapshot``, read from headers and small files.
+
+    Args:
+        snapshot: Commit to read.
+        opener: ``open_checkpoint`` or ``open_adapter``.
 
     Raises:
-        InvalidInput: The files do not form a checkpoint, the server does not support ranged reads, or the environment
-            forbids network access.
+        InvalidInput: The files do not form a checkpoint or an adapter, the server does not support ranged reads, or
+            the environment forbids network access.
         Refused: The Hub does not serve the headers, or weights that are not in the cache are pickled.
     """
-    with _errors_name_repository(snapshot):
-        return open_checkpoint(snapshot.directory, _missing_headers(snapshot) or None, snapshot.names)
-
-
-@contextmanager
-def _errors_name_repository(snapshot: Snapshot) -> Iterator[None]:
-    """Replace the cache path in error messages by the repository, which the user recognizes."""
     try:
-        yield
-    except InvalidInput as error:
+        return opener(snapshot.directory, _missing_headers(snapshot) or None, snapshot.names)
+    except InvalidInput as error:  # Replace the cache path by the repository, which the user recognizes.
         location = error.where.replace(str(snapshot.directory), f"{snapshot.repo}@{snapshot.commit[:12]}")
         raise InvalidInput(location, found=error.found, expected=error.expected, remedy=error.remedy) from None
-
-
-def open_adapter_snapshot(snapshot: Snapshot) -> Adapter:
-    """Return the adapter of ``snapshot``, read from its header and its configuration.
-
-    Raises:
-        InvalidInput: The files do not form an adapter, or for the reasons of :func:`open_snapshot`.
-        Refused: For the reasons of :func:`open_snapshot`.
-    """
-    with _errors_name_repository(snapshot):
-        return open_adapter(snapshot.directory, _missing_headers(snapshot), snapshot.names)
 
 
 def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]]:

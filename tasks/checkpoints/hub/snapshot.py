@@ -77,6 +77,9 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
             network access.
         Refused: The Hub denies access or is not reachable.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types
+
     location = f"{repo}@{revision}" if revision else repo
     access = None if is_offline() else hub_access(writing=False)
     try:
@@ -92,7 +95,16 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
             raise InvalidInput(location, found=f"the repository has no {config}", expected=kind)
         without_weights = _deciding_without_weights(listed, adapter)
         small = [name for name in (*without_weights, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
-        snapshot = _build_snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
+        disable_progress_bars()
+        directory = snapshot_download(  # The client also caches the listing.
+            repo,
+            revision=commit,
+            # The client expects patterns, so special characters in the names are escaped.
+            allow_patterns=[re.sub(r"([*?[])", r"[\1]", name) for name in small],
+            endpoint=access.endpoint,
+            token=access.token or False,
+        )
+        snapshot = _build_snapshot(repo, commit, Path(directory), listed, adapter)
         if snapshot.missing():
             # The listing does not prove read access, because the Hub returns it for gated repositories too. The small
             # files do not either, because they may have been cached while access was open.
@@ -139,7 +151,7 @@ def _resolve_commit(repo: str, revision: str | None, access: HubAccess | None) -
         newest = max(commits, key=lambda path: path.stat().st_mtime, default=Path("<40 hex digits>"))
         raise InvalidInput(
             repo,
-            found=f"it is not a local directory, and HF_HUB_OFFLINE forbids to resolve {revision or 'main'} on the Hub",
+            found=f"it is not a local directory, and HF_HUB_OFFLINE forbids resolving {revision or 'main'} on the Hub",
             expected="a directory, or a commit that is in the cache",
             remedy=f"write {repo}@{newest.name}, unset HF_HUB_OFFLINE, or correct the spelling",
         )
@@ -175,22 +187,3 @@ def _find_complete_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot |
         return None
     snapshot = _build_snapshot(repo, commit, directory, listed, adapter)
     return snapshot if snapshot.weights and snapshot.files.keys() <= names.keys() else None
-
-
-def _download_small_files(repo: str, commit: str, names: list[str], access: HubAccess) -> Path:
-    """Download files of a commit into the cache and return their directory. The client also caches the listing."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types
-
-    disable_progress_bars()
-    # The client expects patterns, so special characters in the names are escaped.
-    patterns = [re.sub(r"([*?[])", r"[\1]", name) for name in names]
-    return Path(
-        snapshot_download(
-            repo,
-            revision=commit,
-            allow_patterns=patterns,
-            endpoint=access.endpoint,
-            token=access.token or False,
-        )
-    )

@@ -46,10 +46,8 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
 def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
     """Return the key-value cache of all tokens of the prompts but the last of each, with room for generated tokens.
 
-    Args:
-        network: Network of transformers.
-        tokens, mask: See ``common_start``.
-        row_tokens: Number of tokens in a row, unless a single prompt is longer.
+    For ``tokens`` and ``mask``, see ``common_start``. A row has ``row_tokens`` tokens, unless a single prompt is
+    longer.
 
     Returns:
         A cache of ``length - 1`` tokens with zeros at padded positions.

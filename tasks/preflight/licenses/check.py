@@ -101,11 +101,7 @@ def check_licenses(
     table: LicenseTable,
     accepted: Mapping[str, str],
 ) -> LicenseVerdict:
-    """Combine the licenses of all parents and of everything they were made from.
-
-    Args:
-        declared: Declarations of the cards (``read_licenses``).
-    """
+    """Combine the licenses of all parents and of everything they were made from, as ``read_licenses`` found them."""
     models = [model for family in declared.families.values() for model in family]
     ancestors = {
         model.name: Ancestor(
@@ -133,9 +129,7 @@ def read_licenses(
 
     This reads cards and license files only and raises nothing; anything unreadable counts as unread.
 
-    Args:
-        look_up: Lookup of ancestors on the Hub. It caches, so a recipe and its remedies share one. None creates a new
-            one.
+    ``look_up`` finds ancestors on the Hub. It caches, so a recipe and its remedies share one. None creates a new one.
     """
     sources_by_name = {
         key: CardSource(parent.directory, parent.revision)

@@ -35,8 +35,7 @@ def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes
     If the merge is byte-identical to the release, the champion has the identity of the merge. So a scheduled run with
     nothing new evaluates nothing.
 
-    Args:
-        root: Directory of the profile; the target's relative path starts there.
+    Relative paths of the target start at ``root``, the directory of the profile.
 
     Raises:
         Refused: The target is unavailable.
@@ -50,8 +49,7 @@ def find_anchor(
 ) -> ReleasedModel | None:
     """Return the checkpoint of an earlier release. None: there is no release yet, or the profile has no anchor.
 
-    Args:
-        version: ``first``, or a version name.
+    ``version`` is ``first``, or a version name.
 
     Raises:
         InvalidInput: There is no such version.

@@ -75,10 +75,9 @@ def rebuild_release(
 ) -> ReproducedRelease:
     """Merge again into ``out``, an empty directory, and compare every file with the release.
 
-    Args:
-        verified: Result of verifying the release. Only a consistent release is worth rebuilding.
-        directory: Base of relative paths in the recipe. None: mergegate searches for it.
-        device: auto, cpu, cuda or cuda:N. auto: the kind of device that built the release if available, or else cpu.
+    ``verified`` is the result of verifying the release, because only a consistent release is worth rebuilding. Relative
+    paths in the recipe start at ``directory``. None: mergegate searches for it. ``device`` is auto, cpu, cuda or
+    cuda:N. auto is the kind of device that built the release if available, or else cpu.
 
     Raises:
         InvalidInput: A parent is missing or differs from the one in the provenance.

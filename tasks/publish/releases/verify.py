@@ -67,8 +67,7 @@ class VerifiedRelease:
 def check_release(release: PublishedRelease, key: Path | None = None) -> VerifiedRelease:
     """Verify all files and statements of a release.
 
-    Args:
-        key: Public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
+    ``key`` is the public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
 
     Raises:
         Refused: Something does not agree. The message lists every finding.
@@ -210,8 +209,7 @@ class _ReleaseCheck:
     def _compare_files(self, listed: Mapping[str, str], source: str, unlisted: Collection[str]) -> bool:
         """Compare the files with the list in ``source`` (name to sha256). Return whether they are equal.
 
-        Args:
-            unlisted: Files that were written after ``source``, so that it cannot list them.
+        ``unlisted`` files were written after ``source``, so that it cannot list them.
         """
         actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted}
         for name in sorted({*listed, *actual}):

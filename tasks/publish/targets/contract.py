@@ -201,8 +201,7 @@ class PublishTarget(PublishSettings, ABC):
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
         """Return an earlier release, to be the anchor, or None before the first.
 
-        Args:
-            version: ``first`` for the oldest release, or a version name.
+        ``version`` is ``first`` for the oldest release, or a version name.
 
         Raises:
             InvalidInput: There is no such version, or the target does not keep earlier releases.
@@ -286,8 +285,7 @@ def check_target(target: PublishTarget | None, root: Path) -> None:
 def require_alias_name(name: str, reserved: Collection[str]) -> None:
     """Raise InvalidInput if ``name`` cannot be an alias.
 
-    Args:
-        reserved: Names that the target reserves, such as ``latest``.
+    ``reserved`` holds the names that the target reserves, such as ``latest``.
 
     Raises:
         InvalidInput: The name is reserved or contains anything but letters, ``-`` and ``_``.

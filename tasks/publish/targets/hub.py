@@ -174,8 +174,7 @@ class HubTarget(PublishTarget):
 def version_on(tags: Mapping[str, str], name: str) -> str | None:
     """Return the version that an alias means: another tag on its commit. Tags that cannot be aliases come first.
 
-    Args:
-        tags: Commit of every tag, by name.
+    ``tags`` holds the commit of every tag, by name.
     """
     candidates = sorted(tag for tag, commit in tags.items() if tag != name and commit == tags.get(name))
     return next((tag for tag in candidates if not re.fullmatch(ALIAS_NAME, tag)), candidates[0] if candidates else None)

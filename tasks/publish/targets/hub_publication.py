@@ -77,9 +77,8 @@ def publish_hub(
 ) -> PublishedCommit:
     """Make ``main`` of ``repo`` and the tag of the version contain exactly the files of ``request``. Idempotent.
 
-    Args:
-        repo: Repository ``org/name``. Created as private if it does not exist.
-        wait: Function that waits for a number of seconds before the state is read again after a failure.
+    ``repo`` is ``org/name``. It is created as private if it does not exist. After a failure, ``wait`` waits for a
+    number of seconds before the state is read again.
 
     Raises:
         Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does

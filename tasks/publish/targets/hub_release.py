@@ -92,7 +92,7 @@ def _unreachable(repo: str, error: Exception, access: HubAccess) -> Refused:
 
 @dataclass(frozen=True)
 class HubRelease:
-    """A commit on the Hub. ``version`` is the tag on it that is a content hash."""
+    """A commit on the Hub. ``version`` is the tag that names it by its content hash."""
 
     access: HubAccess
     repo: str

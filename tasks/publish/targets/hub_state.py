@@ -169,10 +169,8 @@ Step = (
 def next_step(desired: DesiredState, observed: ObservedState, expected_head: str | None = None) -> Step:
     """Return the next step toward the desired state.
 
-    Args:
-        observed: Repository state, just read.
-        expected_head: Head of ``main`` that the release was compared with. If ``main`` is neither that nor already this
-            release, it has changed in the meantime. None: any head is accepted.
+    ``expected_head`` is the head of ``main`` that the release was compared with. If ``main`` is neither that nor
+    already this release, it has changed in the meantime. None: any head is accepted.
     """
     if not observed.exists:
         return CreateRepository()

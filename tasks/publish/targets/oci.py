@@ -83,7 +83,7 @@ class OciTarget(PublishTarget):
         self._registry().check_upload()
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Download the release of ``latest``. Its head is the digest of the manifest."""
+        """Download the release tagged ``latest``. Its ``head`` is the digest of the manifest."""
         return self._download(_LATEST)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
@@ -232,8 +232,7 @@ class OciRelease:
 def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> bytes:
     """Return the deterministic manifest of a release: one layer per file, titled with the file's name.
 
-    Args:
-        files: Size in bytes and sha256 of each file, by name.
+    ``files`` holds the size in bytes and the sha256 of each file, by name.
     """
     layers = [
         {
@@ -308,9 +307,7 @@ def _next_oci_write(
 ) -> Literal["blobs", "version", "latest", "done"] | PublicationBlocked:
     """Return what to write next, or why writing would break a guarantee.
 
-    Args:
-        digest: Digest of the manifest.
-        expected_head: Digest of ``latest`` when the release was compared.
+    ``digest`` is that of the manifest. ``expected_head`` is the digest of ``latest`` when the release was compared.
     """
     if observed.version not in ("", digest):
         return version_taken(version, observed.version[:_SHOWN_DIGITS])

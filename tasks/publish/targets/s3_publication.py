@@ -64,6 +64,7 @@ def publish_s3(request: PublishRequest, location: S3Location, multipart_threshol
 
     Args:
         request: Release to publish. Its ``expected_head`` is the entity tag of the pointer.
+        location: Bucket and prefix of the target.
         multipart_threshold: Largest file that is sent in one request, in bytes. Larger files are sent in parts, for
             which the store has no sha256 of the whole object.
 

@@ -128,9 +128,8 @@ S3Step = SendFiles | MovePointer | UpToDate | PublicationBlocked
 def next_s3_step(desired: DesiredVersion, observed: ObservedLocation, expected_head: str) -> S3Step:
     """Return the next step toward the desired version.
 
-    Args:
-        expected_head: Head of the pointer when the release was compared. If the pointer has neither this head nor names
-            this release, it has moved in the meantime.
+    ``expected_head`` is the head of the pointer when the release was compared. If the pointer neither has this head nor
+    names this release, it has moved in the meantime.
     """
     entry, pointer = desired.entry, observed.pointer
     previous = pointer.find(desired.version) if pointer else None
