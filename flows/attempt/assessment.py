@@ -34,7 +34,6 @@ from mergegate.tasks.gate import (
     comparable_parents,
     count_refusals,
     gate,
-    is_refused_by_anchor,
     needs_champion,
     order_by_information,
     perplexity_drift,
@@ -122,7 +121,9 @@ def assess_merge(
         scores, waiting = _run_look(look, scores, runner)
         verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
         if not (undecided := undecided_tasks(verdict.value)):
-            if anchor and is_refused_by_anchor(verdict.value):
+            with_anchor = [suite.outcome for suite in verdict.value.suites if suite.reference == ANCHOR]
+            with_anchor += [guard.outcome for guard in verdict.value.guards if guard.reference == ANCHOR]
+            if anchor and any(outcome != "pass" for outcome in with_anchor):
                 record_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict, evidence)
         documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
