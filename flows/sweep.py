@@ -23,12 +23,11 @@ from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
-    store_sweep_page,
+    store_page,
     sweep_report,
     within_limits,
 )
-from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.report import sweep_sentence
@@ -72,7 +71,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         study = run_search(pool, recorder)
         verdict = run_confirmation(pool, study)
     content = sweep_report(profile, search, study, verdict, power)
-    page = store_sweep_page(content)
+    page = store_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(
             status="refused",

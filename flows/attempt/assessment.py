@@ -40,7 +40,7 @@ from mergegate.tasks.gate import (
     record_refusal,
     undecided_tasks,
 )
-from mergegate.tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
+from mergegate.tasks.perplexity import Likelihoods, perplexity
 from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
 from mergegate.tasks.runners import Runner, local_runner
 from mergegate.tasks.stage import runtime
@@ -127,18 +127,6 @@ def assess_merge(
                 record_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict, evidence)
         documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
-
-
-def measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
-    """Return the likelihoods of the held-out text under an ensemble of all parents.
-
-    Returns:
-        None if the profile does not request it, or if there are fewer than two parents.
-    """
-    members = tuple(parent for parent in parents if not parent.is_base)
-    if not evidence.ensemble or evidence.documents is None or evidence.windows is None or len(members) < 2:
-        return None
-    return ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
 
 
 class _InterimLook(NamedTuple):
