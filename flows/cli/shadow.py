@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +69,12 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
     url, file = records_url(profile.name, settings), routing_file(profile.name)
     redaction = open_redaction(settings.redact, settings.redactor)
     previous = read_routing(file)
-    version = candidate or _released_version(profile) or (previous.candidate if previous else "candidate")
+    version = candidate
+    if not version and profile.publish:
+        with suppress(Refused, CannotDecide):  # an unavailable target must not stop the proxy
+            current = profile.publish.current_release(profile.root)
+            version = current.name if current else None
+    version = version or (previous.candidate if previous else "candidate")
     if previous is not None and previous.candidate == version and not reset:
         routing = previous.model_copy(update={"mode": settings.mode, "share": settings.share})
     else:
@@ -112,15 +119,6 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
     )
 
 
-def _released_version(profile: Profile) -> str | None:
-    """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
-    try:
-        current = profile.publish.current_release(profile.root) if profile.publish else None
-    except (Refused, CannotDecide):
-        return None
-    return current.name if current else None
-
-
 def shadow_replay_command(
     file: Annotated[
         Path, typer.Argument(parser=local_path, help="Requests, conversations or prompts, one JSON object per line.")
@@ -139,7 +137,8 @@ def shadow_replay_command(
         if not file.is_file():
             raise InvalidInput(str(file), found="no such file", expected="requests or prompts, as JSON lines")
         traffic = read_traffic(file, model)
-        result = replay(traffic, to.rstrip("/"), ReplaySettings(header, rate, concurrency, rounds, stream))
+        settings = ReplaySettings(header, rate, concurrency, rounds, stream)
+        result = asyncio.run(replay(traffic, to.rstrip("/"), settings))
         counts = ", ".join(f"{count} with {response}" for response, count in sorted(result.statuses.items()))
         message = f"{result.request_count} requests in {result.seconds:.1f} s: {counts}"
         if as_json:

@@ -328,7 +328,7 @@ def find_pinned_checkpoints(parents: Sequence[ResolvedCheckpoint], hashes: HashM
         paths = [parent.directory / name for name in parent.deciding]
         if parent.adapter:
             paths += [parent.adapter.directory / name for name in parent.adapter.deciding]
-        if paths and all(hashes.cached_sha256(path) for path in paths):
+        if paths and all(hashes.recall(path) for path in paths):
             pinned += pin_checkpoints([parent], hashes)
     return tuple(pinned)
 

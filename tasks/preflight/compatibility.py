@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from mergegate.merge_core import (
     Checkpoint,
     Finding,
-    MergePlan,
     PlannedMerge,
     Recipe,
     open_checkpoint,
@@ -132,34 +130,29 @@ def check_compatibility(
         InvalidInput: If a parent cannot be a checkpoint.
         Refused: If a parent cannot be read. This is not stored as a finding, because the Hub may respond next time.
     """
+    from mergegate.merge_core.engine import EngineSettings
+    from mergegate.merge_core.engine.forecast import estimate_needs
+
     require_combinable(recipe, parents)
     planned, checkpoints = plan_cached(recipe, parents, metadata, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*add_segmentation_shares(planned), *adapter_findings_of_parents(parents), *code])
     sizes = {field: 0 for field in Compatibility.model_fields if field != "remarks"}
-    if planned.plan and not planned.blocking:
-        sizes = _job_sizes(planned.plan, checkpoints)
+    if (plan := planned.plan) and not planned.blocking:
+        # Disk and blocks do not depend on the number of cores or the kind of device.
+        needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
+        sizes = {"disk": needs.disk, "block": needs.block, "gpu_block": needs.gpu_block, "held": needs.held_bytes}
+        sizes |= {"tensors": len(plan.jobs), "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written}
+        evaluated = [
+            (checkpoint.nbytes, sum(tensor.numel for tensor in checkpoint.tensors.values()))
+            for checkpoint in checkpoints.values()
+        ]
+        largest = max([*evaluated, (plan.bytes_written, plan.parameters)])
+        sizes |= {"largest_bytes": largest[0], "largest_parameters": largest[1]}
         if adapter := size_of_adapter(recipe, parents):
             sizes |= {"tensors": adapter.tensors, "bytes_read": adapter.read, "bytes_written": adapter.nbytes}
             sizes["disk"] += adapter.nbytes + adapter.scratch
     return Compatibility(remarks=tuple(findings), **sizes)
-
-
-def _job_sizes(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> dict[str, int]:
-    """Return the sizes in :class:`Compatibility` for a full merge."""
-    from mergegate.merge_core.engine import EngineSettings
-    from mergegate.merge_core.engine.forecast import estimate_needs
-
-    # Disk and blocks do not depend on the number of cores or the kind of device.
-    needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
-    models = [
-        (checkpoint.nbytes, sum(tensor.numel for tensor in checkpoint.tensors.values()))
-        for checkpoint in checkpoints.values()
-    ]
-    largest = max([*models, (plan.bytes_written, plan.parameters)])
-    sizes = {"tensors": len(plan.jobs), "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written}
-    sizes |= {"largest_bytes": largest[0], "largest_parameters": largest[1]}
-    return sizes | {"disk": needs.disk, "block": needs.block, "gpu_block": needs.gpu_block, "held": needs.held_bytes}
 
 
 Planned = tuple[PlannedMerge, Mapping[str, Checkpoint]]
@@ -203,11 +196,15 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
     for name in parent.deciding:
         path = parent.directory / name
         running.update(f"{name}\0{path.stat().st_size}\0".encode())
-        running.update(
-            _header(path)
-            if path.suffix in _WEIGHTS and not is_module_file(name)
-            else read_plain(path, _MAX_COMPANION_BYTES, within=parent.directory)
-        )
+        if path.suffix not in _WEIGHTS or is_module_file(name):
+            running.update(read_plain(path, _MAX_COMPANION_BYTES, within=parent.directory))
+            continue
+        # The bytes that describe a weight file's content: a safetensors header, or the start of other formats.
+        with open_plain(path) as weights:
+            start = weights.read(8)
+            # The checkpoint reader rejects a wrong length. Here the length must only not exhaust the memory.
+            length = min(int.from_bytes(start, "little"), os.fstat(weights.fileno()).st_size, 1 << 27)
+            running.update(start + (weights.read(length) if path.suffix == ".safetensors" else b""))
     for name in list_uncopied(parent.directory):
         running.update(f"{name}\0".encode(errors="surrogateescape"))
     # The check answers one question from weights: whether a stored output head is the embedding. It asks only if
@@ -217,12 +214,3 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
             heads = filter(is_head, open_checkpoint(parent.directory).tensors)
             running.update("\0".join(heads).encode())
     return running.hexdigest()
-
-
-def _header(path: Path) -> bytes:
-    """Return the bytes that describe a weight file's content: a safetensors header, or the start of other formats."""
-    with open_plain(path) as file:
-        start = file.read(8)
-        # The checkpoint reader rejects a wrong length. Here the length must only not exhaust the memory.
-        length = min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size, 1 << 27)
-        return start + (file.read(length) if path.suffix == ".safetensors" else b"")

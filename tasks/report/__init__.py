@@ -45,9 +45,9 @@ from mergegate.tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from mergegate.tasks.report.sweep.from_study import SweepFacts, sweep_content, sweep_line
+from mergegate.tasks.report.sweep.from_study import SweepFacts, sweep_content
 from mergegate.tasks.report.sweep.page import render_sweep
-from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
+from mergegate.tasks.report.sweep.search_line import search_line
 from mergegate.tasks.report.sweep.wording import (
     search_effort,
     sweep_outcome,
@@ -102,7 +102,6 @@ __all__ = [
     "RunStage",
     "RunStatus",
     "ScoreTable",
-    "SearchStatus",
     "ShadowContent",
     "ShadowPoint",
     "StoredArtifact",
@@ -134,7 +133,6 @@ __all__ = [
     "shadow_rows",
     "shadow_sentence",
     "sweep_content",
-    "sweep_line",
     "sweep_outcome",
     "sweep_sentence",
     "sweep_table",

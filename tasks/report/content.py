@@ -167,14 +167,6 @@ class ReportContent(_Part):
     # Sections of verdicts that have no plot in the report.
     sections: Annotated[tuple[Section, ...], Field(exclude_if=lambda sections: not sections)] = ()
 
-    def as_released(self) -> ReportContent:
-        """Return a copy without machine-dependent values.
-
-        The rest is part of the key and therefore equal for all users.
-        """
-        checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in self.served)
-        return self.model_copy(update={"served": checks, "serving": ()})
-
     @property
     def parents(self) -> tuple[ReportedModel, ...]:
         """Models that went into the merge, including the base."""

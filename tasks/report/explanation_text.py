@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mergegate.merge_core.analysis import Tally
 from mergegate.tasks.explain import CHANCE, Explanation, relative_movement
 from mergegate.tasks.perplexity import ensemble_gain_share
 from mergegate.tasks.report.content import ReportContent, ReportedJudge
@@ -37,11 +36,51 @@ def why(explanation: Explanation) -> tuple[str, ...]:
     interference = explanation.interference
     if interference is None:
         return ("The weights of these models could not be compared.",)
-    total = interference.network_tally
-    sentences = [
-        *_movement(explanation, total),
-        *_conflict(explanation, total),
-        *_layers({layer: tally.conflict for (_, layer), tally in interference.layers().items()}),
+    total, names, sentences = interference.network_tally, explanation.vectors, []
+
+    ratio = relative_movement(total)
+    if ratio is not None and ratio < _UNMOVED:
+        sentences.append(f"In the weights that could be compared the merge is {explanation.origin}: it moved nowhere.")
+    elif ratio is not None:
+        farthest = names[max(range(total.vectors), key=total.norm)]
+        far = f"The merge moved {number(ratio, 2)} times as far from {explanation.origin} as {farthest}"
+        far += ", the parent that moved farthest" if len(names) > 1 else ""
+        distances = [total.merge_distance(index) or 0.0 for index in range(total.vectors)]
+        nearest = min(range(len(names)), key=distances.__getitem__)
+        remotest = max(range(len(names)), key=distances.__getitem__)
+        if distances[remotest] > 1.05 * distances[nearest]:
+            far += f"; it is nearest to {names[nearest]} and farthest from {names[remotest]}"
+        sentences.append(f"{far}.")
+
+    if total.conflict is not None and total.vectors >= 2:
+        share = f"{100 * total.conflict:.0f} % are moved in opposite directions"
+        chance = f"{100 * CHANCE:.0f} %"
+        if total.vectors == 2:
+            sentences.append(
+                f"Of the weights that both {names[0]} and {names[1]} move noticeably, {share}; for parents that have "
+                f"nothing to do with each other it would be {chance}."
+            )
+        else:
+            pairs = {pair: total.pair_conflict(*pair) or 0.0 for pair in total.pairs}
+            first, second = max(pairs, key=lambda pair: pairs[pair])
+            sentences.append(
+                f"Of the weights that two or more parents move noticeably, {share}. The pair that conflicts most is "
+                f"{names[first]} and {names[second]}, with {100 * pairs[first, second]:.0f} %, where {chance} would be "
+                "chance."
+            )
+
+    by_layer = {layer: tally.conflict for (_, layer), tally in interference.layers().items()}
+    measured = {layer: conflict for layer, conflict in by_layer.items() if conflict is not None}
+    ranked = sorted(measured, key=lambda layer: (-measured[layer], layer))
+    if len(ranked) >= 2 and measured[ranked[0]] - measured[ranked[-1]] < _EQUAL_CONFLICT:
+        sentences.append(f"The conflict is much the same in all {len(measured)} layers.")
+    elif len(ranked) >= 2:
+        *worst, last = [f"{layer} ({100 * measured[layer]:.0f} %)" for layer in ranked[: min(3, len(ranked) - 1)]]
+        strongest = f"layers {', '.join(worst)} and {last}" if worst else f"layer {last}"
+        weakest = f"layer {ranked[-1]} ({100 * measured[ranked[-1]]:.0f} %)"
+        sentences.append(f"The conflict is strongest in {strongest}, and weakest in {weakest}.")
+
+    sentences += [
         f"Task vectors are the differences of the parents to {explanation.origin}, the base of the recipe."
         if explanation.origin_is_base
         else f"The recipe names no base: differences are measured from its first model, {explanation.origin}.",
@@ -117,60 +156,6 @@ def expert_sentences(content: ReportContent) -> tuple[str, ...]:
 def judge_numbers(judge: ReportedJudge) -> str:
     """Return the win rate with its interval: 'win rate 52.0 % [47.1, 56.9]'."""
     return f"win rate {number(100 * judge.win_rate, 1)} % {interval(100 * judge.low, 100 * judge.high, 1)}"
-
-
-def _conflict(explanation: Explanation, total: Tally) -> list[str]:
-    if total.conflict is None or total.vectors < 2:
-        return []
-    share = f"{100 * total.conflict:.0f} % are moved in opposite directions"
-    chance = f"{100 * CHANCE:.0f} %"
-    names = explanation.vectors
-    if total.vectors == 2:
-        return [
-            f"Of the weights that both {names[0]} and {names[1]} move noticeably, {share}; for parents that have "
-            f"nothing to do with each other it would be {chance}."
-        ]
-    pairs = {pair: total.pair_conflict(*pair) or 0.0 for pair in total.pairs}
-    first, second = max(pairs, key=lambda pair: pairs[pair])
-    return [
-        f"Of the weights that two or more parents move noticeably, {share}. The pair that conflicts most is "
-        f"{names[first]} and {names[second]}, with {100 * pairs[first, second]:.0f} %, where {chance} would be chance."
-    ]
-
-
-def _layers(conflicts: dict[int, float | None]) -> list[str]:
-    measured = {layer: conflict for layer, conflict in conflicts.items() if conflict is not None}
-    if len(measured) < 2:
-        return []
-    ranked = sorted(measured, key=lambda layer: (-measured[layer], layer))
-    if measured[ranked[0]] - measured[ranked[-1]] < _EQUAL_CONFLICT:
-        return [f"The conflict is much the same in all {len(measured)} layers."]
-    worst = [f"{layer} ({100 * measured[layer]:.0f} %)" for layer in ranked[: min(3, len(measured) - 1)]]
-    listed = worst[0] if len(worst) == 1 else f"{', '.join(worst[:-1])} and {worst[-1]}"
-    least = ranked[-1]
-    plural = "s" if len(worst) > 1 else ""
-    lowest = f"layer {least} ({100 * measured[least]:.0f} %)"
-    return [f"The conflict is strongest in layer{plural} {listed}, and weakest in {lowest}."]
-
-
-def _movement(explanation: Explanation, total: Tally) -> list[str]:
-    ratio = relative_movement(total)
-    if ratio is None:
-        return []
-    names = explanation.vectors
-    farthest = max(range(total.vectors), key=total.norm)
-    if ratio < _UNMOVED:
-        return [f"In the weights that could be compared the merge is {explanation.origin}: it moved nowhere."]
-    far = f"The merge moved {number(ratio, 2)} times as far from {explanation.origin} as {names[farthest]}"
-    far += ", the parent that moved farthest" if len(names) > 1 else ""
-    distances = [total.merge_distance(index) or 0.0 for index in range(total.vectors)]
-    nearest, remotest = (
-        min(range(len(names)), key=distances.__getitem__),
-        max(range(len(names)), key=distances.__getitem__),
-    )
-    if distances[remotest] <= 1.05 * distances[nearest]:
-        return [f"{far}."]
-    return [f"{far}; it is nearest to {names[nearest]} and farthest from {names[remotest]}."]
 
 
 def _relative(value: float | None) -> str:

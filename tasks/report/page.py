@@ -68,6 +68,14 @@ def render(content: ReportContent) -> str:
             *([f"at most {scoring.max_length} tokens"] if scoring.max_length else []),
         ]
         scored_how = "; ".join([", ".join(parts), *(f"{task} with {setup}" for task, setup in content.asked.items())])
+    # Each guarded task with the digest of its data and the datasets behind it, at their known commits:
+    # ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. Empty if no data was inspected.
+    data_digests = {}
+    for guard in verdict.guards:
+        if guard.data is not None:
+            sources = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
+            behind = f" ({', '.join(sorted(sources))})" if sources else ""
+            data_digests[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
     if windows:
         read_how = f"windows of {windows.max_length} tokens, dtype {windows.dtype}, batches of {windows.batch_size}"
     return page_template("template.html").render(
@@ -93,7 +101,7 @@ def render(content: ReportContent) -> str:
         per_byte=compares_per_byte(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
         scored_how=scored_how,
-        asked=wording.data_digests(verdict),
+        asked="; ".join(data_digests.values()),
         read_how=read_how,
     )
 
@@ -162,14 +170,14 @@ def page_template(file: str) -> Template:
         """Add break opportunities for narrow columns, after punctuation and after ``every`` characters."""
         return Markup("<wbr>").join(re.findall(rf"[^_/,:@-]{{1,{every}}}[_/,:@-]*|[_/,:@-]+", text))
 
-    def minus_signs(text: str) -> str:
-        """Replace the hyphen of negative numbers with the minus sign that the page uses elsewhere."""
-        return re.sub(r"(?<![\w-])-(?=[.\d])", wording.MINUS, text)
-
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"breakable": breakable, "minus_signs": minus_signs}
+    environment.filters |= {
+        "breakable": breakable,
+        # Replace the hyphen of negative numbers with the minus sign that the page uses elsewhere.
+        "minus_signs": lambda text: re.sub(r"(?<![\w-])-(?=[.\d])", wording.MINUS, text),
+    }
     return environment.get_template(file)
 
 

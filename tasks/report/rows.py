@@ -195,10 +195,13 @@ def _ruler(axes: Axes, form: Format, ends: tuple[float, float], logarithmic: boo
         axes.xaxis.set_major_locator(MaxNLocator(5 if form.stacked else 7, steps=[1, 2, 5, 10]))
     axes.xaxis.set_minor_locator(NullLocator())
 
-    def tick(x: float, _: object) -> str:
-        return (wording.format_magnitude(x) if abs(x) >= 1e4 else wording.plain(round(float(x), 6) + 0.0)) + suffix
-
-    axes.xaxis.set_major_formatter(FuncFormatter(tick))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(
+            lambda x, _: (
+                (wording.format_magnitude(x) if abs(x) >= 1e4 else wording.plain(round(float(x), 6) + 0.0)) + suffix
+            )
+        )
+    )
     axes.set_xlim(*ends)
     axes.tick_params(axis="x", length=0, pad=7, labelsize=12, labelcolor=Ink.MUTED.value)
     if not form.stacked:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mergegate.tasks.report.content import (
-    ReportContent,
-)
+from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.wording import sentence, title
 from mergegate.tasks.stage import StageValue, stage
@@ -37,5 +35,8 @@ def write_report(out: Path, content: ReportContent) -> Report:
     """
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())
-    (out / PAGE).write_bytes(render(content.as_released()).encode())
+    # The page leaves them out too, so that it is equal for all users.
+    checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in content.served)
+    released = content.model_copy(update={"served": checks, "serving": ()})
+    (out / PAGE).write_bytes(render(released).encode())
     return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

@@ -123,48 +123,41 @@ def inline(figure: Figure, plot: str, label: str) -> str:
         for child in list(element):
             if child.tag.rpartition("}")[2] in ("metadata", "style"):
                 element.remove(child)
-    _rename_ids(root, plot)
+
+    # Make ids unique in the page, and remove ids that no element refers to.
+    references = re.compile(r"url\(#([^)]+)\)|^#(.+)$")
+    values = (value for element in root.iter() for value in element.attrib.values())
+    matches = (match for value in values if (match := references.search(value)))
+    targets = dict.fromkeys(match[1] or match[2] for match in matches)
+    names = {target: f"{plot}-{number}" for number, target in enumerate(targets)}
+    for element in root.iter():
+        for name, value in list(element.attrib.items()):
+            if name == "id" and value in names:
+                element.set(name, names[value])
+            elif name == "id":
+                del element.attrib[name]
+            elif match := references.search(value):
+                old = match[1] or match[2]
+                element.set(name, value.replace(f"#{old}", f"#{names[old]}"))
+
+    # Colors become CSS variables. The page sets the font family.
     for element in root.iter():
         if "style" in element.attrib:
-            element.set("style", _page_style(element.attrib["style"]))
+            style = re.sub(r"font(-family)?: [^;]*", _size_and_weight, element.attrib["style"])
+            for ink in Ink:
+                style = style.replace(ink.value, ink.variable)
+            element.set("style", re.sub(r";\s*(;\s*)*", "; ", style).strip("; "))
     view_box = root.attrib["viewBox"]
     root.attrib.clear()
     root.attrib.update({"class": f"plot {plot}", "viewBox": view_box, "role": "img", "aria-label": label})
     return ElementTree.tostring(root, encoding="unicode").strip()
 
 
-def _rename_ids(root: ElementTree.Element, plot: str) -> None:
-    """Make ids unique in the page, and remove ids that no element refers to."""
-    names: dict[str, str] = {}
-    references = re.compile(r"url\(#([^)]+)\)|^#(.+)$")
-    for element in root.iter():
-        for value in element.attrib.values():
-            if match := references.search(value):
-                names.setdefault(match[1] or match[2], f"{plot}-{len(names)}")
-    for element in root.iter():
-        for name, value in list(element.attrib.items()):
-            if name == "id":
-                if value in names:
-                    element.set(name, names[value])
-                else:
-                    del element.attrib[name]
-            elif match := references.search(value):
-                old = match[1] or match[2]
-                element.set(name, value.replace(f"#{old}", f"#{names[old]}"))
-
-
-def _page_style(style: str) -> str:
-    """Return a style with CSS variables as colors, and without the font family, which the page sets."""
-
-    def size_and_weight(match: re.Match[str]) -> str:
-        if match[1]:
-            return ""
-        size = re.search(r"[\d.]+px", match[0])
-        weight = re.search(r"\b(?:bold|[1-9]00)\b", match[0])
-        parts = [f"font-size: {size[0]}"] if size else []
-        return "; ".join(parts + ([f"font-weight: {weight[0]}"] if weight else []))
-
-    style = re.sub(r"font(-family)?: [^;]*", size_and_weight, style)
-    for ink in Ink:
-        style = style.replace(ink.value, ink.variable)
-    return re.sub(r";\s*(;\s*)*", "; ", style).strip("; ")
+def _size_and_weight(font: re.Match[str]) -> str:
+    """Return the CSS of a font without its family: an empty string for ``font-family``."""
+    if font[1]:
+        return ""
+    size = re.search(r"[\d.]+px", font[0])
+    weight = re.search(r"\b(?:bold|[1-9]00)\b", font[0])
+    parts = [f"font-size: {size[0]}"] if size else []
+    return "; ".join(parts + ([f"font-weight: {weight[0]}"] if weight else []))

@@ -92,44 +92,35 @@ def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
     guards: dict[tuple[str, str], list[GuardVerdict]] = {}
     for guard in content.verdict.guards:
         guards.setdefault((guard.task, guard.metric), []).append(guard)
-    return tuple(
-        _task_row(task, metric, scores.get((task, metric), {}), models, guard)
-        for task, metric in dict.fromkeys((*scores, *guards))
-        for guard in guards.get((task, metric), [None])
-    )
+    rows = []
+    for task, metric in dict.fromkeys((*scores, *guards)):
+        by_model = scores.get((task, metric), {})
+        higher = all(score.higher_is_better for score in by_model.values())
+        # Accuracies are displayed as points. A perplexity or a word count is not scaled.
+        in_points = higher and all(0 <= score.score <= 1 for score in by_model.values())
+        ranked = [by_model[model.name].score for model in models if model.role != "merge" and model.name in by_model]
+        best = (max if higher else min)(ranked) if len(ranked) > 1 else None
 
-
-def _task_row(
-    task: str,
-    metric: str,
-    scores: dict[str, TaskScore],
-    models: tuple[ReportedModel, ...],
-    guard: GuardVerdict | None,
-) -> TaskRow:
-    higher = all(score.higher_is_better for score in scores.values())
-    # Accuracies are displayed as points. A perplexity or a word count is not scaled.
-    in_points = higher and all(0 <= score.score <= 1 for score in scores.values())
-    ranked = [scores[model.name].score for model in models if model.role != "merge" and model.name in scores]
-    best = (max if higher else min)(ranked) if len(ranked) > 1 else None
-    cells = []
-    for model in models:
-        if (score := scores.get(model.name)) is None:
+        guards_or_none: list[GuardVerdict | None] = [*guards.get((task, metric), [])] or [None]
+        for row_guard in guards_or_none:
             # A guard whose metric is set per task has scores that are not in the score tables of the models.
-            guard_scores = (
-                {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
-            )
-            value = guard_scores.get(_MERGE if model.role == "merge" else model.name)
-            cells.append(Cell() if value is None else Cell(_measure(value, in_points), share=_share(value, in_points)))
-        else:
-            is_best = model.role != "merge" and score.score == best
-            shown, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
-            cells.append(Cell(shown, stderr, is_best, _share(score.score, in_points)))
-    documents = guard.n if guard else max((score.n for score in scores.values()), default=0)
-    return TaskRow(task, metric, documents, higher, tuple(cells), guard)
-
-
-def _share(value: float, in_points: bool) -> float | None:
-    return value if in_points and 0 <= value <= 1 else None
+            guard_scores: dict[object, float] = {}
+            if row_guard and not by_model:
+                guard_scores = {row_guard.reference: row_guard.reference_score, _MERGE: row_guard.merge_score}
+            cells = []
+            for model in models:
+                if model_score := by_model.get(model.name):
+                    is_best = model.role != "merge" and model_score.score == best
+                    value: float | None = model_score.score
+                    stderr = _measure(model_score.stderr, in_points)
+                else:
+                    value = guard_scores.get(_MERGE if model.role == "merge" else model.name)
+                    stderr, is_best = "", False
+                share = value if value is not None and in_points and 0 <= value <= 1 else None
+                cells.append(Cell() if value is None else Cell(_measure(value, in_points), stderr, is_best, share))
+            documents = row_guard.n if row_guard else max((score.n for score in by_model.values()), default=0)
+            rows.append(TaskRow(task, metric, documents, higher, tuple(cells), row_guard))
+    return tuple(rows)
 
 
 def _measure(value: float, in_points: bool) -> str:
@@ -192,11 +183,11 @@ def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | N
     return len({model.likelihoods.vocabulary for model in models if model.likelihoods}) > 1
 
 
-def likelihood(measured: Likelihoods | None, per_byte: bool) -> str:
+def likelihood(measurement: Likelihoods | None, per_byte: bool) -> str:
     """Return a perplexity (or bits per byte) as text. The result is empty if it was not measured."""
-    if measured is None:
+    if measurement is None:
         return ""
-    return wording.format_magnitude(measured.bits_per_byte if per_byte else measured.perplexity)
+    return wording.format_magnitude(measurement.bits_per_byte if per_byte else measurement.perplexity)
 
 
 def as_markdown(content: ReportContent) -> str:

@@ -39,20 +39,6 @@ def interval(low: float, high: float, decimals: int) -> str:
     return f"[{number(low, decimals)}, {number(high, decimals)}]"
 
 
-def data_digests(verdict: GateVerdict) -> str:
-    """Return each guarded task with the digest of its data and the datasets behind it, at their known commits.
-
-    Example: ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. The result is empty if no data was inspected.
-    """
-    tasks = {}
-    for guard in verdict.guards:
-        if guard.data is not None:
-            sources = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
-            behind = f" ({', '.join(sorted(sources))})" if sources else ""
-            tasks[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
-    return "; ".join(tasks.values())
-
-
 def guard_decimals(guard: GuardVerdict) -> int:
     """Return the fewest decimals (1 to 3) that display every bound on the correct side of its limit.
 
@@ -170,33 +156,29 @@ def sentence(content: ReportContent) -> str:
     verdict = content.verdict
     if verdict.reasons:
         return verdict.reasons[0]
-    notes = [f"{note}." for note in verdict.notes]
-    drift = verdict.drift
-    if drift is not None and drift.ratio is not None:
-        value = number(drift.ratio, drift_decimals(drift))
-        notes.append(f"Perplexity is {value} times that of the better parent; {plain(drift.max_ratio)} is the limit.")
-    return " ".join([*_guards_passed(verdict), *notes])
-
-
-def _guards_passed(verdict: GateVerdict) -> list[str]:
-    """Return sentences about the guards of a passed verdict."""
-    if not verdict.guards:
-        return [] if verdict.notes else ["No task is guarded."]
-    if verdict.suites:
-        return [
+    sentences = []
+    if verdict.suites and verdict.guards:
+        sentences = [
             f"The mean of {suite.tasks} tasks loses at most {number(suite.high, 1)} points against {suite.reference}; "
             f"{plain(suite.margin)} are allowed, and no task has fallen far."
             for suite in verdict.suites
         ]
-    closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
-    most, allowed = number(closest.high, guard_decimals(closest)), plain(closest.margin)
-    if len(verdict.guards) == 1:
-        return [f"{closest.task} loses at most {most} points against {closest.reference}; {allowed} are allowed."]
-    count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
-    return [
-        f"{count} guards hold. The closest is {closest.task}, which loses at most {most} points against "
-        f"{closest.reference}; {allowed} are allowed."
-    ]
+    elif verdict.guards:
+        closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
+        loss = f"loses at most {number(closest.high, guard_decimals(closest))} points against {closest.reference}"
+        count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
+        several = f"{count} guards hold. The closest is {closest.task}, which {loss}"
+        start = f"{closest.task} {loss}" if len(verdict.guards) == 1 else several
+        sentences.append(f"{start}; {plain(closest.margin)} are allowed.")
+    elif not verdict.notes:
+        sentences.append("No task is guarded.")
+    sentences += [f"{note}." for note in verdict.notes]
+    drift = verdict.drift
+    if drift is not None and drift.ratio is not None:
+        value = number(drift.ratio, drift_decimals(drift))
+        bound = f"{plain(drift.max_ratio)} is the limit"
+        sentences.append(f"Perplexity is {value} times that of the better parent; {bound}.")
+    return " ".join(sentences)
 
 
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -75,7 +75,13 @@ def answer_in(path: str, body: bytes) -> str:
         Unreadable: If the answer is truncated, reports an error, or is not text.
     """
     is_chat = path.partition("?")[0].rstrip("/").endswith(CHAT)
-    body = _decompress(body)
+    if body.startswith(b"\x1f\x8b"):  # Bodies are recorded as they were sent, and some clients accept gzip.
+        decompressor, content = zlib.decompressobj(wbits=31), b""
+        with suppress(zlib.error):
+            content = decompressor.decompress(body, _MAX_UNPACKED_BYTES)
+        if not decompressor.eof:
+            raise Unreadable("a truncated answer")
+        body = content
     if body.lstrip()[:1] == b"{":
         answer = _parse_object(body, "a truncated answer")
         if "error" in answer and not answer.get("choices"):
@@ -125,11 +131,24 @@ def _part_text(part: object) -> str:
 
 
 def _stream_text(body: bytes, is_chat: bool) -> str:
-    """Return the text of a stream, which must be complete."""
+    """Return the text of a stream of server-sent events (WHATWG HTML, 9.2.6), which must be complete.
+
+    Lines end with CR, LF or both, and an empty line ends an event. An event without an empty line after it is
+    incomplete and is skipped, unless it is the end marker ``[DONE]``.
+    """
+    text = body.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
+    *events, last = text.split("\n\n")
+    if last.strip() == "data: [DONE]":
+        events.append(last)
+
     texts: list[str] = []
     calls: dict[int, dict[str, str]] = {}
     ended = False
-    for data in _events(body):
+    for lines in events:
+        fields = [line for line in lines.split("\n") if line.startswith("data:")]
+        if not fields:
+            continue
+        data = "\n".join(field.removeprefix("data:").removeprefix(" ") for field in fields)
         if data == "[DONE]":
             ended = True
             break
@@ -160,32 +179,6 @@ def _stream_text(body: bytes, is_chat: bool) -> str:
         raise Unreadable("a truncated stream")
     tool_calls = [{"function": calls[index]} for index in sorted(calls)]
     return _message_text({"content": "".join(texts), "tool_calls": tool_calls})
-
-
-def _events(body: bytes) -> Iterator[str]:
-    """Yield the data of each server-sent event (WHATWG HTML, 9.2.6).
-
-    Lines end with CR, LF or both, and an empty line ends an event. An event without an empty line after it is
-    incomplete and is skipped, unless it is the end marker ``[DONE]``.
-    """
-    text = body.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    *complete, last = text.split("\n\n")
-    for event in [*complete, *([last] if last.strip() == "data: [DONE]" else [])]:
-        lines = [line for line in event.split("\n") if line.startswith("data:")]
-        if lines:
-            yield "\n".join(line.removeprefix("data:").removeprefix(" ") for line in lines)
-
-
-def _decompress(body: bytes) -> bytes:
-    """Return the body without gzip compression. Bodies are recorded as they were sent, and some clients accept gzip."""
-    if not body.startswith(b"\x1f\x8b"):
-        return body
-    decompressor = zlib.decompressobj(wbits=31)
-    with suppress(zlib.error):
-        content = decompressor.decompress(body, _MAX_UNPACKED_BYTES)
-        if decompressor.eof:
-            return content
-    raise Unreadable("a truncated answer")
 
 
 def _parse_object(body: bytes, reason: str) -> dict[str, Any]:

@@ -34,14 +34,15 @@ from mergegate.merge_core.files import (
     write_state,
 )
 from mergegate.tasks.judge import (
+    INSTRUCTIONS,
     ORDERS,
+    SCORES,
     JudgeServer,
     Judgment,
     JudgmentSettings,
     Order,
-    judge_digest,
     judge_recorded_pairs,
-    score_pair,
+    settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
 from mergegate.tasks.store import digest
@@ -65,12 +66,16 @@ class JudgedPair(NamedTuple):
 
 
 class JudgedPairs:
-    """Ledger of judged pairs, locked by this process. Use :func:`open_judged` to open it."""
+    """Ledger of judged pairs, locked by this process. Use :func:`open_judged` to open it.
+
+    Attributes:
+        by_session: Request ID of each session in the ledger, including sessions with a half-judged pair.
+    """
 
     def __init__(self, journal: RecordJournal) -> None:
         self._journal = journal
         self._judgments: dict[str, dict[Order, Judgment]] = {}
-        self._sessions: dict[str, str] = {}
+        self.by_session: dict[str, str] = {}
         self._pairs: dict[str, JudgedPair] = {}
         for record in journal.records:
             self._add(record)
@@ -90,11 +95,6 @@ class JudgedPairs:
         """Share of the pairs seen by the judge in which both orders agree, or None if it has seen no pair."""
         verdicts = [pair.consistent for pair in self._pairs.values() if pair.consistent is not None]
         return sum(verdicts) / len(verdicts) if verdicts else None
-
-    @property
-    def by_session(self) -> Mapping[str, str]:
-        """Request ID of each session in the ledger, including sessions with a half-judged pair."""
-        return {session: request_id for request_id, session in self._sessions.items()}
 
     @property
     def half_judged(self) -> tuple[str, ...]:
@@ -149,7 +149,8 @@ class JudgedPairs:
         id, session, at = record["pair"]
         if id in self._pairs:
             return
-        self._sessions[id] = session
+        if id not in self._judgments:
+            self.by_session[session] = id
         if record.get("tie"):
             self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None)
             return
@@ -160,7 +161,9 @@ class JudgedPairs:
             judge=vote["judge"],
         )  # fmt: skip
         if len(orders) == len(ORDERS):
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_pair(tuple(orders.values())))
+            (pair,) = settle(orders.values())
+            score = SCORES[pair.winner]
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], score, bool(pair.consistent))
 
 
 @contextmanager
@@ -197,7 +200,10 @@ def read_judged(directory: Path, profile: str, candidate: str, judging: Judgment
 
 
 def _journal_location(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalLocation:
-    key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge_digest(judging)})
+    # Everything that determines a judgment: a different digest means a different judge.
+    settings = judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields))
+    judge = digest({"judging": settings, "instructions": INSTRUCTIONS})
+    key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge})
     return JournalLocation(directory / f"{profile}.{key[:_NAME]}.judged", key)
 
 
@@ -232,27 +238,6 @@ class LostPair(BaseModel):
 _STATE = TypeAdapter(tuple[str, tuple[LostPair, ...]])  # candidate version and its lost pairs
 
 
-def lost_pair(pair: SampledPair, judgments: Sequence[Judgment]) -> LostPair:
-    """Return the stored form of a lost pair.
-
-    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning.
-    """
-
-    def beginning(text: str) -> str:
-        return to_printable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
-
-    answers = pair.answers
-    question = to_printable(answers.question[-_MAX_CHARACTERS:])
-    return LostPair(
-        id=answers.id,
-        at=pair.at,
-        question=question if len(answers.question) <= _MAX_CHARACTERS else f"…{question}",
-        parent=beginning(answers.reference),
-        candidate=beginning(answers.merge),
-        reasoning=beginning(next((judgment.reasoning for judgment in judgments if judgment.reasoning), "")),
-    )
-
-
 def read_lost_pairs(file: Path, candidate: str) -> tuple[LostPair, ...]:
     """Return the stored lost pairs, newest first. Return none if the file belongs to another candidate."""
     state = read_state(file, _STATE.validate_json)
@@ -261,12 +246,33 @@ def read_lost_pairs(file: Path, candidate: str) -> tuple[LostPair, ...]:
     return () if state is None or isinstance(state, Damaged) or state[0] != candidate else state[1]
 
 
-def store_lost_pairs(file: Path, candidate: str, new: Sequence[LostPair], *, since: float) -> tuple[LostPair, ...]:
+def store_lost_pairs(
+    file: Path, candidate: str, new: Sequence[tuple[SampledPair, Sequence[Judgment]]], *, since: float
+) -> tuple[LostPair, ...]:
     """Add ``new`` to the stored lost pairs and return the result, newest first.
 
-    Pairs older than ``since``, a Unix time, are dropped.
+    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning. Pairs
+    older than ``since``, a Unix time, are dropped.
     """
-    by_id = {loss.id: loss for loss in (*read_lost_pairs(file, candidate), *new) if loss.at >= since}
+    by_id = {loss.id: loss for loss in read_lost_pairs(file, candidate) if loss.at >= since}
+    for pair, judgments in new:
+        if pair.at < since:
+            continue
+        answers = pair.answers
+        reasoning = next((judgment.reasoning for judgment in judgments if judgment.reasoning), "")
+        parent, candidate_answer, reasoning = (
+            to_printable(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…")
+            for text in (answers.reference, answers.merge, reasoning)
+        )
+        question = to_printable(answers.question[-_MAX_CHARACTERS:])
+        by_id[answers.id] = LostPair(
+            id=answers.id,
+            at=pair.at,
+            question=question if len(answers.question) <= _MAX_CHARACTERS else f"…{question}",
+            parent=parent,
+            candidate=candidate_answer,
+            reasoning=reasoning,
+        )
     lost = tuple(sorted(by_id.values(), key=lambda loss: -loss.at)[:_MAX_LOST_PAIRS])
     state_directory(file.parent, private=True)
     write_state(file, _STATE.dump_json((candidate, lost)))

@@ -13,9 +13,9 @@ holds more user text than one look can have judged.
 from __future__ import annotations
 
 import hashlib
-import heapq
+from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from mergegate.tasks.judge import RecordedAnswerPair
@@ -54,26 +54,26 @@ class Sample(NamedTuple):
 
 
 def sample_pairs(
-    recorded: Callable[[], Iterable[RecordedPair]],
+    read_pairs: Callable[[], Iterable[RecordedPair]],
     *,
-    judged: Mapping[str, str],
+    judged_requests: Mapping[str, str],
     half_judged: Collection[str] = (),
     limit: int,
 ) -> Sample:
     """Return the pairs for one interim look: half-judged pairs first, then the oldest.
 
     Args:
-        recorded: Function that returns all recorded pairs. It is called twice.
-        judged: Judged request of each session in the ledger.
+        read_pairs: Function that returns all recorded pairs. It is called twice.
+        judged_requests: Judged request of each session in the ledger.
         half_judged: Requests that an interrupted look left half judged.
         limit: Largest number of pairs in one look.
     """
     left_out: Counter[str] = Counter()
     # First pass: of each session without a pair, select the readable request with the smallest hash.
     selected: dict[str, tuple[bytes, str]] = {}
-    for pair in recorded():
-        if pair.session in judged:
-            left_out[SAME_SESSION] += judged[pair.session] != pair.request_id
+    for pair in read_pairs():
+        if pair.session in judged_requests:
+            left_out[SAME_SESSION] += judged_requests[pair.session] != pair.request_id
             continue
         try:
             question_in(pair.path, pair.request)
@@ -86,27 +86,24 @@ def sample_pairs(
         if previous is None or rank < previous[0]:
             selected[pair.session] = rank, pair.request_id
     request_ids = {request_id for _, request_id in selected.values()} | set(half_judged)
+
+    # Second pass: of the selected pairs whose answers are readable, hold only the first ``limit`` in memory.
+    pairs: list[SampledPair] = []
     readable_count = 0
-
-    def readable_pairs() -> Iterator[SampledPair]:
-        """Second pass: yield the selected pairs whose answers are readable."""
-        nonlocal readable_count
-        for pair in recorded():
-            if pair.request_id not in request_ids:
-                continue
-            if any(answer.status != 200 or answer.error for answer in (pair.parent, pair.candidate)):
-                left_out[FAILED] += 1
-                continue
-            try:
-                question = question_in(pair.path, pair.request)
-                texts = answer_in(pair.path, pair.parent.body), answer_in(pair.path, pair.candidate.body)
-            except Unreadable as reason:
-                left_out[str(reason)] += 1
-                continue
-            readable_count += 1
-            yield SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *texts))
-
-    pairs = heapq.nsmallest(
-        limit, readable_pairs(), key=lambda pair: (pair.answers.id not in half_judged, pair.at, pair.answers.id)
-    )
+    for pair in read_pairs():
+        if pair.request_id not in request_ids:
+            continue
+        if any(answer.status != 200 or answer.error for answer in (pair.parent, pair.candidate)):
+            left_out[FAILED] += 1
+            continue
+        try:
+            question = question_in(pair.path, pair.request)
+            texts = answer_in(pair.path, pair.parent.body), answer_in(pair.path, pair.candidate.body)
+        except Unreadable as reason:
+            left_out[str(reason)] += 1
+            continue
+        readable_count += 1
+        sampled = SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *texts))
+        insort(pairs, sampled, key=lambda item: (item.answers.id not in half_judged, item.at, item.answers.id))
+        del pairs[limit:]
     return Sample(tuple(pairs), readable_count - len(pairs), dict((+left_out).most_common()))

@@ -92,27 +92,67 @@ def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str]
         if path := environment.get(METRICS):
             with locked(home / "metrics.lock", required=False):
                 write_text_file(Path(path), metrics)
-        if environment.get(OTEL, "").lower() in ("1", "true", "yes"):
-            _push_to_collector(metrics)
+        if environment.get(OTEL, "").lower() not in ("1", "true", "yes"):
+            return
+
+        # Send them to the OpenTelemetry collector that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names.
+        try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        except ImportError:
+            _log.warning('%s is set, but OpenTelemetry is not installed: pip install "mergegate[otel]"', OTEL)
+            return
+        reader = PeriodicExportingMetricReader(OTLPMetricExporter(timeout=10))
+        provider = MeterProvider([reader], shutdown_on_exit=False)
+        try:
+            meter = provider.get_meter("mergegate")
+            instruments: dict[str, object] = {}
+            for item in metrics:
+                create = meter.create_counter if item.kind == "counter" else meter.create_gauge
+                if item.name not in instruments:
+                    instruments[item.name] = create(f"mergegate.{item.name}", item.unit, item.description)
+                instrument = instruments[item.name]
+                if item.kind == "counter":
+                    instrument.add(item.value, dict(item.labels))  # type: ignore[attr-defined]
+                else:
+                    instrument.set(item.value, dict(item.labels))  # type: ignore[attr-defined]
+        finally:
+            provider.shutdown(timeout_millis=15_000)  # sends the metrics
     except Exception as failure:
         _log.warning("could not export the metrics of this run: %s", failure)
 
 
 def write_text_file(file: Path, metrics: Iterable[RunMetric]) -> None:
-    """Add ``metrics`` to those in ``file``, and replace the file.
+    """Add ``metrics`` to those in ``file``, and replace the file. The counters of a damaged file restart from zero.
 
     Raises:
         OSError: If the file cannot be written.
     """
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.parser import text_string_to_metric_families
+
+    stored: list[Metric] = []
+    try:
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError("it is larger than 16 MiB")
+        stored = list(text_string_to_metric_families(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, IndexError, OSError) as failure:
+        _log.warning("cannot read %s (%s). Its counters restart from zero.", file, failure)
 
     metrics = list(metrics)
     updated = {(_printable(item.labels["profile"]), item.labels["flow"]) for item in metrics}
     values: dict[str, dict[Labels, float]] = {}
     kinds: dict[str, tuple[str, str]] = {item.name: (item.kind, item.description) for item in metrics}
-    for name, (kind, description, samples) in _read_text_file(file).items():
-        kinds.setdefault(name, (kind, description))
+    for family in stored:
+        if not family.name.startswith("mergegate_") or family.type not in ("counter", "gauge"):
+            continue
+        name, kind = family.name.removeprefix("mergegate_"), family.type
+        kinds.setdefault(name, (kind, family.documentation))
+        samples = {tuple(sorted(sample.labels.items())): float(sample.value) for sample in family.samples}
         for labels, value in samples.items():
             series = (dict(labels).get("profile", ""), dict(labels).get("flow", ""))
             # Gauges of an earlier run of the same profile and flow are outdated, except for the time of the last
@@ -143,49 +183,3 @@ def write_text_file(file: Path, metrics: Iterable[RunMetric]) -> None:
 def _printable(text: str) -> str:
     """Replace characters that some parsers treat as the end of a line."""
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _read_text_file(file: Path) -> dict[str, tuple[str, str, dict[Labels, float]]]:
-    """Return the kind, the description and the values of each metric of mergegate. A damaged file has none."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    metrics: dict[str, tuple[str, str, dict[Labels, float]]] = {}
-    try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
-            raise ValueError("it is larger than 16 MiB")
-        for family in text_string_to_metric_families(file.read_text(encoding="utf-8")):
-            samples = {tuple(sorted(sample.labels.items())): float(sample.value) for sample in family.samples}
-            if family.name.startswith("mergegate_") and family.type in ("counter", "gauge"):
-                metrics[family.name.removeprefix("mergegate_")] = (family.type, family.documentation, samples)
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, IndexError, OSError) as failure:
-        _log.warning("cannot read %s (%s). Its counters restart from zero.", file, failure)
-        return {}
-    return metrics
-
-
-def _push_to_collector(metrics: Iterable[RunMetric]) -> None:
-    """Send the metrics to the OpenTelemetry collector that ``OTEL_EXPORTER_OTLP_ENDPOINT`` names."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-        from opentelemetry.sdk.metrics import MeterProvider
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-    except ImportError:
-        _log.warning('%s is set, but OpenTelemetry is not installed: pip install "mergegate[otel]"', OTEL)
-        return
-    provider = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter(timeout=10))], shutdown_on_exit=False)
-    try:
-        meter = provider.get_meter("mergegate")
-        instruments: dict[str, object] = {}
-        for item in metrics:
-            create = meter.create_counter if item.kind == "counter" else meter.create_gauge
-            if item.name not in instruments:
-                instruments[item.name] = create(f"mergegate.{item.name}", item.unit, item.description)
-            instrument = instruments[item.name]
-            if item.kind == "counter":
-                instrument.add(item.value, dict(item.labels))  # type: ignore[attr-defined]
-            else:
-                instrument.set(item.value, dict(item.labels))  # type: ignore[attr-defined]
-    finally:
-        provider.shutdown(timeout_millis=15_000)  # sends the metrics

@@ -61,7 +61,23 @@ def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, 
     """
     if destination := environment.get(WANDB, ""):
         try:
-            _log_to_wandb(record, home, destination)
+            team, _, project = destination.rpartition("/")
+            wandb: Any = importlib.import_module("wandb")
+            parents = {parent.name: f"{parent.ref}@{parent.revision or parent.digest}" for parent in record.parents}
+            config = {"profile": record.profile, "method": record.method, "recipe": record.recipe, "parents": parents}
+            run = wandb.init(
+                project=project,
+                entity=team or None,
+                name=f"{record.profile} {record.version or record.status}",
+                job_type=record.flow,
+                dir=str(home),
+                config=config,
+                settings=wandb.Settings(silent=True, disable_git=True, disable_code=True, init_timeout=30),
+            )
+            run.log(tracked_numbers(record))
+            run.summary.update({"status": record.status, "message": record.message, "release": record.version or ""})
+            is_good = record.status in ("released", "passed", "nothing new", "promoted", "waiting")
+            run.finish(exit_code=0 if is_good else 1)
         except ImportError:
             _log.warning("%s is set, but wandb is not installed: pip install 'mergegate[wandb]'", WANDB)
         except Exception as failure:
@@ -80,24 +96,6 @@ def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, 
             _log.warning("could not send this run to MLflow: %s", failure)
         except Exception as failure:
             _log.warning("could not send this run to MLflow: %s: %s", type(failure).__name__, failure)
-
-
-def _log_to_wandb(record: RunRecord, home: Path, destination: str) -> None:
-    team, _, project = destination.rpartition("/")
-    wandb: Any = importlib.import_module("wandb")
-    parents = {parent.name: f"{parent.ref}@{parent.revision or parent.digest}" for parent in record.parents}
-    run = wandb.init(
-        project=project,
-        entity=team or None,
-        name=f"{record.profile} {record.version or record.status}",
-        job_type=record.flow,
-        dir=str(home),
-        config={"profile": record.profile, "method": record.method, "recipe": record.recipe, "parents": parents},
-        settings=wandb.Settings(silent=True, disable_git=True, disable_code=True, init_timeout=30),
-    )
-    run.log(tracked_numbers(record))
-    run.summary.update({"status": record.status, "message": record.message, "release": record.version or ""})
-    run.finish(exit_code=0 if record.status in ("released", "passed", "nothing new", "promoted", "waiting") else 1)
 
 
 def _log_to_mlflow(client: MlflowClient, experiment: str, record: RunRecord) -> None:

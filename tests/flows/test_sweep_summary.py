@@ -12,10 +12,11 @@ from rich.console import Console
 
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import sweep_summary
-from mergegate.tasks.report import SearchStatus, search_line
+from mergegate.tasks.report import search_line
 from mergegate.tasks.report.sweep.content import SweepContent
 from mergegate.tasks.stage import describe_progress, progress_watcher
 from mergegate.tasks.stage.progress import report_stage
+from mergegate.tasks.sweep import SearchProgress
 
 sys.path.append(str(Path(__file__).parent.parent / "report"))
 import sweep_samples as samples
@@ -59,9 +60,9 @@ def test_a_search_without_a_score_has_no_table() -> None:
 def test_the_progress_line_fits_the_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
     shown = TerminalProgress(console)
-    status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, dropped=9, seconds_left=41)
+    progress = SearchProgress(37, 60, generation=4, best=-0.00491, hand_written=-0.0072, seconds_left=41)
     with progress_watcher(shown), report_stage("search", ""):
-        describe_progress(partial(search_line, status))
+        describe_progress(partial(search_line, progress))
         plain = Console(file=io.StringIO(), width=width)
         plain.print(shown._draw())
         lines = str(plain.file.getvalue()).splitlines()  # type: ignore[attr-defined]

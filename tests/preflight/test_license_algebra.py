@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
-from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
-from mergegate.tasks.preflight.licenses.rules import dropped_restrictions
+from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, Unread, join_words
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
 from mergegate.tasks.preflight.licenses.table import License, load_table
 
@@ -476,4 +475,8 @@ def test_the_verdict_names_every_license_that_the_weights_are_under() -> None:
 def test_a_declared_license_is_weaker_by_the_restrictions_it_drops(
     declared: str, ancestor: str, dropped: tuple[str, ...]
 ) -> None:
-    assert dropped_restrictions(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped
+    base = Licensed(name="base", license=TABLE.licenses[ancestor])
+    child = LicensedParent(name="child", license=TABLE.licenses[declared], ancestors=(base,))
+    sentences = [reason.sentence for reason in combine_licenses([child], _use(), TABLE).reasons]
+    listed = [sentence.partition("which it drops: ")[2] for sentence in sentences if "which it drops: " in sentence]
+    assert listed == ([join_words(dropped)] if dropped else [])

@@ -10,7 +10,7 @@ import yaml
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings
-from mergegate.tasks.preflight.licenses.table import SHIPPED, License, LicenseTable, load_table
+from mergegate.tasks.preflight.licenses.table import SHIPPED, WEAK_KINDS, License, LicenseTable, load_table
 
 HUB = [
     line
@@ -51,7 +51,7 @@ def test_the_fields_of_an_entry_are_consistent(table: LicenseTable, identifier: 
     assert not (entry.cap and entry.commercial != "capped")
     assert not (entry.derivatives == "forbidden" and entry.sharing == "allowed")
     assert not entry.outer or entry.kind == "copyleft"
-    assert not entry.never_under or entry.weak
+    assert not entry.never_under or (entry.kind in WEAK_KINDS and not entry.restrictive)
     assert entry.kind != "noncommercial" or entry.commercial == "forbidden"
     assert entry.kind != "rail" or entry.use_policy
     if entry.basis == "assumed" and entry.restrictive:

@@ -252,7 +252,7 @@ class TestThePages:
     def test_a_run_killed_while_archiving_does_not_block_the_next(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        steps = ("write_state", "append_record", "_relink", "_prune", "render_history")
+        steps = ("write_state", "append_record", "_relink", "render_history")
         died = 0
         for at in range(20):
             reports, taken = tmp_path / str(at), []

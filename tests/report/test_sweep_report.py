@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
 
-from mergegate.tasks.report import SearchStatus, render_sweep, search_line, sweep_table
+from mergegate.tasks.report import render_sweep, search_line, sweep_table
 from mergegate.tasks.report.sweep import study_facts, wording
 from mergegate.tasks.report.sweep.canvas import score_axis
 from mergegate.tasks.report.sweep.content import HeldOut, ReportedParameter, SweepContent
 from mergegate.tasks.report.sweep.parameter_plots import share_of
-from mergegate.tasks.sweep import Trial
+from mergegate.tasks.sweep import SearchProgress, Trial
 
 MINUS = "\N{MINUS SIGN}"
 _drawn: dict[str, str] = {}
@@ -182,7 +182,9 @@ def test_a_trial_without_a_score_cannot_win_or_raise_the_best() -> None:
     course = study_facts.search_history((failed, infeasible, dropped, good), 0)
     assert [math.isnan(best) for best in course.best] == [True, True, True, False]
     assert course.best[-1] == 0.5
-    assert study_facts.best_scored_trial((failed, infeasible, dropped, good), 0) is good
+    baseline = tuple(replace(trial, origin="baseline") for trial in (failed, infeasible, dropped, good))
+    content = samples.confirmed().model_copy(update={"trials": baseline, "winner": None})
+    assert [row.trial for row in study_facts.recipe_rows(content, 0)] == [good.number]
 
 
 @given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=30))
@@ -220,9 +222,10 @@ def test_missing_parts_are_reported() -> None:
 
 def test_a_front_is_drawn_and_sorted_by_the_first_objective() -> None:
     content = samples.several()
-    page = Page(page_of_sweep("front"))
-    assert "front-wide" in " ".join(page.attributes("class"))
-    listed = [trial.number for trial in study_facts.front_trials(content)]
+    html = page_of_sweep("front")
+    assert "front-wide" in " ".join(Page(html).attributes("class"))
+    table = html.partition('<table class="front">')[2].partition("</table>")[0]
+    listed = [int(number) for number in re.findall(r'<th scope="row">(\d+)', table)]
     assert sorted(listed) == sorted(content.front)
     first = [content.trials[number].scores[0] for number in listed]
     assert first == sorted(first, reverse=True)
@@ -289,16 +292,18 @@ def test_an_interval_beside_zero_is_never_rounded_onto_zero(half: float, gain: f
 
 
 def test_the_progress_line_of_a_search() -> None:
-    status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, seconds_left=41)
-    assert search_line(status) == (
-        f"trial 37 of 60 · best {MINUS}0.0049 (hand-written {MINUS}0.0072) · 4 of 5 generations · about 40 s left"
-    )
-    assert search_line(SearchStatus(0, 60)) == "trial 0 of 60"
+    progress = SearchProgress(37, 60, generation=4, best=-0.00491, hand_written=-0.0072, seconds_left=41)
+    line = f"trial 37 of 60 · best {MINUS}0.0049 (hand-written {MINUS}0.0072) · about 40 s left"
+    assert search_line(progress) == line
+    assert search_line(progress, len(line)) == line
+    assert search_line(progress, len(line) - 1) == line.removesuffix(" · about 40 s left")
+    assert search_line(progress, 30) == f"37/60 · best {MINUS}0.0049"
+    assert search_line(SearchProgress(0, 60, generation=0)) == "trial 0 of 60"
 
 
-@given(st.integers(1, 140), st.floats(-5, 5) | st.just(math.nan), st.floats(-5, 5), st.integers(0, 9))
-def test_the_progress_line_fits_any_width(width: int, best: float, other: float, failed: int) -> None:
-    status = SearchStatus(37, 60, best, other, generation=4, generations=5, failed=failed, seconds_left=4000)
-    line = search_line(status, width)
+@given(st.integers(1, 140), st.floats(-5, 5) | st.just(math.nan) | st.none(), st.floats(-5, 5) | st.none())
+def test_the_progress_line_fits_any_width(width: int, best: float | None, other: float | None) -> None:
+    progress = SearchProgress(37, 60, generation=4, best=best, hand_written=other, seconds_left=4000)
+    line = search_line(progress, width)
     assert len(line) <= width
     assert line.startswith("trial 37 of 60"[:width]) or line.startswith("37/60"[:width])

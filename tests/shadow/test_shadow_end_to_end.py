@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import threading
@@ -83,7 +84,8 @@ def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
         proxy = ShadowProxy(settings, FollowedRouting(routing_file("watched"), routing), recorder)
         traffic = read_traffic(PROFILES / "demo" / "traffic.jsonl", "demo")[:240]
         with serving(proxy.application()) as url:
-            done = replay(traffic, url, ReplaySettings(settings.session_header, rate=1000, concurrency=2))
+            pace = ReplaySettings(settings.session_header, rate=1000, concurrency=2)
+            done = asyncio.run(replay(traffic, url, pace))
             assert dict(done.statuses) == {"200": 240}
             while recorder.counts().get("copies", 0) < 240:
                 time.sleep(0.05)

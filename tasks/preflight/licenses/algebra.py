@@ -17,13 +17,12 @@ from mergegate.tasks.preflight.licenses.case import (
     SEVERITY,
     Case,
     LicensedParent,
-    LicenseFinding,
     LicenseStatus,
     Subject,
     join_words,
 )
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
-from mergegate.tasks.preflight.licenses.rules import RULES, LicenseRule
+from mergegate.tasks.preflight.licenses.rules import RULES
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
 
@@ -83,7 +82,7 @@ def combine_licenses(
     parents: Sequence[License | LicensedParent],
     use: Use,
     table: LicenseTable,
-    accepted: Mapping[str, str] = MappingProxyType({}),
+    acceptances: Mapping[str, str] = MappingProxyType({}),
 ) -> Combination:
     """Determine whether the licenses of the parents allow a merge for the intended use.
 
@@ -92,7 +91,7 @@ def combine_licenses(
             ancestors apply too. A ``License`` instead of a parent stands for a parent with the name of the license.
         use: Intended use of the merged model.
         table: Known licenses.
-        accepted: Acceptances of the user, by license identifier or model name. Each is a text of the form ``who: why``.
+        acceptances: Texts of the form ``who: why`` from the user, by license identifier or model name.
             See ``LicenseSettings.accepted``.
 
     Returns:
@@ -104,7 +103,31 @@ def combine_licenses(
     if not parents:
         raise ValueError("a merge needs at least one parent")
     case = Case.create(parents, use, table)
-    reasons = {_settle(rule, finding, accepted) for rule in RULES for finding in rule.judge(case)}
+    reasons = set()
+    for rule, finding in [(judged, finding) for judged in RULES for finding in judged.judge(case)]:
+        settled: tuple[str, ...] = ()
+        remedy = rule.remedy
+        if finding.status == "review":  # It is settled if all of its subjects are accepted. A block never is.
+            keys = [
+                next((key for key in (subject.license, subject.model) if key is not None and key in acceptances), None)
+                for subject in finding.about
+            ]
+            if keys and None not in keys:
+                settled = tuple(sorted({f"{key}: {acceptances[key]}" for key in keys if key is not None}))
+            names = sorted({subject.license or subject.model for subject in finding.about})
+            to_accept = join_words(f"{name!r}" for name in names)
+            remedy = f"{rule.remedy}; to accept, add {to_accept} under 'accepted', each with 'who: why'"
+        status: LicenseStatus = "allowed" if settled else finding.status
+        reasons.add(
+            Reason(
+                rule=f"{rule.id}: {rule.subject}",
+                status=status,
+                sentence=finding.sentence,
+                remedy=remedy if status != "allowed" else "",
+                about=finding.about,
+                accepted=settled,
+            )
+        )
     status = max((reason.status for reason in reasons), key=SEVERITY.__getitem__, default="allowed")
     result = None if status == "blocked" else resulting_license(case)
     if result is not None:
@@ -117,29 +140,4 @@ def combine_licenses(
         card=result.card if result else {},
         obligations=obligations(case),
         reasons=tuple(sorted(reasons, key=lambda reason: (-SEVERITY[reason.status], reason.rule, reason.sentence))),
-    )
-
-
-def _settle(rule: LicenseRule, finding: LicenseFinding, accepted: Mapping[str, str]) -> Reason:
-    """Return the finding as a reason. A review is settled if all of its subjects are accepted; a block never is."""
-    settled: tuple[str, ...] = ()
-    remedy = rule.remedy
-    if finding.status == "review":
-        keys = [
-            next((key for key in (subject.license, subject.model) if key is not None and key in accepted), None)
-            for subject in finding.about
-        ]
-        if keys and None not in keys:
-            settled = tuple(sorted({f"{key}: {accepted[key]}" for key in keys if key is not None}))
-        names = sorted({subject.license or subject.model for subject in finding.about})
-        to_accept = join_words(f"{name!r}" for name in names)
-        remedy = f"{rule.remedy}; to accept, add {to_accept} under 'accepted', each with 'who: why'"
-    status: LicenseStatus = "allowed" if settled else finding.status
-    return Reason(
-        rule=f"{rule.id}: {rule.subject}",
-        status=status,
-        sentence=finding.sentence,
-        remedy=remedy if status != "allowed" else "",
-        about=finding.about,
-        accepted=settled,
     )

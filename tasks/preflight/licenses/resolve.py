@@ -109,8 +109,23 @@ def read_declaration(source: CardSource, name: str | None = None) -> Declaration
         "license_name": _text(card, "license_name", problems),
         "license_link": _text(card, "license_link", problems),
         "base_model": tuple(dict.fromkeys(_texts(card, "base_model", problems))),
-        **_license_file(source.directory, problems),
     }
+    try:
+        entries = sorted(path.name for path in source.directory.iterdir() if LICENSE_FILE.fullmatch(path.name))
+        files = [entry for entry in entries if not (source.directory / entry).is_dir()]
+        if files:
+            with open_plain(source.directory / files[0], within=source.directory) as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # A raw stream suffices.
+                file.seek(0)
+                data = file.read(_LICENSE_BYTES + 1)
+            is_usable = len(files) == 1 and len(data) <= _LICENSE_BYTES  # Of several, it is unknown which one counts.
+            text = data.decode("utf-8", errors="replace") if is_usable else ""
+            fields |= {"license_file": files[0], "license_sha256": sha256, "license_text": text}
+    except FileNotFoundError:
+        pass
+    except (InvalidInput, OSError) as error:
+        detail = error.found if isinstance(error, InvalidInput) else type(error).__name__
+        problems.append(f"the license file cannot be read: {detail}")
     return Declaration.model_validate({"name": name or source.directory.name, **fields, "problems": tuple(problems)})
 
 
@@ -146,11 +161,40 @@ def lineage(
 ) -> Lineage:
     """Return the model at `root` and every readable ancestor as parents for `combine_licenses`.
 
-    ``names`` holds the names of models that already have one, by resolved directory. They take precedence over names in
-    cards.
+    The license that binds a model is that of its card, or of the license file next to it, or both. ``names`` holds the
+    names of models that already have one, by resolved directory. They take precedence over names in cards.
     """
     steps = _steps(root, find, name, names)
-    models = [_licensed(step, table) for step in steps]
+    models = []
+    for step in steps:
+        declaration = step.declaration
+        license = table.lookup(declaration.license or None, declaration.license_name)
+        contradicted = None
+        file_license = identify_license(declaration.license_text, table, license) if declaration.license_text else None
+        declares_license = any(word.strip().lower() not in (OTHER, UNKNOWN) for word in declaration.license)
+        # An unreadable part of the card could contain a license.
+        is_readable = all(problem in (NO_CARD, NO_FRONT_MATTER) for problem in declaration.problems)
+        if not license.resolved and not declares_license and is_readable:
+            # With `other` or no declaration, the author meant the license in the neighboring file or the link.
+            linked_license = license_by_link(declaration.license_link, table) if declaration.license_link else None
+            license = file_license or linked_license or license
+        elif file_license is not None and file_license.id != license.id:
+            # The card may name a license family (`gpl`, `cc`, `bsd`, `openrail`), and the file a member of it.
+            is_rail = license.id == "openrail" and file_license.kind == "rail"
+            if file_license.id.startswith(f"{license.id}-") or is_rail:
+                license = file_license
+            elif license.resolved:
+                contradicted = file_license
+        models.append(
+            Licensed(
+                name=quoted(declaration.name),
+                license=license,
+                declared=declaration.words,
+                contradicted=contradicted,
+                own_file=declaration.license_sha256,
+                revision=step.source.revision,
+            )
+        )
     parents = tuple(
         LicensedParent(
             **{field: getattr(model, field) for field in Licensed.model_fields},
@@ -161,36 +205,6 @@ def lineage(
     )
     declarations = [step.declaration for step in steps]
     return Lineage(parents, {item.license_sha256: item.license_text for item in declarations if item.license_sha256})
-
-
-def _licensed(step: _Step, table: LicenseTable) -> Licensed:
-    """Decide which license binds a model: that of its card, or of the license file next to it, or both."""
-    declaration = step.declaration
-    license = table.lookup(declaration.license or None, declaration.license_name)
-    contradicted = None
-    file_license = identify_license(declaration.license_text, table, license) if declaration.license_text else None
-    declares_license = any(word.strip().lower() not in (OTHER, UNKNOWN) for word in declaration.license)
-    # An unreadable part of the card could contain a license.
-    is_readable = all(problem in (NO_CARD, NO_FRONT_MATTER) for problem in declaration.problems)
-    if not license.resolved and not declares_license and is_readable:
-        # With `other` or no declaration, the author meant the license in the neighboring file or the link.
-        linked_license = license_by_link(declaration.license_link, table) if declaration.license_link else None
-        license = file_license or linked_license or license
-    elif file_license is not None and file_license.id != license.id:
-        # The card may name a license family (`gpl`, `cc`, `bsd`, `openrail`), and the file a member of it.
-        is_rail = license.id == "openrail" and file_license.kind == "rail"
-        if file_license.id.startswith(f"{license.id}-") or is_rail:
-            license = file_license
-        elif license.resolved:
-            contradicted = file_license
-    return Licensed(
-        name=quoted(declaration.name),
-        license=license,
-        declared=declaration.words,
-        contradicted=contradicted,
-        own_file=declaration.license_sha256,
-        revision=step.source.revision,
-    )
 
 
 @dataclass(frozen=True)
@@ -247,7 +261,9 @@ def _identity(source: CardSource) -> Path:
 def _local_ancestor(source: CardSource, entry: str) -> CardSource | None:
     """Return the model that `entry` names, relative to a local directory or as a Hub model stored next to it.
 
-    Absolute paths, and paths on the Hub, refer to another machine.
+    Absolute paths, and paths on the Hub, refer to another machine. The directory of a Hub model `org/name` must have a
+    card or a license file. Its name (`name`, `org--name`, `org_name`) decides first, then a unique config.json that
+    names the model. None means to request it from the Hub.
     """
     if source.revision is not None:
         return None
@@ -255,36 +271,29 @@ def _local_ancestor(source: CardSource, entry: str) -> CardSource | None:
         path = source.directory / entry
         if path.is_dir() and not Path(entry).is_absolute():
             return CardSource(path)
-        return _find_neighbor(source.directory.resolve(), entry)
+        owner, slash, name = entry.strip().rpartition("/")
+        if not slash or "/" in owner or not name:
+            return None
+
+        directory = source.directory.resolve()
+        folder_names = {item.lower() for item in (name, f"{owner}--{name}", f"{owner}__{name}", f"{owner}_{name}")}
+        declaring = sorted(
+            neighbor
+            for neighbor in islice(directory.parent.iterdir(), _MAX_NEIGHBORS)
+            if neighbor != directory and neighbor.is_dir()
+            if card_path(neighbor) or any(LICENSE_FILE.fullmatch(path.name) for path in neighbor.iterdir())
+        )
+        matches = [neighbor for neighbor in declaring if neighbor.name.lower() in folder_names]
+        for neighbor in () if matches else declaring:
+            own_name = ""
+            with suppress(InvalidInput):
+                own_name = str(read_json(neighbor / "config.json").get("_name_or_path") or "")
+            # A model trained from it may keep its name in config.json, but names it in its card as the base.
+            if own_name == entry and entry not in _texts(read_card(neighbor).metadata, "base_model", []):
+                matches.append(neighbor)
+        return CardSource(matches[0]) if len(matches) == 1 else None
     except (OSError, ValueError, RuntimeError):  # A name that is too long or contains NUL, or a loop of links.
         return None
-
-
-def _find_neighbor(directory: Path, entry: str) -> CardSource | None:
-    """Return the model `org/name` from a directory next to `directory` that has a card or a license file.
-
-    A directory name (`name`, `org--name`, `org_name`) decides first, then a unique config.json that names the model.
-    None means to request it from the Hub.
-    """
-    owner, slash, name = entry.strip().rpartition("/")
-    if not slash or "/" in owner or not name:
-        return None
-    folder_names = {item.lower() for item in (name, f"{owner}--{name}", f"{owner}__{name}", f"{owner}_{name}")}
-    declaring = sorted(
-        neighbor
-        for neighbor in islice(directory.parent.iterdir(), _MAX_NEIGHBORS)
-        if neighbor != directory and neighbor.is_dir()
-        if card_path(neighbor) or any(LICENSE_FILE.fullmatch(path.name) for path in neighbor.iterdir())
-    )
-    matches = [neighbor for neighbor in declaring if neighbor.name.lower() in folder_names]
-    for neighbor in () if matches else declaring:
-        own_name = ""
-        with suppress(InvalidInput):
-            own_name = str(read_json(neighbor / "config.json").get("_name_or_path") or "")
-        # A model trained from it may keep its name in config.json, but names it in its card as the base.
-        if own_name == entry and entry not in _texts(read_card(neighbor).metadata, "base_model", []):
-            matches.append(neighbor)
-    return CardSource(matches[0]) if len(matches) == 1 else None
 
 
 def _text(card: Mapping[object, object], field: str, problems: list[str]) -> str | None:
@@ -309,28 +318,6 @@ def _texts(card: Mapping[object, object], field: str, problems: list[str]) -> tu
         problems.append(f"{field} is a list with an entry that is not text: {type(invalid[0]).__name__}")
         return ()
     return tuple(entry.strip() for entry in value)
-
-
-def _license_file(directory: Path, problems: list[str]) -> dict[str, str]:
-    """Return the fields of the license file; the content only if it is the only one, and small."""
-    try:
-        names = sorted(path.name for path in directory.iterdir() if LICENSE_FILE.fullmatch(path.name))
-        names = [name for name in names if not (directory / name).is_dir()]
-        if not names:
-            return {}
-        with open_plain(directory / names[0], within=directory) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # A raw stream suffices.
-            file.seek(0)
-            data = file.read(_LICENSE_BYTES + 1)
-        is_usable = len(names) == 1 and len(data) <= _LICENSE_BYTES
-        text = data.decode("utf-8", errors="replace") if is_usable else ""
-        return {"license_file": names[0], "license_sha256": digest, "license_text": text}
-    except FileNotFoundError:
-        return {}
-    except (InvalidInput, OSError) as error:
-        detail = error.found if isinstance(error, InvalidInput) else type(error).__name__
-        problems.append(f"the license file cannot be read: {detail}")
-        return {}
 
 
 def quoted(text: str) -> str:

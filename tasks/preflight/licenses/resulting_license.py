@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.preflight.licenses.case import Case, join_words
 from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
-from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, License
+from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, WEAK_KINDS, License
 
 ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
 
@@ -70,7 +69,8 @@ def resulting_license(case: Case) -> ResultingLicense:
         parents_licenses = [key for key in fits if key in {entry.id for entry in case.resolved}]
         license = (parents_licenses or list(fits))[0]
         return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
-    staying = tuple(entry.id for entry in case.resolved if not entry.weak)
+    # Under a weak license, merged weights may carry another one, along with the text and the credit of this one.
+    staying = tuple(entry.id for entry in case.resolved if entry.kind not in WEAK_KINDS or entry.restrictive)
     if not staying and not case.unresolved:
         strongest = max(case.resolved, key=lambda entry: _strength(case, entry))
         return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
@@ -82,7 +82,7 @@ def resulting_license(case: Case) -> ResultingLicense:
 
 def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
     """Rank attribution over permissive over public domain; then patent terms, marking of changes, and table order."""
-    rank = ("public-domain", "permissive", "attribution").index(entry.kind)
+    rank = WEAK_KINDS.index(entry.kind)
     return rank, bool(entry.never_under), entry.state_changes, -list(case.table.licenses).index(entry.id)
 
 
@@ -98,7 +98,23 @@ def obligations(case: Case) -> tuple[Obligation, ...]:
     """Return the union of all licenses' obligations (R8 and R9), each once, sorted by kind and text."""
     license_ids: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
     for entry in case.resolved:
-        for kind, text in _license_obligations(case, entry):
+        credit = f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."
+        policy = case.table.policies[entry.use_policy] if entry.use_policy else ""
+        terms: tuple[tuple[ObligationKind, str, object], ...] = (
+            ("text", f"ship the text of {entry.id}", entry.text),
+            ("notice", credit, entry.credit),
+            ("notice", entry.notice or "", entry.notice),
+            ("display", (entry.display or "").replace("[name]", case.use.name.rsplit("/", 1)[-1]), entry.display),
+            ("use_policy", f"pass on the use restrictions of {entry.id}: {policy}", entry.use_policy),
+            ("changes", "state that the files were modified", entry.state_changes),
+            ("name_prefix", entry.name_prefix or "", entry.name_prefix),
+            (
+                "cap",
+                f"{entry.id}: commercial use has a threshold: {entry.cap or 'ask the licensor first'}",
+                entry.commercial == "capped",
+            ),
+        )
+        for kind, text in ((kind, text) for kind, text, applies in terms if applies):
             license_ids.setdefault((kind, text, None), set()).add(entry.id)
     for model in case.models:
         if not model.license.resolved:
@@ -109,23 +125,3 @@ def obligations(case: Case) -> tuple[Obligation, ...]:
         for (kind, text, model), ids in license_ids.items()
     ]
     return tuple(sorted(result, key=lambda obligation: (obligation.kind, obligation.text)))
-
-
-def _license_obligations(case: Case, entry: License) -> Iterator[tuple[ObligationKind, str]]:
-    name = case.use.name.rsplit("/", 1)[-1]
-    if entry.text:
-        yield "text", f"ship the text of {entry.id}"
-    if entry.credit:
-        yield "notice", f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."
-    if entry.notice:
-        yield "notice", entry.notice
-    if entry.display:
-        yield "display", entry.display.replace("[name]", name)
-    if entry.use_policy:
-        yield "use_policy", f"pass on the use restrictions of {entry.id}: {case.table.policies[entry.use_policy]}"
-    if entry.state_changes:
-        yield "changes", "state that the files were modified"
-    if entry.name_prefix:
-        yield "name_prefix", entry.name_prefix
-    if entry.commercial == "capped":
-        yield "cap", f"{entry.id}: commercial use has a threshold: {entry.cap or 'ask the licensor first'}"

@@ -28,6 +28,7 @@ from mergegate.tasks.preflight.licenses.case import (
     Subject,
     join_words,
 )
+from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License
 
 
@@ -76,23 +77,35 @@ def _derivatives(case: Case) -> Iterator[LicenseFinding]:
             yield LicenseFinding("blocked", f"{name} does not permit redistribution of the weights", case.about(entry))
 
 
-def _commercial(case: Case) -> Iterator[LicenseFinding]:
-    """Limit commercial use to the permission of the strictest parent."""
-    if case.use.purpose == "commercial":
+def _for_each_license(
+    status: LicenseStatus, applies: Callable[[Use, License], bool], words: Callable[[License], str]
+) -> Callable[[Case], Iterator[LicenseFinding]]:
+    """Return a rule that looks at one license at a time. ``words`` complete a sentence that begins with the license."""
+
+    def judge(case: Case) -> Iterator[LicenseFinding]:
         for entry in case.resolved:
-            if entry.commercial == "forbidden":
-                yield LicenseFinding("blocked", f"{case.describe(entry)} forbids commercial use", case.about(entry))
+            if applies(case.use, entry):
+                yield LicenseFinding(status, f"{case.describe(entry)} {words(entry)}", case.about(entry))
+
+    return judge
 
 
-def _company_distributes(case: Case) -> Iterator[LicenseFinding]:
-    """Block research licenses that count any distribution by a company as commercial."""
-    if case.public and case.use.commercial_entity:
-        for entry in case.resolved:
-            if entry.sharing == "noncommercial-only":
-                sentence = (
-                    f"{case.describe(entry)} does not permit distribution by a commercial entity, even free of charge"
-                )
-                yield LicenseFinding("blocked", sentence, case.about(entry))
+# Commercial use is limited to the permission of the strictest parent.
+_commercial = _for_each_license(
+    "blocked",
+    lambda use, entry: use.purpose == "commercial" and entry.commercial == "forbidden",
+    lambda _: "forbids commercial use",
+)
+# Some research licenses count any distribution by a company as commercial.
+_company_distributes = _for_each_license(
+    "blocked",
+    lambda use, entry: use.visibility == "public" and use.commercial_entity and entry.sharing == "noncommercial-only",
+    lambda _: "does not permit distribution by a commercial entity, even free of charge",
+)
+# A license that grants nothing in some territory or to some users needs a review.
+_territory = _for_each_license(
+    "review", lambda _, entry: bool(entry.territory), lambda entry: f"is limited: {entry.territory}"
+)
 
 
 def _improving_others(case: Case) -> Iterator[LicenseFinding]:
@@ -197,53 +210,41 @@ def _describe_all(case: Case, licenses: list[License]) -> str:
     return join_words(case.describe(entry) for entry in licenses)
 
 
-def _territory(case: Case) -> Iterator[LicenseFinding]:
-    """Require a review of a license that grants nothing in some territory or to some users."""
-    for entry in case.resolved:
-        if entry.territory:
-            yield LicenseFinding("review", f"{case.describe(entry)} is limited: {entry.territory}", case.about(entry))
-
-
 def _ancestry(case: Case) -> Iterator[LicenseFinding]:
     """Require a review of restrictions that a parent drops, since it cannot grant more than its ancestors do.
 
     An ancestor that could not be read needs a review too. Like a model without a declaration (R0), it may forbid what
     its descendant's card permits, and a gate that opens when the Hub does not respond is useless.
     """
+    permission = {"allowed": 0, "capped": 1, "private-only": 1, "noncommercial-only": 1, "forbidden": 2}
     for parent in case.parents:
-        for ancestor in parent.ancestors:
-            for license in ancestor.licenses:
-                dropped = dropped_restrictions(parent.license, license)
-                if dropped:
-                    sentence = (
-                        f"{parent.name} declares {parent.license.id}, but was derived from {ancestor.name} under "
-                        f"{license.id}, which it drops: {join_words(dropped)}"
-                    )
-                    yield LicenseFinding("review", sentence, (Subject(model=parent.name, license=None),))
+        declared = parent.license
+        pairs = [(ancestor, license) for ancestor in parent.ancestors for license in ancestor.licenses]
+        for ancestor, license in pairs:
+            if not declared.resolved or not license.resolved or declared.id == license.id:
+                continue
+            prefix = license.name_prefix is not None and not _begins(declared.name_prefix, license.name_prefix)
+            drops = {
+                "its limits on derivatives": permission[license.derivatives] > permission[declared.derivatives],
+                "its limits on sharing": permission[license.sharing] > permission[declared.sharing],
+                "its limits on commercial use": permission[license.commercial] > permission[declared.commercial],
+                "its use restrictions": license.use_policy not in (None, declared.use_policy),
+                "its ban on improving other models": bool(license.only_with) and not declared.only_with,
+                "its territory limits": license.territory not in (None, declared.territory),
+                "its share-alike": license.kind == "copyleft" and declared.id not in license.outer,
+                "its rule for names": prefix,
+            }
+            if any(drops.values()):
+                dropped = join_words(words for words, is_dropped in drops.items() if is_dropped)
+                sentence = (
+                    f"{parent.name} declares {declared.id}, but was derived from {ancestor.name} under {license.id}, "
+                    f"which it drops: {dropped}"
+                )
+                yield LicenseFinding("review", sentence, (Subject(model=parent.name, license=None),))
         for unread in parent.unread:
             why = f" ({unread.why})" if unread.why else ""
             sentence = f"{parent.name} was derived from {unread.name}, whose license could not be read{why}"
             yield LicenseFinding("review", sentence, (Subject(model=unread.name, license=None),))
-
-
-def dropped_restrictions(declared: License, ancestor: License) -> tuple[str, ...]:
-    """Return the restrictions of the ancestor's license that the declared one drops, in words; none if unknown."""
-    if not declared.resolved or not ancestor.resolved or declared.id == ancestor.id:
-        return ()
-    permission = {"allowed": 0, "capped": 1, "private-only": 1, "noncommercial-only": 1, "forbidden": 2}
-    share_alike = ancestor.kind == "copyleft" and declared.id not in ancestor.outer
-    prefix = ancestor.name_prefix is not None and not _begins(declared.name_prefix, ancestor.name_prefix)
-    drops = {
-        "its limits on derivatives": permission[ancestor.derivatives] > permission[declared.derivatives],
-        "its limits on sharing": permission[ancestor.sharing] > permission[declared.sharing],
-        "its limits on commercial use": permission[ancestor.commercial] > permission[declared.commercial],
-        "its use restrictions": ancestor.use_policy not in (None, declared.use_policy),
-        "its ban on improving other models": bool(ancestor.only_with) and not declared.only_with,
-        "its territory limits": ancestor.territory not in (None, declared.territory),
-        "its share-alike": share_alike,
-        "its rule for names": prefix,
-    }
-    return tuple(words for words, dropped in drops.items() if dropped)
 
 
 _REMOVE = "remove that parent"

@@ -37,7 +37,8 @@ LicenseKind = Literal[
     "data",
     "unknown",
 ]
-_WEAK: tuple[LicenseKind, ...] = ("public-domain", "permissive", "attribution")
+# Kinds of licenses under which merged weights may carry another license, in ascending strength.
+WEAK_KINDS: tuple[LicenseKind, ...] = ("public-domain", "permissive", "attribution")
 _SECTIONS = ("sources", "policies", "licenses", "aliases")
 
 
@@ -84,11 +85,6 @@ class License(BaseModel):
         """Whether it restricts the use or presentation of derivatives, beyond credit, texts and share-alike."""
         terms = (self.use_policy, self.name_prefix, self.display, self.territory, self.only_with)
         return self.kind in ("rail", "community", "research") or self.commercial == "capped" or any(terms)
-
-    @property
-    def weak(self) -> bool:
-        """Whether merged weights may carry another license, along with this one's text and credit."""
-        return self.kind in _WEAK and not self.restrictive
 
 
 class LicenseTable(BaseModel):

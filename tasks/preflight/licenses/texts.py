@@ -35,8 +35,8 @@ _AGREEMENT = 200  # Words; a shorter file only mentions the agreement that it na
 
 def license_texts(license: License) -> dict[str, str]:
     """Return the texts to ship for a license, by their identifier; empty if they are unavailable."""
-    texts = {name: _text(name) for name in license.texts or (license.id,)}
-    return {name: text for name, text in texts.items() if text is not None} if all(texts.values()) else {}
+    texts = {name: _shipped_text(name)[0] for name in license.texts or (license.id,)}
+    return texts if all(texts.values()) else {}
 
 
 def identify_license(text: str, table: LicenseTable, expected: License | None = None) -> License | None:
@@ -69,15 +69,11 @@ def _address(link: str) -> str:
 
 
 @cache
-def _text(name: str) -> str | None:
+def _shipped_text(name: str) -> tuple[str, str]:
+    """Return a text and its words. Both are empty if there is no such text."""
     file = _TEXTS / f"{name}.txt"
-    return file.read_text(encoding="utf-8") if file.is_file() else None
-
-
-@cache
-def _shipped_words(name: str) -> str | None:
-    text = _text(name)
-    return None if text is None else _words(text)
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return text, _words(text)
 
 
 def _words(text: str) -> str:
@@ -91,8 +87,8 @@ def _words(text: str) -> str:
 
 
 def _is_text_of(words: str, name: str) -> bool:
-    shipped = _shipped_words(name)
-    if shipped is None:
+    shipped = _shipped_text(name)[1]
+    if not shipped:
         return False
     # Files often omit the appendix on how to apply a license, or fill it in.
     core, end, appendix = shipped.partition("end of terms and conditions")

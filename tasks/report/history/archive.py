@@ -85,7 +85,17 @@ def archive_run(
                 reports / location, add_links(content, location, neighbors, changes, run_facts(record)).encode()
             )
         history = append_record(reports, history_before, record)
-        oldest = _prune(directory, history, record.profile)
+
+        # Remove the oldest pages of the profile. Pages that the history does not list go first.
+        order = {run.report: number for number, run in enumerate(history.records) if run.profile == record.profile}
+        archived = [file for file in directory.glob("*.html") if file.is_file() or file.is_symlink()]
+        archived = [file for file in archived if not file.name.endswith(SEARCH)]
+        archived.sort(key=lambda file: (order.get(f"{profile}/{file.name}", -1), file.name))
+        for file in archived[:-MAX_PAGES]:
+            with suppress(OSError):  # another user's file in a shared directory
+                file.with_name(_search_page(file.name)).unlink(missing_ok=True)
+                file.unlink()
+        oldest = f"{profile}/{archived[-MAX_PAGES:][0].name}"  # its predecessor may be gone
         for page in {neighbors.previous, oldest} - {"", report}:
             _relink(reports, history, page)
         existing = {_existing_page(reports, run.report) for run in history.records}
@@ -150,20 +160,3 @@ def _relink(reports: Path, history: History, page: str) -> None:
         content = read_state(reports / location, bytes.decode, most=_MAX_PAGE_BYTES)
         if isinstance(content, str):
             write_state(reports / location, replace_links(content, location, neighbors).encode())
-
-
-def _prune(directory: Path, history: History, profile: str) -> str:
-    """Remove the oldest pages of a profile. Pages that the history does not list go first.
-
-    Returns:
-        The oldest remaining page, whose predecessor may be gone.
-    """
-    order = {record.report: number for number, record in enumerate(history.records) if record.profile == profile}
-    pages = [page for page in directory.glob("*.html") if page.is_file() or page.is_symlink()]
-    pages = [page for page in pages if not page.name.endswith(SEARCH)]
-    pages.sort(key=lambda page: (order.get(f"{directory.name}/{page.name}", -1), page.name))
-    for page in pages[:-MAX_PAGES]:
-        with suppress(OSError):  # another user's file in a shared directory
-            page.with_name(_search_page(page.name)).unlink(missing_ok=True)
-            page.unlink()
-    return f"{directory.name}/{pages[-MAX_PAGES:][0].name}"

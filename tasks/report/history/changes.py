@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.history.record import RunRecord, RunScore
+from mergegate.tasks.report.history.record import RunRecord
 
 _MAX_SENTENCES = 5  # per kind of change; the tables show all of them
 
@@ -49,12 +49,7 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
     reference = next((run for run in reversed(runs) if run.parents), None)
     if reference is None or not record.parents:
         return tuple(sentences)
-    changes = [
-        *_parent_changes(reference, record),
-        *_recipe_changes(reference.recipe, record.recipe),
-        *_limit_changes(reference, record),
-        *_score_changes(reference, record),
-    ]
+    changes = _content_changes(reference, record)
     since = "" if reference is last else f" since {format_run_time(reference)}, when parents and scores were last known"
     return (*sentences, *(changes or [f"Parents, recipe, limits and scores are the same{since}."]))
 
@@ -67,7 +62,8 @@ def format_run_time(record: RunRecord) -> str:
         return "at no known time"
 
 
-def _parent_changes(last: RunRecord, now: RunRecord) -> list[str]:
+def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
+    """Return what changed in parents, recipe, limits and scores, in this order."""
     before, after = ({item.name: item for item in run.parents} for run in (last, now))
     sentences = [f"{name} is a new parent." for name in after if name not in before]
     sentences += [f"{name} is no parent any more." for name in before if name not in after]
@@ -79,73 +75,61 @@ def _parent_changes(last: RunRecord, now: RunRecord) -> list[str]:
             sentences.append(f"{name}: revision {old.revision[:10]} → {parent.revision[:10]}.")
         else:
             sentences.append(f"{name} has other files than before: {old.digest[:10]} → {parent.digest[:10]}.")
-    return _limited(sentences, "parents")
+    changes = _limited(sentences, "parents")
 
+    if last.recipe != now.recipe:
+        lines = [
+            line
+            for line in difflib.unified_diff(last.recipe.splitlines(), now.recipe.splitlines(), lineterm="", n=0)
+            if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].partition("#")[0].strip()
+        ]
+        removed, added = ([line[1:].strip() for line in lines if line[0] == sign] for sign in "-+")
+        shown = [f"{'without' if line[0] == '-' else 'with'} {line[1:].strip()}" for line in lines]
+        text = ", ".join(shown[:4]) + (f" and {len(shown) - 4} more lines" if len(shown) > 4 else "")
+        if len(removed) == len(added) == 1:
+            text = f"{removed[0]} → {added[0]}"
+        changes.append(f"Recipe: {text or 'written otherwise'}.")
 
-def _recipe_changes(before: str, after: str) -> list[str]:
-    if before == after:
-        return []
-    lines = [
-        line
-        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-        if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].partition("#")[0].strip()
-    ]
-    old, new = ([line[1:].strip() for line in lines if line[0] == sign] for sign in "-+")
-    if len(old) == len(new) == 1:
-        return [f"Recipe: {old[0]} → {new[0]}."]
-    shown = [f"{'without' if line[0] == '-' else 'with'} {line[1:].strip()}" for line in lines]
-    more = f" and {len(shown) - 4} more lines" if len(shown) > 4 else ""
-    return [f"Recipe: {', '.join(shown[:4])}{more}."] if shown else ["Recipe: written otherwise."]
-
-
-def _limit_changes(last: RunRecord, now: RunRecord) -> list[str]:
-    before, after = (_by_guard(run.scores) for run in (last, now))
+    guards_before, guards = ({(score.task, score.reference): score for score in run.scores} for run in (last, now))
     sentences = [
-        f"{task}: limit {before[task, reference].limit} → {score.limit}."
-        for (task, reference), score in after.items()
-        if (task, reference) in before and before[task, reference].limit != score.limit
+        f"{guard[0]}: limit {guards_before[guard].limit} → {score.limit}."
+        for guard, score in guards.items()
+        if guard in guards_before and guards_before[guard].limit != score.limit
     ]
     sentences += [
-        f"{task} is guarded now, against {reference}." for task, reference in after if (task, reference) not in before
+        f"{task} is guarded now, against {reference}."
+        for task, reference in guards
+        if (task, reference) not in guards_before
     ]
     # A run that was decided early evaluated fewer tasks. Only a successful run evaluated all of them.
     if now.status in ("released", "passed", "nothing new"):
         sentences += [
             f"{task} is not guarded against {reference} any more."
-            for task, reference in before
-            if (task, reference) not in after
+            for task, reference in guards_before
+            if (task, reference) not in guards
         ]
     limits = (last.perplexity_limit, now.perplexity_limit)
     if None not in limits and limits[0] != limits[1]:
         sentences.append(f"Perplexity: limit {_ratio(limits[0])} → {_ratio(limits[1])}.")
-    return _limited(sentences, "limits")
+    changes += _limited(sentences, "limits")
 
-
-def _score_changes(last: RunRecord, now: RunRecord) -> list[str]:
-    def points(score: RunScore) -> str:
-        return "" if score.merge is None else wording.number(score.merge, 1)
-
-    before = _by_guard(last.scores)
-    changes = []
-    for guard, new in _by_guard(now.scores).items():
-        old = before.get(guard)
-        if old is None or (points(old), f"{old.drop:.1f}") == (points(new), f"{new.drop:.1f}"):
+    by_size = []
+    for guard, new in guards.items():
+        if guard not in guards_before:
             continue
-        drop = f"drop against {new.reference} {wording.number(old.drop, 1)} → {wording.number(new.drop, 1)}"
-        scores = dict.fromkeys((points(old), points(new)))
-        text = f"scores {' → '.join(scores)}, {drop}" if all(scores) else drop
-        size = max(abs((new.merge or 0.0) - (old.merge or 0.0)), abs(new.drop - old.drop))
-        changes.append((size, f"{new.task}: {text}."))
-    changes.sort(key=lambda change: -change[0])
-    sentences = [sentence for _, sentence in changes]
+        old_score = guards_before[guard]
+        points = ["" if score.merge is None else wording.number(score.merge, 1) for score in (old_score, new)]
+        if points[0] == points[1] and f"{old_score.drop:.1f}" == f"{new.drop:.1f}":
+            continue
+        drop = f"drop against {new.reference} {wording.number(old_score.drop, 1)} → {wording.number(new.drop, 1)}"
+        text = f"scores {' → '.join(dict.fromkeys(points))}, {drop}" if all(points) else drop
+        size = max(abs((new.merge or 0.0) - (old_score.merge or 0.0)), abs(new.drop - old_score.drop))
+        by_size.append((size, f"{new.task}: {text}."))
+    sentences = [sentence for _, sentence in sorted(by_size, key=lambda change: -change[0])]
     ratios = (last.perplexity, now.perplexity)
     if ratios[0] is not None and ratios[1] is not None and _ratio(ratios[0]) != _ratio(ratios[1]):
         sentences.append(f"Perplexity {_ratio(ratios[0])} → {_ratio(ratios[1])} of the better parent's.")
-    return _limited(sentences, "scores")
-
-
-def _by_guard(scores: Iterable[RunScore]) -> dict[tuple[str, str], RunScore]:
-    return {(score.task, score.reference): score for score in scores}
+    return changes + _limited(sentences, "scores")
 
 
 def _ratio(value: float | None) -> str:

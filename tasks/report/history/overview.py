@@ -131,15 +131,8 @@ def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
     drop_plots = [
         draw_lines(drops, days, chart, "points lost", from_zero=True, limit=limit) for chart in (WIDE, NARROW)
     ]
-    pictures = (
-        _picture("Scores of the merge, points", scores, score_plots),
-        _picture(f"Drops against the reference, points lost{allowed}", drops, drop_plots),
-        _durations(runs),
-    )
-    return tuple(picture for picture in pictures if picture is not None)
 
-
-def _durations(runs: Sequence[RunRecord]) -> Curves | None:
+    # Durations are stacked bars of all runs, in a unit that suits the longest.
     seconds_by_run = [{stage.name: stage.seconds for stage in run.stages} for run in runs]
     names = dict.fromkeys(name for run in seconds_by_run for name in run)
     total = {name: sum(run.get(name, 0.0) for run in seconds_by_run) for name in names}
@@ -152,9 +145,13 @@ def _durations(runs: Sequence[RunRecord]) -> Curves | None:
     if len(total) > len(longest):
         remaining = (sum(seconds for name, seconds in run.items() if name not in longest) for run in seconds_by_run)
         series.append(Series("all others", tuple(seconds / factor for seconds in remaining)))
-    days = [_day(run) for run in runs]
-    plots = [draw_bars(series, days, chart, unit) for chart in (WIDE, NARROW)]
-    return _picture(f"What its stages took, {unit}", series, plots, bars=True)
+    duration_plots = [draw_bars(series, [_day(run) for run in runs], chart, unit) for chart in (WIDE, NARROW)]
+    pictures = (
+        _picture("Scores of the merge, points", scores, score_plots),
+        _picture(f"Drops against the reference, points lost{allowed}", drops, drop_plots),
+        _picture(f"What its stages took, {unit}", series, duration_plots, bars=True),
+    )
+    return tuple(picture for picture in pictures if picture is not None)
 
 
 def _picture(title: str, series: Sequence[Series], plots: Sequence[str], *, bars: bool = False) -> Curves | None:

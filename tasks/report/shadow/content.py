@@ -8,7 +8,7 @@ float.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -118,7 +118,3 @@ class ShadowContent(_Part):
     def now(self) -> ShadowPoint | None:
         """Current evidence, or None before the first pair."""
         return self.points[-1] if self.points else None
-
-    def without_examples(self) -> Self:
-        """Return a copy without text from users."""
-        return self.model_copy(update={"examples": ()})

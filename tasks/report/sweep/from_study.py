@@ -5,7 +5,6 @@ All functions are pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,13 +20,11 @@ from mergegate.tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from mergegate.tasks.report.sweep.search_line import SearchStatus, search_line
 from mergegate.tasks.sweep import (
     TEXT,
     Confirmation,
     ConfirmationPower,
     NothingToConfirm,
-    SearchProgress,
     Study,
     Term,
     cumulative_shares,
@@ -104,6 +101,10 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
         if confirmation.confirmed and confirmation.winner in study.recipes:
             winner = dict(study.recipes[confirmation.winner])
             recipe = yaml.safe_dump(winner, sort_keys=False, default_flow_style=None, width=100)
+    terms, several, rule = study.objective.terms, study.objective.multi_objective, settings.racing
+    racing = ReportedRacing(rule="none" if several else rule.rule)
+    if racing.rule == "paired":
+        racing = ReportedRacing(rule="paired", error=rule.error, looks=cumulative_shares(rule))
     tasks = dict.fromkeys(task for counts in facts.sizes.values() for task in counts)
     search, confirmed, gate = (facts.sizes.get(name, {}) for name in ("search", "confirmation", "gate"))
     return SweepContent(
@@ -122,7 +123,8 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
             )
             for coordinate in study.coordinates
         ),
-        objectives=_objectives(study),
+        # All terms are one objective in their common unit, or each is its own.
+        objectives=tuple(_objective((term,)) for term in terms) if several else (_objective(terms),),
         constraints=_constraints(study),
         trials=study.trials,
         winner=study.best.number if study.best else None,
@@ -140,7 +142,7 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
             )
             for task in tasks
         ),
-        racing=_racing(study),
+        racing=racing,
         budget=ReportedBudget(
             trials=settings.budget.trials,
             hours=settings.budget.hours,
@@ -158,14 +160,6 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
         reproduce=facts.reproduce,
         versions=facts.versions,
     )
-
-
-def _objectives(study: Study) -> tuple[ReportedObjective, ...]:
-    """Return one objective for all terms, in their common unit, or one objective per term."""
-    terms = study.objective.terms
-    if study.objective.multi_objective:
-        return tuple(_objective((term,)) for term in terms)
-    return (_objective(terms),)
 
 
 def _objective(terms: tuple[Term, ...]) -> ReportedObjective:
@@ -219,24 +213,3 @@ def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
         winner = (test.held_out - (test.searched - scores[test.winner][0]),)
         reference = (test.held_out_reference - (test.searched_reference - scores[test.reference][0]),)
     return HeldOut(trial=test.reference, scores=reference), HeldOut(trial=test.winner, scores=winner)
-
-
-def _racing(study: Study) -> ReportedRacing:
-    rule = study.settings.racing
-    if rule.rule == "none" or study.objective.multi_objective:
-        return ReportedRacing(rule="none")
-    if rule.rule == "halving":
-        return ReportedRacing(rule="halving")
-    return ReportedRacing(rule="paired", error=rule.error, looks=cumulative_shares(rule))
-
-
-def sweep_line(progress: SearchProgress, width: int) -> str:
-    """Return the progress line of a running search, in at most ``width`` characters."""
-    status = SearchStatus(
-        done=progress.trials,
-        total=progress.budget,
-        best=math.nan if progress.best is None else progress.best,
-        hand_written=math.nan if progress.hand_written is None else progress.hand_written,
-        seconds_left=progress.seconds_left,
-    )
-    return search_line(status, width)

@@ -27,6 +27,11 @@ def render_sweep(content: SweepContent) -> str:
         (parameter for parameter in content.parameters if parameter.importance is not None),
         key=lambda parameter: -(parameter.importance or 0.0),
     )
+    # The trials of the front, the best in the first objective first.
+    front = [
+        trial for trial in content.trials if trial.number in content.front and study_facts.state_of(trial) != "failed"
+    ]
+    front.sort(key=lambda trial: (-study_facts.score_in(trial, 0), trial.number))
     return page_template("sweep/sweep.html").render(
         content=content,
         wording=wording,
@@ -42,7 +47,7 @@ def render_sweep(content: SweepContent) -> str:
         front=safe(front_plot(content)),
         rows=[study_facts.recipe_rows(content, index) for index in objectives],
         winner=study_facts.trial_numbered(content, content.winner),
-        front_trials=study_facts.front_trials(content),
+        front_trials=front,
         ranked=ranked,
         budget=words.budget_rows(content.budget, len(content.trials)),
         problems=words.problem_rows(content),

@@ -64,53 +64,70 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
 
     The result is empty if fewer than two trials have a score, or with more than ``MAX_SLICES`` parameters.
     """
-    scored = sum(state_of(trial) != "failed" for trial in content.trials)
-    if scored < 2 or not 0 < len(content.parameters) <= MAX_SLICES:
+    scored = [trial for trial in content.trials if state_of(trial) != "failed"]
+    if len(scored) < 2 or not 0 < len(content.parameters) <= MAX_SLICES:
         return ()
-    return tuple(_slices(content, objective, layout, f"slices-{objective}-{layout.name}") for layout in (WIDE, NARROW))
+    axis, plots = score_axis(content, objective), []
+    for layout in (WIDE, NARROW):
+        plot = f"slices-{objective}-{layout.name}"
+        keys = trial_keys(content, [trial for trial in scored if trial.point], objective, axis)
+        if content.winner is not None:
+            keys.append(winner_key(content))
+        if any(parameter.start is not None for parameter in content.parameters):
+            keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **DASHED))
+        columns = min(len(content.parameters), 2 if layout.narrow else 3)
+        rows = math.ceil(len(content.parameters) / columns)
+        legend_columns = 2 if layout.narrow else len(keys)
+        head = 14 + 19 * math.ceil(len(keys) / legend_columns)
+        left, gap, panel_height, title, foot = (44, 16, 120, 28, 26) if layout.narrow else (66, 34, 170, 32, 30)
+        panel_width = (layout.width - left - gap * (columns - 1) - 4) / columns
+        if len(content.parameters) < columns + 1 and not layout.narrow:
+            panel_width = min(panel_width, 400)
+        height = head + rows * (title + panel_height + foot)
+        with drawing(plot):
+            figure = blank(layout, height)
+            for index, parameter in enumerate(content.parameters):
+                row, column = divmod(index, columns)
+                box = (
+                    left + column * (panel_width + gap),
+                    head + row * (title + panel_height + foot) + title,
+                    panel_width,
+                    panel_height,
+                )
+                axes = panel(figure, layout, height, box)
+                axes.set_ylim(axis.low, axis.high)
+                ticks(axes, "y", 4)
+                if column:
+                    axes.set_yticklabels([])
+                name = shortened(parameter.name, 17 if layout.narrow else 34)
+                write(axes, (0, 1), name, TextStyle(size=12 if layout.narrow else 13, bold=True), shift=(0, -13))
+                _draw_slice(axes, content, parameter, objective, axis, panel_width)
+            legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
+            plots.append(inline(figure, plot, spoken_values(content)))
+    return tuple(plots)
 
 
-def _slices(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
-    axis = score_axis(content, objective)
-    scored = [trial for trial in content.trials if state_of(trial) != "failed" and trial.point]
-    keys = trial_keys(content, scored, objective, axis)
-    if content.winner is not None:
-        keys.append(winner_key(content))
-    if any(parameter.start is not None for parameter in content.parameters):
-        keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **DASHED))
-    columns = min(len(content.parameters), 2 if layout.narrow else 3)
-    rows = math.ceil(len(content.parameters) / columns)
-    legend_columns = 2 if layout.narrow else len(keys)
-    head = 14 + 19 * math.ceil(len(keys) / legend_columns)
-    left, gap, panel_height, title, foot = (44, 16, 120, 28, 26) if layout.narrow else (66, 34, 170, 32, 30)
-    panel_width = (layout.width - left - gap * (columns - 1) - 4) / columns
-    if len(content.parameters) < columns + 1 and not layout.narrow:
-        panel_width = min(panel_width, 400)
-    height = head + rows * (title + panel_height + foot)
-    with drawing(plot):
-        figure = blank(layout, height)
-        for index, parameter in enumerate(content.parameters):
-            row, column = divmod(index, columns)
-            box = (
-                left + column * (panel_width + gap),
-                head + row * (title + panel_height + foot) + title,
-                panel_width,
-                panel_height,
-            )
-            axes = panel(figure, layout, height, box)
-            axes.set_ylim(axis.low, axis.high)
-            ticks(axes, "y", 4)
-            if column:
-                axes.set_yticklabels([])
-            name = shortened(parameter.name, 17 if layout.narrow else 34)
-            write(axes, (0, 1), name, TextStyle(size=12 if layout.narrow else 13, bold=True), shift=(0, -13))
-            _label_range(axes, parameter, panel_width)
-            _mark_slice(axes, content, parameter, objective, axis)
-        legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
-        return inline(figure, plot, spoken_values(content))
+def _draw_slice(
+    axes: Axes, content: SweepContent, parameter: ReportedParameter, objective: int, axis: Axis, width: float
+) -> None:
+    # Label the ends and the middle of a range, or the choices of a category.
+    if parameter.type == "category":
+        room = int(width / len(parameter.among) / _CHARACTER)
+        positions = [share_of(parameter, choice) for choice in parameter.among]
+        names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
+    else:
+        low, high = float(parameter.low), float(parameter.high)
+        middle = (low + high) / 2
+        if parameter.type == "log" and low > 0:
+            middle = float(f"{math.sqrt(low * high):.1g}")
+        if parameter.type == "integer":
+            middle = round(middle)
+        positions = [0.0, share_of(parameter, middle), 1.0]
+        names = [value_text(low), value_text(middle), value_text(high)]
+        if len(set(names)) < 3:
+            positions, names = [0.0, 1.0], [value_text(low), value_text(high)]
+    axes.set_xticks(positions, names)
 
-
-def _mark_slice(axes: Axes, content: SweepContent, parameter: ReportedParameter, objective: int, axis: Axis) -> None:
     axes.set_xlim(-0.03, 1.03)
     start = share_of(parameter, parameter.start)
     if math.isfinite(start):
@@ -129,26 +146,6 @@ def _mark_slice(axes: Axes, content: SweepContent, parameter: ReportedParameter,
         else:
             marks.append(Mark(x, max(y, axis.low + step), trial, "v" if axis.is_below(y) else ""))
     mark_trials(axes, marks)
-
-
-def _label_range(axes: Axes, parameter: ReportedParameter, width: float) -> None:
-    """Label the ends and the middle of a range, or the choices of a category."""
-    if parameter.type == "category":
-        room = int(width / len(parameter.among) / _CHARACTER)
-        positions = [share_of(parameter, choice) for choice in parameter.among]
-        names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
-    else:
-        low, high = float(parameter.low), float(parameter.high)
-        middle = (low + high) / 2
-        if parameter.type == "log" and low > 0:
-            middle = float(f"{math.sqrt(low * high):.1g}")
-        if parameter.type == "integer":
-            middle = round(middle)
-        positions = [0.0, share_of(parameter, middle), 1.0]
-        names = [value_text(low), value_text(middle), value_text(high)]
-        if len(set(names)) < 3:
-            positions, names = [0.0, 1.0], [value_text(low), value_text(high)]
-    axes.set_xticks(positions, names)
 
 
 def spoken_values(content: SweepContent) -> str:
@@ -176,51 +173,50 @@ _WINNER: dict[str, Any] = {"color": Ink.PASS.value, "linestyle": "none", "marker
 
 def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     """Return the plots, wide and narrow. The result is empty if fewer than two trials have a score."""
-    if sum(state_of(trial) != "failed" for trial in content.trials) < 2:
-        return ()
-    plots = ((layout, f"parallel-{objective}-{layout.name}") for layout in (WIDE, NARROW))
-    return tuple(_draw_parallel(content, objective, layout, plot) for layout, plot in plots)
-
-
-def _draw_parallel(content: SweepContent, objective: int, layout: Drawing, plot: str) -> str:
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
+    if len(scored) < 2:
+        return ()
     ranked = sorted(scored, key=lambda trial: -score_in(trial, objective))
     better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
     start = {parameter.name: parameter.start for parameter in content.parameters}
-    better_style = _BETTER if layout.narrow else _LINES
-    keys = [Key.styled("the best quarter", **better_style), Key.styled("all others", **_OTHERS)]
-    if any(value is not None for value in start.values()):
-        keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **(_START if layout.narrow else DASHED)))
-    if content.winner is not None:
-        keys.append(Key.styled(winner_word(content), **(_WINNER if layout.narrow else _WINNERS_LINE)))
-    columns = 2 if layout.narrow else len(keys)
-    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if layout.narrow else 30, 8
-    left, right = _MARGINS[layout.name]
-    count = len(content.parameters)
-    height = head + count * row + foot
-    with drawing(plot):
-        figure = blank(layout, height)
-        axes = panel(figure, layout, height, (left, head, layout.width - left - right, count * row))
-        axes.spines["bottom"].set_visible(False)
-        axes.grid(visible=False)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.set_xlim(-0.01, 1.01)
-        axes.set_ylim(count - 0.5, -0.5)
-        below = 0.22 if layout.narrow else 0.0  # names are above their line
-        for trial in ranked:
-            style = better_style if trial.number in better else _OTHERS
-            _path(axes, content, trial.point, below, **style)
-        starts_style = _START if layout.narrow else DASHED
-        _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **starts_style)
-        winner = trial_numbered(content, content.winner)
-        if winner is not None:
-            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if layout.narrow else _WINNERS_LINE))
-        for index, parameter in enumerate(content.parameters):
-            axes.plot([0, 1], [index + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
-            _write_names(axes, parameter, index, winner, layout)
-        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
-        return inline(figure, plot, spoken_values(content))
+    plots = []
+    for layout in (WIDE, NARROW):
+        plot = f"parallel-{objective}-{layout.name}"
+        better_style = _BETTER if layout.narrow else _LINES
+        keys = [Key.styled("the best quarter", **better_style), Key.styled("all others", **_OTHERS)]
+        if any(value is not None for value in start.values()):
+            keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **(_START if layout.narrow else DASHED)))
+        if content.winner is not None:
+            keys.append(Key.styled(winner_word(content), **(_WINNER if layout.narrow else _WINNERS_LINE)))
+        columns = 2 if layout.narrow else len(keys)
+        head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if layout.narrow else 30, 8
+        left, right = _MARGINS[layout.name]
+        count = len(content.parameters)
+        height = head + count * row + foot
+        with drawing(plot):
+            figure = blank(layout, height)
+            axes = panel(figure, layout, height, (left, head, layout.width - left - right, count * row))
+            axes.spines["bottom"].set_visible(False)
+            axes.grid(visible=False)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_xlim(-0.01, 1.01)
+            axes.set_ylim(count - 0.5, -0.5)
+            below = 0.22 if layout.narrow else 0.0  # names are above their line
+            for trial in ranked:
+                style = better_style if trial.number in better else _OTHERS
+                _path(axes, content, trial.point, below, **style)
+            starts_style = _START if layout.narrow else DASHED
+            _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **starts_style)
+            winner = trial_numbered(content, content.winner)
+            if winner is not None:
+                _path(axes, content, winner.point, below, zorder=5, **(_WINNER if layout.narrow else _WINNERS_LINE))
+            for index, parameter in enumerate(content.parameters):
+                axes.plot([0, 1], [index + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
+                _write_names(axes, parameter, index, winner, layout)
+            legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
+            plots.append(inline(figure, plot, spoken_values(content)))
+    return tuple(plots)
 
 
 def _path(

@@ -18,7 +18,6 @@ from mergegate.tasks.report.sweep.canvas import (
     NARROW,
     WIDE,
     Axis,
-    Drawing,
     Key,
     Mark,
     blank,
@@ -62,51 +61,52 @@ def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     runs = {origin: search_history(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()
-    return tuple(_draw_history(content, objective, runs, layout) for layout in (WIDE, NARROW))
-
-
-def _draw_history(content: SweepContent, objective: int, runs: dict[str, SearchHistory], layout: Drawing) -> str:
-    plot, factor = f"history-{objective}-{layout.name}", content.objectives[objective].factor
-    axis = score_axis(content, objective)
+    factor, axis = content.objectives[objective].factor, score_axis(content, objective)
     candidates = [trial for run in runs.values() for trial in run.trials]
-    keys = trial_keys(content, candidates, objective, axis)
-    winner = next((trial for trial in candidates if trial.number == content.winner), None)
-    if winner is not None:
-        keys.append(winner_key(content))
-    failed = [trial for trial in candidates if state_of(trial) == "failed"]
-    if failed:
-        keys.append(Key.styled("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
-    reference = trial_numbered(content, content.reference)
-    if layout.narrow and reference is not None:
-        keys.append(Key.styled(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
-    left, right = (58, 4) if layout.narrow else (66, 190)
-    columns = 2 if layout.narrow else max(1, len(keys))
-    head = 20 + 19 * math.ceil(len(keys) / columns)
-    panel_height, foot = (230, 46) if layout.narrow else (320, 46)
-    height = head + panel_height + foot
-    longest = max(len(run.trials) for run in runs.values())
-    with drawing(plot):
-        figure = blank(layout, height)
-        axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
-        axes.set_xlim(0.3, longest + 0.7)
-        axes.set_ylim(axis.low, axis.high)
-        ticks(axes, "x", 5 if layout.narrow else 8, integer=True)
-        ticks(axes, "y", 5 if layout.narrow else 6)
-        _draw_levels(axes, content, objective, axis, 0 if layout.narrow else panel_height)
-        for origin, run in runs.items():
-            _draw_run(axes, run, factor, objective, axis)
-            # The best score so far, from the first trial with a score to the last candidate.
-            best = [(number, factor * score) for number, score in enumerate(run.best, start=1) if math.isfinite(score)]
-            if best:
-                xs, ys = zip(*best, strict=True)
-                stairs = ([*xs, len(run.best) + 0.4], [*ys, ys[-1]])
-                axes.plot(*stairs, color=INK[origin].value, drawstyle="steps-post", zorder=3, **_STAIRS[origin])
-            if winner is not None and winner in run.trials:
-                position = run.trials.index(winner) + 1
-                mark_winner(axes, position, axis.clip(factor * score_in(winner, objective)))
-        write(axes, (1, 0), "candidates tried", TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
-        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
-        return inline(figure, plot, _alt_text(content, objective, runs))
+    plots = []
+    for layout in (WIDE, NARROW):
+        plot = f"history-{objective}-{layout.name}"
+        keys = trial_keys(content, candidates, objective, axis)
+        winner = next((trial for trial in candidates if trial.number == content.winner), None)
+        if winner is not None:
+            keys.append(winner_key(content))
+        failed = [trial for trial in candidates if state_of(trial) == "failed"]
+        if failed:
+            keys.append(Key.styled("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
+        reference = trial_numbered(content, content.reference)
+        if layout.narrow and reference is not None:
+            keys.append(Key.styled(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
+        left, right = (58, 4) if layout.narrow else (66, 190)
+        columns = 2 if layout.narrow else max(1, len(keys))
+        head = 20 + 19 * math.ceil(len(keys) / columns)
+        panel_height, foot = (230, 46) if layout.narrow else (320, 46)
+        height = head + panel_height + foot
+        longest = max(len(run.trials) for run in runs.values())
+        with drawing(plot):
+            figure = blank(layout, height)
+            axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
+            axes.set_xlim(0.3, longest + 0.7)
+            axes.set_ylim(axis.low, axis.high)
+            ticks(axes, "x", 5 if layout.narrow else 8, integer=True)
+            ticks(axes, "y", 5 if layout.narrow else 6)
+            _draw_levels(axes, content, objective, axis, 0 if layout.narrow else panel_height)
+            for origin, run in runs.items():
+                _draw_run(axes, run, factor, objective, axis)
+                # The best score so far, from the first trial with a score to the last candidate.
+                best = [
+                    (number, factor * score) for number, score in enumerate(run.best, start=1) if math.isfinite(score)
+                ]
+                if best:
+                    xs, ys = zip(*best, strict=True)
+                    stairs = ([*xs, len(run.best) + 0.4], [*ys, ys[-1]])
+                    axes.plot(*stairs, color=INK[origin].value, drawstyle="steps-post", zorder=3, **_STAIRS[origin])
+                if winner is not None and winner in run.trials:
+                    position = run.trials.index(winner) + 1
+                    mark_winner(axes, position, axis.clip(factor * score_in(winner, objective)))
+            write(axes, (1, 0), "candidates tried", TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
+            legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
+            plots.append(inline(figure, plot, _alt_text(content, objective, runs)))
+    return tuple(plots)
 
 
 def _draw_run(axes: Axes, run: SearchHistory, factor: float, objective: int, axis: Axis) -> None:
@@ -175,46 +175,46 @@ def front_plot(content: SweepContent) -> tuple[str, ...]:
     """
     if len(content.objectives) < 2 or not content.front:
         return ()
-    return tuple(_draw_front(content, layout, f"front-{layout.name}") for layout in (WIDE, NARROW))
-
-
-def _draw_front(content: SweepContent, layout: Drawing, plot: str) -> str:
     across, up = score_axis(content, 0), score_axis(content, 1)
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
     objectives = content.objectives[:2]
-    keys = trial_keys(content, scored, 1, up)
-    keys.append(Key.styled("front", color=Ink.PASS.value, linewidth=1.8))
-    keys += [winner_key(content)] if content.winner is not None else []
-    columns = 2 if layout.narrow else len(keys)
-    head = 36 + 19 * math.ceil(len(keys) / columns)
-    left, right, panel_height, foot = (58, 8, 270, 46) if layout.narrow else (66, 60, 380, 46)
-    height = head + panel_height + foot
-    with drawing(plot):
-        figure = blank(layout, height)
-        axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
-        axes.grid(axis="x", color=Ink.RULE.value, linewidth=0.7)
-        axes.set_xlim(across.low, across.high)
-        axes.set_ylim(up.low, up.high)
-        ticks(axes, "x", 4 if layout.narrow else 8)
-        ticks(axes, "y", 5 if layout.narrow else 7)
-        marks, front = [], []
-        for trial in scored:
-            x, y = (objective.factor * score_in(trial, index) for index, objective in enumerate(objectives))
-            if trial.number in content.front:
-                front.append((x, y))
-            if trial.number == content.winner:
-                mark_winner(axes, across.clip(x), up.clip(y))
-            else:
-                beyond = "<" if across.is_below(x) else "v" if up.is_below(y) else ""
-                marks.append(Mark(across.clip(x), up.clip(y), trial, beyond, strong=trial.number in content.front))
-        mark_trials(axes, marks)
-        if len(content.objectives) == 2:
-            xs, ys = zip(*sorted(front), strict=True)
-            axes.plot(xs, ys, color=Ink.PASS.value, linewidth=1.8, drawstyle="steps-pre", zorder=3)
-        names = [f"{item.title}{f', {item.unit}' if item.unit else ''}" for item in objectives]
-        muted = TextStyle(ink=Ink.MUTED)
-        write(axes, (1, 0), shortened(names[0], 60), TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
-        write(axes, (0, 1), shortened(names[1], 60), muted, shift=(-left + 2, -14))
-        legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
-        numbers = " ".join(f"Trial {number}." for number in content.front)
-        return inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {numbers}")
+    plots = []
+    for layout in (WIDE, NARROW):
+        plot = f"front-{layout.name}"
+        keys = trial_keys(content, scored, 1, up)
+        keys.append(Key.styled("front", color=Ink.PASS.value, linewidth=1.8))
+        keys += [winner_key(content)] if content.winner is not None else []
+        columns = 2 if layout.narrow else len(keys)
+        head = 36 + 19 * math.ceil(len(keys) / columns)
+        left, right, panel_height, foot = (58, 8, 270, 46) if layout.narrow else (66, 60, 380, 46)
+        height = head + panel_height + foot
+        with drawing(plot):
+            figure = blank(layout, height)
+            axes = panel(figure, layout, height, (left, head, layout.width - left - right, panel_height))
+            axes.grid(axis="x", color=Ink.RULE.value, linewidth=0.7)
+            axes.set_xlim(across.low, across.high)
+            axes.set_ylim(up.low, up.high)
+            ticks(axes, "x", 4 if layout.narrow else 8)
+            ticks(axes, "y", 5 if layout.narrow else 7)
+            marks, front = [], []
+            for trial in scored:
+                x, y = (objective.factor * score_in(trial, index) for index, objective in enumerate(objectives))
+                if trial.number in content.front:
+                    front.append((x, y))
+                if trial.number == content.winner:
+                    mark_winner(axes, across.clip(x), up.clip(y))
+                else:
+                    beyond = "<" if across.is_below(x) else "v" if up.is_below(y) else ""
+                    marks.append(Mark(across.clip(x), up.clip(y), trial, beyond, strong=trial.number in content.front))
+            mark_trials(axes, marks)
+            if len(content.objectives) == 2:
+                xs, ys = zip(*sorted(front), strict=True)
+                axes.plot(xs, ys, color=Ink.PASS.value, linewidth=1.8, drawstyle="steps-pre", zorder=3)
+            names = [f"{item.title}{f', {item.unit}' if item.unit else ''}" for item in objectives]
+            muted = TextStyle(ink=Ink.MUTED)
+            write(axes, (1, 0), shortened(names[0], 60), TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
+            write(axes, (0, 1), shortened(names[1], 60), muted, shift=(-left + 2, -14))
+            legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
+            numbers = " ".join(f"Trial {number}." for number in content.front)
+            plots.append(inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {numbers}"))
+    return tuple(plots)

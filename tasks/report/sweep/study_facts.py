@@ -49,17 +49,6 @@ class SearchHistory:
     best: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class SelectionBias:
-    """Lead of the winner over the reference, in the unit of the scores.
-
-    ``search`` is the lead on the search documents, ``held_out`` the lead on documents that no trial has seen.
-    """
-
-    search: float
-    held_out: float
-
-
 def state_of(trial: Trial) -> TrialState:
     """Return the state of a trial.
 
@@ -81,12 +70,6 @@ def by_origin(trials: Sequence[Trial], origin: str) -> tuple[Trial, ...]:
     return tuple(trial for trial in trials if trial.origin == origin)
 
 
-def best_scored_trial(trials: Sequence[Trial], objective: int) -> Trial | None:
-    """Return the best trial that was scored on all documents, or the first of several equal trials."""
-    scored = [trial for trial in trials if state_of(trial) == "asked"]
-    return max(scored, key=lambda trial: score_in(trial, objective), default=None)
-
-
 def search_history(trials: Sequence[Trial], objective: int) -> SearchHistory:
     """Return the history of a search: its trials and the best score after each of them."""
     best, current = [], math.nan
@@ -102,12 +85,6 @@ def trial_numbered(content: SweepContent, number: int | None) -> Trial | None:
     return next((trial for trial in content.trials if trial.number == number), None)
 
 
-def front_trials(content: SweepContent) -> tuple[Trial, ...]:
-    """Return the trials of the front, sorted by the first objective, the best first."""
-    trials = [trial for trial in content.trials if trial.number in content.front and state_of(trial) != "failed"]
-    return tuple(sorted(trials, key=lambda trial: (-score_in(trial, 0), trial.number)))
-
-
 def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
     """Return the hand-written recipes in order, then the best trial of the random baseline, then the winner."""
     held_out = {item.trial: item.scores[objective] for item in content.held_out if len(item.scores) > objective}
@@ -121,7 +98,8 @@ def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
         role: RecipeRole = "reference" if trial.number == content.reference else "hand-written"
         rows.append(row(trial, trial.label or "hand-written", "", role))
     baseline = by_origin(content.trials, BASELINE)
-    best = best_scored_trial(baseline, objective)
+    scored = [trial for trial in baseline if state_of(trial) == "asked"]
+    best = max(scored, key=lambda trial: score_in(trial, objective), default=None)
     if best is not None and best.number != content.winner:
         rows.append(row(best, "random search", f"the best of {len(baseline)}, trial {best.number}", "baseline"))
     winner = trial_numbered(content, content.winner)
@@ -129,19 +107,6 @@ def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
         origin = ", of the random baseline" if winner.origin == BASELINE else ""
         rows.append(row(winner, "winner", f"trial {winner.number}{origin}", "winner"))
     return tuple(rows)
-
-
-def winner_selection_bias(content: SweepContent, objective: int) -> SelectionBias | None:
-    """Return the selection bias of the winner.
-
-    The result is None if the winner or the reference lacks a score on either set, or if they are the same trial.
-    """
-    rows = {row.role: row for row in recipe_rows(content, objective)}
-    winner, reference = rows.get("winner"), rows.get("reference")
-    if winner is None or reference is None:
-        return None
-    bias = SelectionBias(winner.search - reference.search, winner.held_out - reference.held_out)
-    return bias if math.isfinite(bias.search) and math.isfinite(bias.held_out) else None
 
 
 def documents_used(trials: Sequence[Trial]) -> float:

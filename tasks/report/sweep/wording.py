@@ -25,7 +25,6 @@ from mergegate.tasks.report.sweep.study_facts import (
     recipe_rows,
     state_of,
     trial_numbered,
-    winner_selection_bias,
 )
 from mergegate.tasks.report.table import Row, ScoreTable
 from mergegate.tasks.report.wording import MINUS, NONE, interval, number, plain
@@ -56,7 +55,10 @@ def sweep_title(content: SweepContent) -> str:
 
 
 def sweep_sentence(content: SweepContent) -> str:
-    """Return the reason for the outcome, with the numbers of the confirmation test."""
+    """Return the reason for the outcome, with the numbers of the confirmation test.
+
+    The gain has its interval: '0.0021 nats a token [0.0016, 0.0026]'.
+    """
     test = content.confirmation
     # Hand-written recipes are not candidates.
     candidates = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
@@ -69,10 +71,20 @@ def sweep_sentence(content: SweepContent) -> str:
     if len(content.objectives) > 1:
         reference += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
-    gain = gain_text(content)
+    shown, decimals = content.objectives[test.objective], decimals_for(content, test.objective)
+    # The sentence about a loss without a note already says "worse", so the loss has flipped signs.
+    factor = -shown.factor if test.gain < 0 and not test.note else shown.factor
+    low, high = sorted((factor * test.low, factor * test.high))
+    parts = (number(factor * test.gain, decimals), shown.unit, interval(low, high, decimals))
+    gain = " ".join(part for part in parts if part)
     if test.confirmed:
+        winner, value = trial_numbered(content, content.winner), ""
+        if winner is not None and len(winner.point) == 1:  # A search with only one parameter says which value won.
+            ((name, number_or_choice),) = winner.point.items()
+            is_float = isinstance(number_or_choice, float)
+            value = f" ({name} {number_or_choice:.4g})" if is_float else f" ({name} {number_or_choice})"
         return (
-            f"Of {count}, trial {content.winner}{_winner_value(content)} won, and on {documents} it is {gain} better "
+            f"Of {count}, trial {content.winner}{value} won, and on {documents} it is {gain} better "
             f"than {reference}, {p_text(test.p)}."
         )
     if test.note:
@@ -82,15 +94,6 @@ def sweep_sentence(content: SweepContent) -> str:
         f"Trial {content.winner} was the best where it was searched; on {documents} it is {gain} {worse} than "
         f"{reference}, {p_text(test.p)}: that may be chance."
     )
-
-
-def _winner_value(content: SweepContent) -> str:
-    """Return the value that won, if the search had only one parameter."""
-    winner = trial_numbered(content, content.winner)
-    if winner is None or len(winner.point) != 1:
-        return ""
-    ((name, value),) = winner.point.items()
-    return f" ({name} {value:.4g})" if isinstance(value, float) else f" ({name} {value})"
 
 
 def sweep_consequence(content: SweepContent) -> str:
@@ -105,22 +108,6 @@ def sweep_consequence(content: SweepContent) -> str:
 def winner_word(content: SweepContent) -> str:
     """Return the word for the best trial. It is called the winner only after the search has finished."""
     return "winner" if content.finished else "best so far"
-
-
-def gain_text(content: SweepContent) -> str:
-    """Return the gain and its interval: '0.0021 nats a token [0.0016, 0.0026]'.
-
-    A loss without a note is displayed with flipped signs, because its sentence already says "worse".
-    """
-    test = content.confirmation
-    if test is None:
-        return NONE
-    shown = content.objectives[test.objective]
-    decimals = decimals_for(content, test.objective)
-    flip = -1 if test.gain < 0 and not test.note else 1
-    low, high = sorted((flip * shown.factor * test.low, flip * shown.factor * test.high))
-    size = number(flip * shown.factor * test.gain, decimals)
-    return " ".join(part for part in (size, shown.unit, interval(low, high, decimals)) if part)
 
 
 def level_text(test: ReportedConfirmation) -> str:
@@ -201,21 +188,23 @@ def search_text(content: SweepContent) -> str:
 
 
 def optimism_sentence(content: SweepContent, objective: int) -> str:
-    """Return how much of the winner's lead was luck with the search documents.
+    """Return how much of the winner's lead over the reference was luck with the search documents.
 
-    The result is empty if that is unknown.
+    The result is empty if the winner or the reference lacks a score on either set, or if they are the same trial.
     """
-    bias = winner_selection_bias(content, objective)
-    if bias is None:
+    rows = {row.role: row for row in recipe_rows(content, objective)}
+    if not {"winner", "reference"} <= rows.keys():
+        return ""
+    winner, reference = rows["winner"], rows["reference"]
+    search, held_out = winner.search - reference.search, winner.held_out - reference.held_out
+    if not (math.isfinite(search) and math.isfinite(held_out)):
         return ""
     unit = content.objectives[objective].unit
-    seen, unseen = (
-        f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (bias.search, bias.held_out)
-    )
+    seen, unseen = (f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (search, held_out))
     start = f"On the search documents the winner leads the best hand-written recipe by {seen}, elsewhere by {unseen}"
-    if bias.search <= 0:
+    if search <= 0:
         return f"{start}."
-    luck = 1 - bias.held_out / bias.search
+    luck = 1 - held_out / search
     if luck <= 0.005:
         return f"{start}: none of the lead was luck with the documents."
     if luck >= 1:
@@ -286,20 +275,30 @@ def search_effort(content: SweepContent) -> str:
 
 
 def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
-    """Return each reason why trials have no score, with the trials that it affects."""
+    """Return each reason why trials have no score, with the trials that it affects.
+
+    The trials are 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'.
+    """
     trials_by_problem: dict[str, list[int]] = {}
     for trial in content.trials:
         if state_of(trial) == "failed":
             trials_by_problem.setdefault(trial.problem or "its score is not a number", []).append(trial.number)
-    return tuple((_trial_list(numbers), problem) for problem, numbers in trials_by_problem.items())
+    rows = []
+    for problem, numbers in trials_by_problem.items():
+        *first, last = map(str, numbers)
+        listed = f"s {', '.join(first)} and {last}" if first else f" {last}"
+        if len(numbers) > 4:
+            listed = f"s {', '.join(first[:3])} and {len(numbers) - 3} more"
+        rows.append((f"trial{listed}", problem))
+    return tuple(rows)
 
 
-def budget_rows(budget: ReportedBudget, scored: int) -> tuple[tuple[str, str, str, float | None], ...]:
+def budget_rows(budget: ReportedBudget, trial_count: int) -> tuple[tuple[str, str, str, float | None], ...]:
     """Return the spent part of the budget as rows: name, spent amount, budget, and share in [0, 1].
 
     The share is None if the budget is unlimited.
     """
-    first_row = [("Trials", f"{scored:,}", f"{budget.trials:,}", min(1.0, scored / budget.trials))]
+    first_row = [("Trials", f"{trial_count:,}", f"{budget.trials:,}", min(1.0, trial_count / budget.trials))]
     hours = None if budget.hours is None else format_duration(3600 * budget.hours)
     share = None if budget.hours is None else min(1.0, budget.spent_hours / budget.hours)
     rows: list[tuple[str, str, str, float | None]] = [
@@ -324,15 +323,6 @@ def money(amount: float) -> str:
 def _trial_count(content: SweepContent) -> str:
     count = len(content.trials)
     return f"{count} trial{'' if count == 1 else 's'}"
-
-
-def _trial_list(numbers: list[int]) -> str:
-    """Return 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'."""
-    if len(numbers) == 1:
-        return f"trial {numbers[0]}"
-    if len(numbers) > 4:
-        return f"trials {', '.join(map(str, numbers[:3]))} and {len(numbers) - 3} more"
-    return f"trials {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:

@@ -148,10 +148,15 @@ class Records:
 def open_records(url: str) -> Records:
     """Open the records at a database URL. Create or migrate the tables if necessary.
 
+    A SQLite file is in WAL mode, so that readers and the proxy can work concurrently.
+
     Raises:
         InvalidInput: If the driver for the URL is not installed.
         sqlalchemy.exc.SQLAlchemyError: If the database is not available or its schema cannot be changed.
     """
+    from alembic import command
+    from alembic.config import Config
+
     scheme, rest = url.split("://", 1)
     if scheme == "postgresql":
         try:
@@ -165,42 +170,30 @@ def open_records(url: str) -> Records:
         url = f"postgresql+psycopg://{rest}"
     timeout = "timeout" if scheme.startswith("sqlite") else "connect_timeout"
     engine = sa.create_engine(url, connect_args={timeout: _TIMEOUT_S}, pool_pre_ping=True, hide_parameters=True)
+    is_sqlite = engine.dialect.name == "sqlite"
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     try:
-        if engine.dialect.name == "sqlite":
-            _prepare_sqlite(engine)
-        _migrate(engine)
+        if is_sqlite:
+            path = Path(engine.url.database or "")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sa.event.listen(engine, "connect", lambda connection, _: connection.execute("pragma synchronous=normal"))
+            # If two connections switch the mode simultaneously, SQLite refuses one of them without waiting, to avoid a
+            # deadlock (https://www.sqlite.org/c3ref/busy_handler.html). A lock file therefore serializes them.
+            lock = path.with_name(path.name + ".lock")
+            with locked(lock, remove=True, required=False), engine.connect() as connection:
+                connection.exec_driver_sql("pragma journal_mode=wal")
+        with engine.begin() as connection:
+            if is_sqlite:
+                connection.exec_driver_sql("begin immediate")  # A concurrent process waits here.
+            else:
+                connection.execute(sa.text("select pg_advisory_xact_lock(hashtext('mergegate shadow'))"))
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
     except BaseException:
         engine.dispose()
         raise
     return Records(engine)
-
-
-def _prepare_sqlite(engine: sa.Engine) -> None:
-    """Switch the database file to WAL mode, so that readers and the proxy can work concurrently.
-
-    If two connections switch the mode simultaneously, SQLite refuses one of them without waiting, to avoid a deadlock
-    (https://www.sqlite.org/c3ref/busy_handler.html). A lock file therefore serializes them.
-    """
-    path = Path(engine.url.database or "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("pragma synchronous=normal"))
-    with locked(path.with_name(path.name + ".lock"), remove=True, required=False), engine.connect() as connection:
-        connection.exec_driver_sql("pragma journal_mode=wal")
-
-
-def _migrate(engine: sa.Engine) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    with engine.begin() as connection:
-        if engine.dialect.name == "sqlite":
-            connection.exec_driver_sql("begin immediate")  # A concurrent process waits here.
-        else:
-            connection.execute(sa.text("select pg_advisory_xact_lock(hashtext('mergegate shadow'))"))
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
 
 
 def _answer(row: Mapping[str, object]) -> RecordedAnswer:

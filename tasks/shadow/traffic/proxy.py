@@ -167,9 +167,9 @@ class ShadowProxy:
         answer, server = ArmAnswer(arm), self._servers[arm]
         scope = request.scope
         path = scope.get("raw_path") or scope["path"].encode()
-        body = (
-            server.with_model_name(request.body, request.document) if isinstance(request.body, bytes) else request.body
-        )
+        body, document, model = request.body, request.document, server.server.model
+        if isinstance(body, bytes) and document is not None and model is not None and document.get("model") != model:
+            body = json.dumps({**document, "model": model}, ensure_ascii=False).encode()  # the server's own name
         try:
             reply = await server.send(scope["method"], path, scope["query_string"], request.headers, body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -47,39 +47,39 @@ class Redaction:
         if not body or not (self._patterns or self._function):
             return body
         try:
-            if body.lstrip().startswith(_EVENT) or body.lstrip().startswith(b":"):
-                return self._stream(body)
-            return json.dumps(_walk(json.loads(body), (), lambda _, text: self.text(text)), ensure_ascii=False).encode()
+            if not body.lstrip().startswith((_EVENT, b":")):
+                document = _walk(json.loads(body), (), lambda _, text: self.text(text))
+                return json.dumps(document, ensure_ascii=False).encode()
+
+            # Join the pieces of each text of the stream, and redact the joined text.
+            lines = body.splitlines()
+            all_data = {number: _event_data(line) for number, line in enumerate(lines)}
+            events = {number: json.loads(data) for number, data in all_data.items() if data is not None}
+            pieces: dict[_TextPath, list[str]] = {}
+
+            def gather(path: _TextPath, text: str) -> str:
+                pieces.setdefault(path, []).append(text)
+                return text
+
+            for event in events.values():
+                _walk(event, (), gather)
+            replacements = {
+                path: iter([redacted, *[""] * (len(texts) - 1)])
+                for path, texts in pieces.items()
+                if (redacted := self.text("".join(texts))) != "".join(texts)
+            }
+
+            for number, line in enumerate(lines):
+                if number in events:
+                    event = _walk(events[number], (), lambda path, text: next(replacements.get(path, iter((text,)))))
+                    lines[number] = b"data: " + json.dumps(event, ensure_ascii=False).encode()
+                elif not line.startswith(_EVENT):
+                    lines[number] = self.text(line.decode()).encode()  # a comment or the name of an event
+            return b"\n".join(lines) + b"\n"
         except RecursionError:
             raise ValueError("the body is nested too deeply") from None
         except Exception as error:
             raise ValueError(f"redaction failed with {type(error).__name__}") from None
-
-    def _stream(self, body: bytes) -> bytes:
-        lines = body.splitlines()
-        events = {
-            number: json.loads(data) for number, line in enumerate(lines) if (data := _event_data(line)) is not None
-        }
-        pieces: dict[_TextPath, list[str]] = {}
-
-        def gather(path: _TextPath, text: str) -> str:
-            pieces.setdefault(path, []).append(text)
-            return text
-
-        for event in events.values():
-            _walk(event, (), gather)
-        replacements = {
-            path: iter([redacted, *[""] * (len(texts) - 1)])
-            for path, texts in pieces.items()
-            if (redacted := self.text("".join(texts))) != "".join(texts)
-        }
-        for number, line in enumerate(lines):
-            if number in events:
-                event_after = _walk(events[number], (), lambda path, text: next(replacements.get(path, iter((text,)))))
-                lines[number] = b"data: " + json.dumps(event_after, ensure_ascii=False).encode()
-            elif _event_data(line) is None and not line.startswith(_EVENT):
-                lines[number] = self.text(line.decode()).encode()  # a comment or the name of an event
-        return b"\n".join(lines) + b"\n"
 
 
 def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redaction:

@@ -115,12 +115,8 @@ class ReplaySettings:
     stream: bool = False
 
 
-def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
+async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
     """Send the traffic of users to a proxy or server at ``url`` (without ``/v1``), and count the responses."""
-    return asyncio.run(_replay(traffic, url, settings))
-
-
-async def _replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
     import httpx
 
     result, slots, started = ReplayResult(), asyncio.Semaphore(settings.concurrency), time.perf_counter()

@@ -5,9 +5,8 @@ Bodies are forwarded as bytes, and headers keep their order. Only hop-by-hop hea
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -81,12 +80,6 @@ class Upstream:
             forwarded.append((b"authorization", f"Bearer {self._key}".encode()))
         request = httpx.Request(method, url, headers=forwarded, content=body)
         return await self._client.send(request, stream=True)
-
-    def with_model_name(self, body: bytes, document: Mapping[str, Any] | None) -> bytes:
-        """Return the body with this server's model name, or the same bytes if the server has no name of its own."""
-        if document is None or self.server.model is None or document.get("model") == self.server.model:
-            return body
-        return json.dumps({**document, "model": self.server.model}, ensure_ascii=False).encode()
 
     async def close(self) -> None:
         """Close the connections."""
