@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods import mask_key, merge_methods
-from mergegate.merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, choose_pieces
+from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, Map, Method, StoredBlock, TensorTask
 
 BLOCK = 1 << 20
 SHAPES = {"rows": (16384, 512), "long": (512, 16384)}
@@ -176,7 +176,9 @@ def stored_blocks(inputs: Numbers, kind: str, grain: int) -> Iterator[StoredBloc
 
 def sampled_blocks(inputs: Numbers, kind: str, grain: int, count: int) -> Iterator[StoredBlock]:
     """Yield the blocks that the engine would pass to kernels for a sample."""
-    size, numbers = choose_pieces(inputs.shape[1], grain, count)
+    size = max(1, GRAIN // grain) * grain
+    pieces = inputs.shape[1] // size
+    numbers = sorted({(2 * index + 1) * pieces // (2 * count) for index in range(count)})
     return blocks_of(inputs, kind, grain, size, numbers)
 
 

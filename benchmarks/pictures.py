@@ -83,13 +83,14 @@ def photograph_shadow(chromium: str, picture: Path) -> None:
 
 def print_run(profile: str, svg: str) -> None:
     """Run a profile on a recording terminal of 80 columns."""
+    import rich.console
     import typer
     from rich.console import Console
 
-    from mergegate.flows.cli import command, run
+    from mergegate.flows.cli import run
 
     console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
-    command.new_console = lambda _: console
+    rich.console.Console = lambda **_: console  # type: ignore[assignment,misc]
     with contextlib.suppress(typer.Exit):
         run.run_command(Path(profile))
     console.print()  # ends the picture within its last line

@@ -52,7 +52,7 @@ def next_release(place: Path, said: Mapping[str, Any], released: Path | None, nu
 
     document = {"base_model": "base", "clients": ["clients/*"], "dtype": "bfloat16", **said}
     found = client_round(
-        document, place, "round", released=released, digest_of=digest_of, find_state=lambda name: place / name
+        document, place, "round", last_release=released, digest_of=digest_of, find_state=lambda name: place / name
     )
     text = yaml.safe_dump_all([dict(one) for one in found.documents])
     recipe = load_recipe(text)

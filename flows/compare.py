@@ -11,7 +11,6 @@ by a release are reused. Every guard of the profile compares B with A. The flow 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -33,7 +32,7 @@ from mergegate.tasks.checkpoints import (
 )
 from mergegate.tasks.evaluation import join_parts, pin_data
 from mergegate.tasks.gate import distinct_guards
-from mergegate.tasks.preflight import Evidence, stored_dtypes
+from mergegate.tasks.preflight import stored_dtypes
 from mergegate.tasks.report import Library, ReportContent, ReportedModel, write_report
 from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import store, versions
@@ -62,7 +61,17 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     """Run the story of a release without merge and publication. Invalid input raises its error."""
     checkpoints = find_checkpoints(reference, candidate)
     reference_name, candidate_name = (model.name for model in checkpoints)
-    evidence = pin_against(profile, checkpoints[0], stored_dtypes(checkpoints))
+    if not (profile.perplexity or profile.evaluate):
+        raise InvalidInput(
+            f"profile {profile.name}", found="it has no evidence to compare with", expected="perplexity or evaluate"
+        )
+    if profile.evaluate:
+        guards = (guard.model_copy(update={"guarded_by": reference_name}) for guard in profile.evaluate.tasks)
+        tasks = distinct_guards(guards)  # guards that differed only in their reference are now identical
+        profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
+    evidence = pin_profile_evidence(profile, checkpoints[:1], store().hashes, stored_dtypes(checkpoints))
+    evidence = evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
+
     fetch_weights(checkpoints, store().hashes)
     models = apply_adapters(pin_checkpoints(checkpoints, store().hashes))
 
@@ -114,26 +123,6 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
         names = (reference, candidate) if reference != candidate else (f"{reference} (reference)", candidate)
         checkpoints = [model.model_copy(update={"name": name}) for model, name in zip(checkpoints, names, strict=True)]
     return checkpoints[0], checkpoints[1]
-
-
-def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collection[str]) -> Evidence:
-    """Pin the profile's evidence by content, with every guard compared with ``reference``.
-
-    ``stored`` lists the storage formats of the two models.
-
-    Raises:
-        InvalidInput: The profile has no evidence, or a task or file does not exist.
-    """
-    if not (profile.perplexity or profile.evaluate):
-        raise InvalidInput(
-            f"profile {profile.name}", found="it has no evidence to compare with", expected="perplexity or evaluate"
-        )
-    if profile.evaluate:
-        guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
-        tasks = distinct_guards(guards)  # guards that differed only in their reference are now identical
-        profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
-    evidence = pin_profile_evidence(profile, (reference,), store().hashes, stored)
-    return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
 
 
 def _comparison_name(reference: str, candidate: str) -> str:

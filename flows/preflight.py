@@ -36,6 +36,7 @@ from mergegate.tasks.evaluation import (
     choose_known_metrics,
     count_task,
     data_revisions,
+    find_backend,
     find_contaminated_documents,
     preview,
     require_examples,
@@ -115,7 +116,7 @@ class Problems:
     status: Status = "passed"  # status of ``run``, which stops at the first problem
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect_errors(self) -> Iterator[None]:
         """Record an error that is raised in the block, or let it through."""
         try:
             yield
@@ -171,7 +172,7 @@ def preflight_profile(
     profile: Profile,
     problems: Problems,
     candidates: Sequence[Candidate] | None = None,
-    compared: Sequence[Candidate] = (),
+    other_candidates: Sequence[Candidate] = (),
 ) -> Preflight:
     """Check target, server, recipes, parents and evidence, then the licenses, headers and machine needs of each recipe.
 
@@ -179,20 +180,20 @@ def preflight_profile(
         profile: Profile to check.
         problems: Collector of the findings, problems and summary lines.
         candidates: Candidates to check instead of the profile's own recipe and remedies.
-        compared: Additional recipes that are merged but never released, so no guard compares with their parents.
+        other_candidates: Further recipes that are merged but never released, so no guard compares with their parents.
 
     Raises:
         MergegateError: The first problem, if ``problems`` does not collect them.
         InvalidInput: A recipe is invalid.
     """
-    with problems.noted():
+    with problems.collect_errors():
         profile.limits.require_known_stages()
-    with problems.noted():
+    with problems.collect_errors():
         check_target(profile.publish, profile.root)
-    with problems.noted():
+    with problems.collect_errors():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
             profile.publish.earlier_release(profile.root, profile.evaluate.anchor)
-    with problems.noted():
+    with problems.collect_errors():
         if profile.serve is not None:
             server_of(profile.serve, profile.root)  # raises unless it is installed
     candidates = profile.candidates() if candidates is None else candidates
@@ -200,7 +201,7 @@ def preflight_profile(
         problems.summary.append(remark)
         if problems.stop_at_once:
             announce(remark)
-    all_candidates = (*candidates, *compared)
+    all_candidates = (*candidates, *other_candidates)
     for candidate in all_candidates:
         if not candidate.change:  # a change of the profile's own recipe inherits its warnings
             problems.add(candidate.recipe.all_findings)
@@ -210,14 +211,14 @@ def preflight_profile(
     parents = _parents([candidate.recipe for candidate in all_candidates], problems)
     evidence = None
     if _is_complete(candidates[0].recipe, parents[0]):
-        with problems.noted():
+        with problems.collect_errors():
             evidence = pin_profile_evidence(profile, parents[0], store().hashes)
     if evidence and evidence.computed:
         problems.summary.append(evidence.computed)
     rules = _Rules.of(profile, evidence)
     cleared = []
     for candidate, parents_of_candidate in zip(all_candidates, parents, strict=True):
-        with problems.noted():
+        with problems.collect_errors():
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
                     f"profile {profile.name}: evaluate.tasks",
@@ -225,22 +226,12 @@ def preflight_profile(
                     expected="guards that compare with parents",
                     remedy="compare with the base or with an adapter, for example guarded_by: base+adapter",
                 )
-            if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in compared:
+            if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in other_candidates:
                 check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
-        _require_tokenizers(evidence, measured, problems)
-        sources: Sequence[TokenizerSource] = ()
-        with problems.noted():
-            # A tokenizer whose own code would have to run is left out.
-            trusted = profile.checks.code.trusted
-            sources = [
-                TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
-                for parent, header in zip(measured, header_digests(measured), strict=True)
-                if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
-            ]
-        evidence = _with_data(evidence, sources, problems)
+        evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
         # A release will soon find out, so only a check forecasts the power of its documents.
@@ -265,23 +256,45 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     return cleared
 
 
-def _with_data(evidence: Evidence, sources: Sequence[TokenizerSource], problems: Problems) -> Evidence:
+def _pin_data(
+    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], trusted: Collection[str], problems: Problems
+) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
-    This also checks that each task has the metric of its guard, and formats one document of each task for each parent.
-    A tokenizer, chat template or task that fails is found before merging.
+    This also checks that each measured parent has a tokenizer and each task the metric of its guard, and formats one
+    document of each task for each parent. A tokenizer, chat template or task that fails is found before merging.
     """
+    for parent in parents if evidence.tasks or evidence.documents else ():
+        with problems.collect_errors():
+            names = parent.snapshot.files if parent.snapshot else {path.name for path in parent.directory.iterdir()}
+            if parent.is_merged and not any(name in names for name in _TOKENIZERS):
+                raise InvalidInput(
+                    parent.ref,
+                    found="it has no tokenizer, so it cannot be measured",
+                    expected=f"one of {', '.join(_TOKENIZERS)}",
+                    remedy="copy the tokenizer of its base model into its directory",
+                )
+
+    sources: Sequence[TokenizerSource] = ()
+    with problems.collect_errors():
+        # A tokenizer whose own code would have to run is left out.
+        sources = [
+            TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
+            for parent, header in zip(parents, header_digests(parents), strict=True)
+            if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
+        ]
+
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     tasks = []
     for task in evidence.tasks:
-        with problems.noted():  # Find data that cannot be loaded before hours of merging, not after.
+        with problems.collect_errors():  # Find data that cannot be loaded before hours of merging, not after.
             size = problems.ask(count_task, task, data_revisions(task, limit), limit).value
             tasks.append(size.pin(task))
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
             for source in sources:
-                with problems.noted():
+                with problems.collect_errors():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
                     problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
@@ -302,7 +315,7 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
     """Check that no document that judges a merge was read to build it."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     for recipe in recipes:
-        with problems.noted():
+        with problems.collect_errors():
             if (corpus := collect_calibration_texts(recipe, store().hashes)) is None:
                 continue
 
@@ -320,22 +333,6 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
                 f"texts: the merge reads {len(corpus.texts):,} documents; "
                 "weights without an input from them are averaged"
             )
-
-
-def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
-    """Check that each measured parent has a tokenizer."""
-    if not (evidence.tasks or evidence.documents):
-        return
-    for parent in parents:
-        with problems.noted():
-            names = parent.snapshot.files if parent.snapshot else {path.name for path in parent.directory.iterdir()}
-            if parent.is_merged and not any(name in names for name in _TOKENIZERS):
-                raise InvalidInput(
-                    parent.ref,
-                    found="it has no tokenizer, so it cannot be measured",
-                    expected=f"one of {', '.join(_TOKENIZERS)}",
-                    remedy="copy the tokenizer of its base model into its directory",
-                )
 
 
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
@@ -384,17 +381,19 @@ class _Rules:
     @staticmethod
     def of(profile: Profile, evidence: Evidence | None = None) -> _Rules:
         settings, root, checks = profile.checks.license, profile.root, profile.checks
-        table, dtypes = license_table(settings, root), profile.dtypes_to_evaluate()
+        dtypes = [str(profile.perplexity.dtype)] if profile.perplexity else []
+        if profile.evaluate and find_backend(profile.evaluate.scoring.backend).loads_here:
+            dtypes.append(profile.evaluate.scoring.dtype)
         if evidence and evidence.computed:
-            dtypes = ("float32",)
+            dtypes = ["float32"]
         return _Rules(
             settings,
-            table,
+            license_table(settings, root),
             hub_ancestors(),
             root,
             profile.name,
             profile.merge,
-            dtypes,
+            tuple(dtypes),
             tokenizers=checks.tokenizer.accepted,
             code=checks.code.accepted,
         )
@@ -416,7 +415,7 @@ def _clear(
             problems.note(refusal)
     if not _is_complete(candidate.recipe, parents):
         return None  # An incomplete set of parents may be forbidden, but it can be neither allowed nor compared.
-    with problems.noted():
+    with problems.collect_errors():
         headers = header_digests(parents)
         fits = problems.ask(check_compatibility, candidate.recipe, headers, parents, rules.code, rules.tokenizers)
         device = numerics(rules.merging).where

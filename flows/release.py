@@ -33,16 +33,14 @@ from mergegate.flows.attempt import (
     JudgedMerge,
     assess_merge,
     judge_answers,
-    measure_ensemble,
     proposed_remedy,
     serve_merge,
-    tuned_remedy,
+    with_tuned_candidate,
 )
 from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
     public_names,
     report_content,
     reported_outcome,
@@ -51,7 +49,7 @@ from mergegate.flows.outcome import (
 )
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
@@ -65,13 +63,14 @@ from mergegate.tasks.merge import (
     prepare_recipe,
     select_named_parents,
 )
+from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import load_released_model
 from mergegate.tasks.publish.targets import Target
 from mergegate.tasks.report import Report, ReportContent, write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
-from mergegate.tasks.stage import announce, require_work_allowed, store
+from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
 from mergegate.tasks.store import Artifact
 
 # Judgments of a merge that passed the gate, in this order. The first refusal skips the rest. A judge costs money and a
@@ -139,7 +138,7 @@ def make_release(
         assert preflight.evidence is not None  # otherwise the preflight would have raised its problem
 
         attempt, earlier = try_candidates(
-            add_tuned_candidate(preflight.cleared, profile, runner),
+            with_tuned_candidate(preflight.cleared, profile, runner),
             profile,
             preflight.evidence,
             judgments,
@@ -162,15 +161,6 @@ def make_release(
     if not (attempt.is_good and profile.publish and publishing):
         return reported_outcome(content, report, None)
     return publish_attempt(profile, profile.publish, attempt, content, report, names)
-
-
-def add_tuned_candidate(
-    cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner
-) -> Iterator[ClearedCandidate]:
-    """Yield the recipe and its written remedies, then the recipe at its best scale if the profile tunes it."""
-    yield from cleared
-    if profile.scale_search and (tuned := tuned_remedy(cleared[0], profile, runner)):
-        yield tuned
 
 
 def try_candidates(
@@ -206,29 +196,31 @@ def _refused(attempts: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> lis
 
 
 def make_attempt(
-    cleared: ClearedCandidate,
+    cleared_candidate: ClearedCandidate,
     profile: Profile,
     evidence: Evidence,
     judgments: Sequence[FurtherJudgment],
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch missing weights, merge, measure, judge and explain one candidate."""
-    recipe = cleared.candidate.recipe
-    fetch_weights(cleared.parents, store().hashes)
-    parents = pin_checkpoints(cleared.parents, store().hashes, profile.checks.code.trusted)
+    recipe = cleared_candidate.candidate.recipe
+    fetch_weights(cleared_candidate.parents, store().hashes)
+    parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
     pinned = PinnedRecipe(recipe, parents)
     try:
-        merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
+        merged = merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
+            pinned, numerics(profile.merge)
+        )
     except Refused as refusal:
-        return FailedMerge(cleared, refusal)
+        return FailedMerge(cleared_candidate, refusal)
     model = merged_model(merged, pinned)
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
         if champion and champion.complete and champion.digest == model.digest:
-            return AlreadyReleased(cleared, champion)
+            return AlreadyReleased(cleared_candidate, champion)
     if champion and evidence.rule.anchor:
         anchor = load_released_model(profile.publish, profile.root, model, store().hashes, evidence.rule.anchor)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
@@ -240,16 +232,19 @@ def make_attempt(
     gate = assessment.verdict.value
     adapted_recipe = replace(pinned, parents=parents)
     explanation = explain_merge(
-        adapted_recipe, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks
+        adapted_recipe, model, cleared_candidate.candidate.document, gate, assessment.scores, evidence.tasks
     )
-    ensemble = measure_ensemble(parents, evidence)
+    ensemble = None  # the likelihoods of the held-out text under all parents together
+    members = tuple(parent for parent in parents if not parent.is_base)
+    if evidence.ensemble and evidence.documents is not None and evidence.windows is not None and len(members) > 1:
+        ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
     for judgment in judgments:
         if all(verdict.publishable for verdict in verdicts):
             verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
             verdicts += [verdict] if verdict else []
     return Attempt(
-        cleared,
+        cleared_candidate,
         pinned,
         merged,
         assessment,
@@ -275,8 +270,10 @@ def publish_attempt(
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
-    def publish_now(approved: str | None = None) -> RunOutcome:
-        result = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved)
+    def publish_now(approved_digest: str | None = None) -> RunOutcome:
+        result = publish(
+            target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved_digest
+        )
         return reported_outcome(content, report, result)
 
     if target.approval_settings is None:
@@ -293,4 +290,4 @@ def publish_attempt(
     if not decision.publish:
         refusal = {"message": f"{decision.version} is not released", "reasons": (decision.text(),)}
         return unpublished.model_copy(update={"status": "refused", **refusal})
-    return publish_now(approved=decision.digest).model_copy(update={"reasons": (decision.text(),)})
+    return publish_now(approved_digest=decision.digest).model_copy(update={"reasons": (decision.text(),)})

@@ -27,12 +27,11 @@ from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
-    store_shadow_page,
+    store_page,
     within_limits,
 )
 from mergegate.flows.prefect_api import ApprovalRequest, request_decision
-from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.shadow_watch import Watch, open_watch
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.publish import PendingRelease
@@ -63,7 +62,7 @@ def shadow(
 
 
 def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunOutcome:
-    """Run one interim look and return its outcome.
+    """Run one interim look and return its outcome. A candidate is promoted after manual approval if the profile asks.
 
     A check that refuses raises its error. If the candidate is rolled back, the outcome carries the page.
     """
@@ -77,57 +76,18 @@ def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunO
         if reported.is_current(watch.routing):
             return _conclude(content, "nothing new")
         return _report_once(watch, content)
-    if verdict.outcome == "promote":
-        return _promote(watch, content, verdict.reason, now)
     if verdict.outcome in ("roll back", "kill"):
         serving: FinalState = "killed" if verdict.outcome == "kill" else "rolled back"
         return _apply_decision(watch, content, serving, verdict.reason, now)
-    is_unchanged = reported.is_current(watch.routing) and len(evidence.judged) == judged_before
-    watch.store_reported_state("watch", reported.alias_before)
-    return _conclude(content, "nothing new" if is_unchanged else "waiting")
+    if verdict.outcome != "promote":
+        is_unchanged = reported.is_current(watch.routing) and len(evidence.judged) == judged_before
+        watch.store_reported_state("watch", reported.alias_before)
+        return _conclude(content, "nothing new" if is_unchanged else "waiting")
 
-
-def decide_by_hand(
-    profile: Profile, *, serving: FinalState, why: str, by: str, now: Callable[[], float] = time.time
-) -> RunOutcome:
-    """Apply a manual decision, independent of the evidence, and store its reason for later readers.
-
-    Raises:
-        InvalidInput: The reason is empty.
-    """
-    require_reason(why)
-    watch = open_watch(profile)
-    content = watch.content(watch.read_evidence(watch.read_ledger(), now), now())
-    reason = f"{why.strip()} (by hand{f', {by}' if by else ''})"
-    return _apply_decision(watch, content, serving, reason, now, by_hand=True)
-
-
-def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> ShadowContent:
-    """Return the current state of a watched release without judging or changing anything.
-
-    Raises:
-        InvalidInput: No release is watched.
-    """
-    watch = open_watch(profile)
-    return watch.content(watch.read_evidence(watch.read_ledger(), now), now())
-
-
-def require_reason(why: str) -> None:
-    """Check that a manual decision has a reason.
-
-    Raises:
-        InvalidInput: The reason is empty.
-    """
-    if not why.strip():
-        raise InvalidInput("--reason", found="no reason", expected="--reason TEXT, which is stored with the decision")
-
-
-def _promote(watch: Watch, content: ShadowContent, why: str, now: Callable[[], float]) -> RunOutcome:
-    """Promote the candidate, after manual approval if the profile requires it. A rejection rolls it back."""
-    approval = watch.profile.approval_for("shadow")
+    approval = profile.approval_for("shadow")
     if approval is None:
-        return _apply_decision(watch, content, "promoted", why, now)
-    page = store_shadow_page(content)
+        return _apply_decision(watch, content, "promoted", verdict.reason, now)
+    page = store_page(content)
     # An answer is valid for this candidate only.
     subject = digest({"promote": content.candidate, "of": content.name})
     pending = PendingRelease(content.candidate, subject, is_current=False)
@@ -140,8 +100,33 @@ def _promote(watch: Watch, content: ShadowContent, why: str, now: Callable[[], f
     if decision.waits:
         return _conclude(content, "waiting", decision.text())
     if decision.publish:
-        return _apply_decision(watch, content, "promoted", f"{why}; {decision.text()}", now)
+        return _apply_decision(watch, content, "promoted", f"{verdict.reason}; {decision.text()}", now)
     return _apply_decision(watch, content, "rolled back", decision.text(), now)
+
+
+def decide_by_hand(
+    profile: Profile, *, serving: FinalState, why: str, by: str, now: Callable[[], float] = time.time
+) -> RunOutcome:
+    """Apply a manual decision, independent of the evidence, and store its reason for later readers.
+
+    Raises:
+        InvalidInput: The reason is empty.
+    """
+    require_reason(why)
+    watch = open_watch(profile)
+    content = watch.current_content(now)
+    reason = f"{why.strip()} (by hand{f', {by}' if by else ''})"
+    return _apply_decision(watch, content, serving, reason, now, by_hand=True)
+
+
+def require_reason(why: str) -> None:
+    """Check that a manual decision has a reason.
+
+    Raises:
+        InvalidInput: The reason is empty.
+    """
+    if not why.strip():
+        raise InvalidInput("--reason", found="no reason", expected="--reason TEXT, which is stored with the decision")
 
 
 def _apply_decision(
@@ -227,6 +212,6 @@ def _conclude(
         status=status,
         message=message or f"{status}: {content.name} {content.candidate}: {content.reason}",
         version=content.candidate,
-        report=store_shadow_page(content),
+        report=store_page(content),
         shadow=content,
     )

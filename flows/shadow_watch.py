@@ -111,10 +111,6 @@ class Watch:
         waits = partial(announce, "another look is judging the same candidate; waiting for it")
         return open_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge, waits)
 
-    def read_ledger(self) -> JudgedPairs:
-        """Read the current ledger."""
-        return read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
-
     def judge_new_pairs(self, ledger: JudgedPairs, now: Callable[[], float]) -> LookEvidence:
         """Judge new pairs, up to the limit of one look, oldest first, and store explanations for the lost ones.
 
@@ -132,11 +128,11 @@ class Watch:
             with report_stage("judge", "") as stage:
                 count = 0
 
-                def note(pair: SampledPair, judged: JudgedPair, votes: Sequence[Judgment]) -> None:
+                def note(pair: SampledPair, judged_pair: JudgedPair, votes: Sequence[Judgment]) -> None:
                     nonlocal count
                     count += 1
                     advance(count, len(sample.pairs), "pairs")
-                    if judged.score == 0:
+                    if judged_pair.score == 0:
                         lost.append((pair, votes))
 
                 ledger.judge(sample.pairs, self.settings.judge, self.settings.judge, now=now, on_judged=note)
@@ -155,6 +151,11 @@ class Watch:
     def content(self, evidence: LookEvidence, at: float) -> ShadowContent:
         """Return the content of the page for a look at the Unix time ``at``."""
         return shadow_content(self.profile.name, self.settings, self.routing, evidence, at)
+
+    def current_content(self, now: Callable[[], float] = time.time) -> ShadowContent:
+        """Return the content of the page without judging or changing anything."""
+        ledger = read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
+        return self.content(self.read_evidence(ledger, now), now())
 
     def reported_state(self) -> ReportedState:
         """Return the state that the last look reported."""
@@ -177,9 +178,9 @@ class Watch:
 
     def _sample(self, ledger: JudgedPairs, limit: int) -> Sample:
         recorded = partial(self.records.pairs, self.routing.candidate, None)
-        return sample_pairs(recorded, judged=ledger.by_session, half_judged=ledger.half_judged, limit=limit)
+        return sample_pairs(recorded, judged_requests=ledger.by_session, half_judged=ledger.half_judged, limit=limit)
 
-    def _evidence(self, ledger: JudgedPairs, sample: Sample, lost: Sequence[LostPair]) -> LookEvidence:
+    def _evidence(self, ledger: JudgedPairs, sample: Sample, lost_pairs: Sequence[LostPair]) -> LookEvidence:
         start = time.time() - _ARMS_PERIOD_S
         # A server that was repaired and is watched again is not killed for its earlier errors.
         rows = self.records.arms(self.routing.candidate, max(start, self.routing.since) if self.is_open else start)
@@ -199,7 +200,7 @@ class Watch:
             for name, count in counts.items()
             if name.startswith(_LEFT_OUT) and count
         }
-        return LookEvidence(verdict, ledger.pairs, sample, lost, not_recorded)
+        return LookEvidence(verdict, ledger.pairs, sample, lost_pairs, not_recorded)
 
 
 def shadow_settings(profile: Profile) -> ShadowSettings:

@@ -10,9 +10,11 @@ the same trials and finds the same winner.
 
 from __future__ import annotations
 
+import textwrap
 from functools import partial
 from pathlib import Path
 
+import yaml
 from prefect import flow
 from prefect.client.schemas.objects import State
 
@@ -21,12 +23,11 @@ from mergegate.flows.outcome import (
     RunOutcome,
     conclude_flow,
     name_run,
-    profile_name,
-    store_sweep_page,
+    store_page,
     sweep_report,
     within_limits,
 )
-from mergegate.flows.profile import Profile, load_profile
+from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.report import sweep_sentence
@@ -34,7 +35,6 @@ from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import announce, home
 from mergegate.tasks.sweep import (
     Confirmation,
-    format_recipe,
     open_view,
     relocate_recipe,
     study_key,
@@ -71,7 +71,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         study = run_search(pool, recorder)
         verdict = run_confirmation(pool, study)
     content = sweep_report(profile, search, study, verdict, power)
-    page = store_sweep_page(content)
+    page = store_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(
             status="refused",
@@ -83,8 +83,11 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     winner = study.recipes[verdict.winner]
     directory = state_directory(home() / "sweeps")
     file = directory / f"{profile.name}-winner.yaml"
-    comment = f"Found by `mergegate sweep`. {sweep_sentence(content)}"
-    write_state(file, format_recipe(relocate_recipe(winner, search.directory, directory), comment).encode())
+    origin = f"Found by `mergegate sweep`. {sweep_sentence(content)}"
+    comment = textwrap.fill(origin, 118, initial_indent="# ", subsequent_indent="# ")
+    recipe = relocate_recipe(winner, search.directory, directory)
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+    write_state(file, f"{comment}\n{text}".encode())
     announce(f"confirmed: the winner is {file}")
     if not release:
         return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page, sweep=content)

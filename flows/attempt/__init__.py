@@ -6,7 +6,7 @@
 * ``search`` looks for the recipe to merge.
 """
 
-from mergegate.flows.attempt.assessment import Assessment, assess_merge, measure_ensemble
+from mergegate.flows.attempt.assessment import Assessment, assess_merge
 from mergegate.flows.attempt.attempt import (
     AlreadyReleased,
     Attempt,
@@ -20,11 +20,10 @@ from mergegate.flows.attempt.judgments import judge_answers, serve_merge
 from mergegate.flows.attempt.search import (
     open_trial_pool,
     prepare_search,
-    recipe_labels,
     run_confirmation,
     run_search,
     sweep_candidates,
-    tuned_remedy,
+    with_tuned_candidate,
 )
 
 __all__ = [
@@ -36,15 +35,13 @@ __all__ = [
     "JudgedMerge",
     "assess_merge",
     "judge_answers",
-    "measure_ensemble",
     "open_remedies",
     "open_trial_pool",
     "prepare_search",
     "proposed_remedy",
-    "recipe_labels",
     "run_confirmation",
     "run_search",
     "serve_merge",
     "sweep_candidates",
-    "tuned_remedy",
+    "with_tuned_candidate",
 ]

@@ -34,14 +34,13 @@ from mergegate.tasks.gate import (
     comparable_parents,
     count_refusals,
     gate,
-    is_refused_by_anchor,
     needs_champion,
     order_by_information,
     perplexity_drift,
     record_refusal,
     undecided_tasks,
 )
-from mergegate.tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
+from mergegate.tasks.perplexity import Likelihoods, perplexity
 from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
 from mergegate.tasks.runners import Runner, local_runner
 from mergegate.tasks.stage import runtime
@@ -122,22 +121,12 @@ def assess_merge(
         scores, waiting = _run_look(look, scores, runner)
         verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
         if not (undecided := undecided_tasks(verdict.value)):
-            if anchor and is_refused_by_anchor(verdict.value):
+            with_anchor = [suite.outcome for suite in verdict.value.suites if suite.reference == ANCHOR]
+            with_anchor += [guard.outcome for guard in verdict.value.guards if guard.reference == ANCHOR]
+            if anchor and any(outcome != "pass" for outcome in with_anchor):
                 record_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict, evidence)
         documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
-
-
-def measure_ensemble(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
-    """Return the likelihoods of the held-out text under an ensemble of all parents.
-
-    Returns:
-        None if the profile does not request it, or if there are fewer than two parents.
-    """
-    members = tuple(parent for parent in parents if not parent.is_base)
-    if not evidence.ensemble or evidence.documents is None or evidence.windows is None or len(members) < 2:
-        return None
-    return ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
 
 
 class _InterimLook(NamedTuple):

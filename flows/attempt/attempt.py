@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -22,7 +23,7 @@ from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import JointVerdict, Verdict, announce, combine_verdicts, home
+from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home
 from mergegate.tasks.store import Artifact
 
 E = TypeVar("E", bound=BaseModel)
@@ -78,6 +79,16 @@ class Attempt:
         """Joint verdict of all judgments."""
         return combine_verdicts(self.verdicts)
 
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome for the list of attempts on the report page."""
+        return self.verdict.outcome
+
+    @property
+    def reason(self) -> str:
+        """Main reason for the outcome, if there is one."""
+        return next(iter(self.verdict.reasons), "")
+
     def evidence_of(self, kind: type[E]) -> E | None:
         """Return the evidence of the given kind, or None if no verdict has it."""
         return next((verdict.evidence for verdict in self.verdicts if isinstance(verdict.evidence, kind)), None)
@@ -99,6 +110,12 @@ class FailedMerge:
     cleared: ClearedCandidate
     refusal: Refused
     is_good: bool = False
+    outcome: Outcome = "fail"
+
+    @property
+    def reason(self) -> str:
+        """Finding of the check that refused the merge."""
+        return str(self.refusal.found)
 
 
 def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
@@ -111,13 +128,34 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
     if recipe is None:
         return attempt.explanation.remedies
 
-    def digests_of(judged: Attempt) -> dict[str, str]:
-        return {parent.ref: parent.digest[:_DIGITS] for parent in judged.pinned.parents}
+    def digests_of(judged_attempt: Attempt) -> dict[str, str]:
+        return {parent.ref: parent.digest[:_DIGITS] for parent in judged_attempt.pinned.parents}
 
     digests: dict[str, str] = {}
     for previous in attempts:
         digests |= digests_of(previous) if isinstance(previous, Attempt) else {}
-    refused = [*_refused_before(attempt, frozenset(digests.values()))]
+    refused = []
+
+    gate = attempt.assessment.verdict.value
+    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
+    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
+    for record in read_history(home() / "reports").records:
+        limits = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
+        # A guard that refused that run is in this gate too, and allows no more.
+        is_as_strict = not skipped.isdisjoint(limits) or any(
+            (limit := limits.get((guard.task, guard.reference))) is not None and guard.max_drop <= limit
+            for guard in gate.guards
+        )
+        if record.status != "refused" or not is_as_strict:
+            continue
+        documents: Sequence[object] = ()
+        with suppress(InvalidInput):  # the history truncates long recipes
+            documents = parse_yaml(record.recipe, "a recipe of the history")
+        if len(documents) == 1 and isinstance(documents[0], Mapping):
+            # A model name is replaced by its content if a model of this run has the same.
+            names = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests.values()}
+            refused.append(normalize_recipe(documents[0], names))
+
     for previous in attempts:
         if (document := previous.cleared.candidate.document) is not None:
             names = digests_of(previous) if isinstance(previous, Attempt) else digests
@@ -149,29 +187,3 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
             except MergegateError as error:
                 announce(f"skipped the remedy {remedy.text()}: {error.found}")
     return None
-
-
-def _refused_before(attempt: Attempt, digests: frozenset[str]) -> Iterator[dict[str, Any]]:
-    """Yield the recipes of earlier runs that were refused by a guard at least as strict.
-
-    Model names are replaced by content if their digest is one of ``digests``.
-    """
-    gate = attempt.assessment.verdict.value
-    # The history may know only the suite limit for a guard that did not run. If in doubt, propose another remedy.
-    skipped = {(guard.task, guard.reference) for guard in gate.not_run}
-    for record in read_history(home() / "reports").records:
-        limits = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
-        # A guard that refused that run is in this gate too, and allows no more.
-        is_as_strict = not skipped.isdisjoint(limits) or any(
-            (limit := limits.get((guard.task, guard.reference))) is not None and guard.max_drop <= limit
-            for guard in gate.guards
-        )
-        if record.status != "refused" or not is_as_strict:
-            continue
-        try:
-            documents = parse_yaml(record.recipe, "a recipe of the history")
-        except InvalidInput:  # the history truncates long recipes
-            continue
-        if len(documents) == 1 and isinstance(documents[0], Mapping):
-            names = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests}
-            yield normalize_recipe(documents[0], names)

@@ -86,7 +86,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="free values of the recipe, and an objective",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe, candidates = profile.searched_recipe(), sweep_candidates(profile)
+    recipe, candidates = profile.searched_recipe, sweep_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)
     assert ready.evidence is not None
     # Every model that a candidate may use, once each.
@@ -116,7 +116,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         HandWritten(profile.name, space.fill_recipe(space.start), recipe.directory),
         *(
             HandWritten(label, candidate.document or {}, recipe.directory)
-            for label, candidate in zip(recipe_labels(profile), candidates.by_hand, strict=True)
+            for label, candidate in zip(candidates.labels, candidates.by_hand, strict=True)
         ),
     )
     # Changes are measured from the base or, without a base, from the first parent.
@@ -152,10 +152,13 @@ class NamedCandidates(NamedTuple):
         searched: The recipe with its placeholders at their start values, followed by variants that each make one other
             choice.
         by_hand: Recipes that a winner must beat, in profile order, with paths relative to the searched recipe.
+        labels: Label of each recipe in ``by_hand``: the stem of its file name, or its path as in the profile if two
+            files share a stem.
     """
 
     searched: tuple[Candidate, ...]
     by_hand: tuple[Candidate, ...]
+    labels: tuple[str, ...]
 
 
 def sweep_candidates(profile: Profile) -> NamedCandidates:
@@ -165,7 +168,7 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
         InvalidInput: A recipe is invalid, or its placeholders and the parameters do not match.
     """
     assert profile.sweep is not None
-    recipe = profile.searched_recipe()
+    recipe = profile.searched_recipe
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
     files = [searched_recipe(Path(file), profile.root, "sweep.baselines") for file in profile.sweep.baselines]
     hand_written = [
@@ -177,18 +180,12 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
         profile.root,
         f"profile {profile.name}",
     )
-    return NamedCandidates(recipes[: 1 + len(choices)], recipes[1 + len(choices) :])
-
-
-def recipe_labels(profile: Profile) -> list[str]:
-    """Return labels for the additional recipes that a winner must beat.
-
-    A label is the stem of the file name. If two files share a stem, it is the path as written in the profile.
-    """
-    assert profile.sweep is not None
-    files = profile.sweep.baselines
-    names = [profile.name, *(Path(file).stem for file in files)]
-    return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
+    stems = [Path(file).stem for file in profile.sweep.baselines]
+    labels = tuple(
+        file if [profile.name, *stems].count(stem) > 1 else stem
+        for file, stem in zip(profile.sweep.baselines, stems, strict=True)
+    )
+    return NamedCandidates(recipes[: 1 + len(choices)], recipes[1 + len(choices) :], labels)
 
 
 def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] | None = None) -> Study:
@@ -208,25 +205,29 @@ def run_confirmation(pool: TrialPool, study: Study) -> Confirmation | NothingToC
     return verdict
 
 
-def tuned_remedy(cleared: ClearedCandidate, profile: Profile, runner: Runner) -> ClearedCandidate | None:
-    """Return the profile's own recipe at the scale that a search found, or None if no scale was confirmed.
+def with_tuned_candidate(
+    candidates: Sequence[ClearedCandidate], profile: Profile, runner: Runner
+) -> Iterator[ClearedCandidate]:
+    """Yield the recipe and its written remedies, then the recipe at the scale that a search finds and confirms.
 
-    The new recipe has passed all checks.
+    mergegate searches only for a profile with the remedy ``tune: scale``, and only after all others were refused.
 
     Args:
-        cleared: Recipe to tune.
-        profile: Profile with the remedy ``tune: scale``.
+        candidates: Recipe to tune, and its written remedies.
+        profile: Profile of the run.
         runner: Runner that scores the trials.
     """
-    assert profile.scale_search is not None
+    yield from candidates
+    if profile.scale_search is None:
+        return
     require_work_allowed("search for a scale")
     announce("remedy: a search for the scale")
     search = prepare_search(profile.scale_search)
     with open_trial_pool(search, profile.scale_search, runner) as pool:
         study = run_search(pool)
         verdict = run_confirmation(pool, study)
-    if not isinstance(verdict, Confirmation) or not verdict.confirmed:
-        return None
-    change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
-    candidate = changed_candidate(cleared.candidate, change, profile.root, f"profile {profile.name}: tune: scale")
-    return clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)
+    if isinstance(verdict, Confirmation) and verdict.confirmed:
+        change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
+        location = f"profile {profile.name}: tune: scale"
+        candidate = changed_candidate(candidates[0].candidate, change, profile.root, location)
+        yield clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)

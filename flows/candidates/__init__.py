@@ -16,7 +16,7 @@ from mergegate.flows.candidates.candidates import (
     recipe_of_documents,
     searched_recipe,
 )
-from mergegate.flows.candidates.clients import ClientRound, client_digest, client_round, clients_document
+from mergegate.flows.candidates.clients import ClientRound, client_digest, client_round
 from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "changed_candidate",
     "client_digest",
     "client_round",
-    "clients_document",
     "has_searchable_scale",
     "recipe_of_documents",
     "scale_search",

@@ -62,15 +62,15 @@ class SearchedRecipe:
     location: str
 
 
-def searched_recipe(written: Written, root: Path, location: str) -> SearchedRecipe:
+def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecipe:
     """Read a recipe whose placeholders are still unfilled. A relative path is relative to ``root``.
 
     Raises:
         InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
     """
-    if not isinstance(written, Path):
-        return SearchedRecipe(written, root, f"{location}: recipe")
-    file = root / written
+    if not isinstance(source, Path):
+        return SearchedRecipe(source, root, f"{location}: recipe")
+    file = root / source
     documents = read_yaml(file, "a recipe (YAML)")
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
         raise InvalidInput(
@@ -81,22 +81,16 @@ def searched_recipe(written: Written, root: Path, location: str) -> SearchedReci
     return SearchedRecipe(documents[0], file.parent, str(file))
 
 
-def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path, location: str) -> Candidate:
-    """Build the candidate that these documents would describe as a file in ``directory``.
-
-    Raises:
-        InvalidInput: The recipe is invalid.
-    """
-    return _inline(documents, "", directory, location)
-
-
 def candidate_recipes(
-    own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, label: str
+    own_recipe: Written | SearchedRecipe | Candidate,
+    remedies: Sequence[Written | SearchedRecipe],
+    root: Path,
+    label: str,
 ) -> tuple[Candidate, ...]:
-    """Read the recipe ``own`` and its remedies. Relative paths are relative to ``root``.
+    """Read the recipe ``own_recipe`` and its remedies. Relative paths are relative to ``root``.
 
     Args:
-        own: Recipe of the profile. It may already be parsed.
+        own_recipe: Recipe of the profile. It may already be parsed.
         remedies: Remedies in order. For a searched recipe, all placeholders must be filled.
         root: Directory that paths are relative to.
         label: Name of the profile in messages.
@@ -104,18 +98,20 @@ def candidate_recipes(
     Raises:
         InvalidInput: A recipe is invalid, or a change does not fit the recipe.
     """
-    if isinstance(own, Candidate):
-        first = own
-    elif isinstance(own, SearchedRecipe):
-        first = _inline([own.document], "", own.directory, own.location)
+    if isinstance(own_recipe, Candidate):
+        first = own_recipe
+    elif isinstance(own_recipe, SearchedRecipe):
+        first = recipe_of_documents([own_recipe.document], own_recipe.directory, own_recipe.location)
     else:
-        first = _candidate(own, "", root, f"{label}: recipe")
+        first = _candidate(own_recipe, "", root, f"{label}: recipe")
     first = replace(first, change={})
     candidates = [first]
     for position, remedy in enumerate(remedies):
         location = f"{label}: remedies[{position}]"
         if isinstance(remedy, SearchedRecipe):
-            candidates.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.location))
+            candidates.append(
+                recipe_of_documents([remedy.document], remedy.directory, remedy.location, "another recipe")
+            )
         elif isinstance(remedy, Path):
             candidates.append(_candidate(remedy, str(remedy), root, location))
         elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
@@ -140,20 +136,26 @@ def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path
     """
     assert original.document is not None
     words = ", ".join(f"{name}: {flow_yaml(value)}" for name, value in change.items())
-    candidate = _inline(
-        [apply_overrides(original.document, change, location)], words, original.recipe.directory or root, location
-    )
+    documents = [apply_overrides(original.document, change, location)]
+    candidate = recipe_of_documents(documents, original.recipe.directory or root, location, words)
     return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
 
-def _candidate(written: Written, remedy: str, root: Path, location: str) -> Candidate:
-    if isinstance(written, Path):
-        file = root / written
+def _candidate(source: Written, remedy: str, root: Path, location: str) -> Candidate:
+    if isinstance(source, Path):
+        file = root / source
         return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
-    return _inline([written], remedy, root, location)
+    return recipe_of_documents([source], root, location, remedy)
 
 
-def _inline(documents: Sequence[Mapping[str, Any]], remedy: str, directory: Path, location: str) -> Candidate:
+def recipe_of_documents(
+    documents: Sequence[Mapping[str, Any]], directory: Path, location: str, remedy: str = ""
+) -> Candidate:
+    """Build the candidate that these documents would describe as a file in ``directory``.
+
+    Raises:
+        InvalidInput: The recipe is invalid.
+    """
     plain = [dict(document) for document in documents]
     text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
     recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=location)

@@ -28,20 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mergegate.flows.candidates.last_round import (
-    is_reproducible,
-    last_recipe,
-    optimizer_states,
-    previous_base,
-    used_digests,
-)
-from mergegate.flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
+from mergegate.flows.candidates.last_round import is_reproducible, last_recipe, used_digests
+from mergegate.flows.candidates.server_step import Adam, parse_adam, take_step
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
-from mergegate.merge_core.parsing import read_yaml
 from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path
 from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
 from mergegate.tasks.publish import CARD
@@ -81,24 +74,12 @@ class _Client:
         return f"{base}+{self.name}" if self.adapter else self.name
 
 
-def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
-    """Return a recipe of clients and the directory of its paths, or None for any other recipe."""
-    document: object = written
-    directory = root
-    if isinstance(written, Path):
-        documents: Sequence[object] = ()
-        with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
-            documents = read_yaml(root / written, "a recipe in YAML")
-        document, directory = documents[0] if len(documents) == 1 else None, (root / written).parent
-    return (document, directory) if isinstance(document, Mapping) and "clients" in document else None
-
-
 def client_round(
     document: Mapping[str, Any],
     directory: Path,
     location: str,
     *,
-    released: Path | None,
+    last_release: Path | None,
     digest_of: Callable[[Path], str],
     find_state: Callable[[str], Path | None] = lambda stored: None,
 ) -> ClientRound:
@@ -108,7 +89,7 @@ def client_round(
         document: A recipe of clients.
         directory: Directory that its paths are relative to.
         location: Name of the recipe in messages.
-        released: Checkpoint that is published now. None before the first round.
+        last_release: Checkpoint that is published now. None before the first round.
         digest_of: Function that returns the digest of a directory, such as :func:`client_digest`.
         find_state: Function that finds stored optimizer state by its location in a provenance.
 
@@ -118,7 +99,7 @@ def client_round(
     """
     settings = _parse_settings(document, location)
     samples, at_least = settings.samples, settings.at_least
-    base = os.path.relpath(released, directory) if released else document.get("base_model")
+    base = os.path.relpath(last_release, directory) if last_release else document.get("base_model")
     if not isinstance(base, str):
         raise InvalidInput(
             location, found="no 'base_model'", expected="the model that the clients of the first round started from"
@@ -130,23 +111,23 @@ def client_round(
     present = []
     for name, path in _client_directories(settings.patterns, directory, remarks, f"{location}: clients"):
         try:
-            adapter = _brings_adapter(path)
-            _require_same_tensors(start, _adapted(start, base, name, path) if adapter else open_checkpoint(path))
-            present.append(_Client(name, digest_of(path), _samples_of(name, path, samples), adapter))
+            _require_same_shapes(start, name, path, base)
+            count = float(samples[name]) if name in samples else _samples_in_card(name, path)
+            present.append(_Client(name, digest_of(path), count, adapter=_brings_adapter(path)))
         except (MergegateError, OSError) as error:
             reason = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
             for prefix in (path, path.absolute(), path.resolve()):  # a release shows the remark to others
                 reason = reason.replace(f"{prefix}/", "").replace(str(prefix), "its directory")
             remarks.append(f"{name}: left out: {reason}")
-    used = used_digests(released) if released else frozenset()
+    used = used_digests(last_release) if last_release else frozenset()
     late = [client for client in present if client.digest in used]
     participants = [client for client in present if client.digest not in used]
-    if released and len(participants) < at_least:
+    if last_release and len(participants) < at_least:
         reason = f"{len(participants)} of {len(present)} clients have a new model"
         minimum = f", at least {at_least} required" if participants else ""
         remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round is used again")
-        if is_reproducible(released, directory, digest_of):
-            return ClientRound(last_recipe(released), remarks_and_reason)
+        if is_reproducible(last_release, directory, digest_of):
+            return ClientRound(last_recipe(last_release), remarks_and_reason)
         # The recipe would now build something else, or fail.
         unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
         return ClientRound((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
@@ -158,26 +139,13 @@ def client_round(
             remedy="wait for more clients, or lower at_least",
         )
     remarks += [f"{client.name}: left out: the last round already includes this model" for client in late]
-    if released:
-        remarks.append(f"the round starts from the last release, {released.name}")
+    if last_release:
+        remarks.append(f"the round starts from the last release, {last_release.name}")
     recipe = _recipe(document, base, participants, location)
-    documents: tuple[Mapping[str, Any], ...] = (recipe,)
-    if settings.adam:
-        states = optimizer_states(released, find_state, digest_of) if released else {}
-        documents = with_adam(
-            recipe, {name: os.path.relpath(state, directory) for name, state in states.items()}, settings.adam
-        )
-        if states:
-            remarks.append("Adam continues with the state of the last round")
-        elif released:
-            remarks.append("Adam starts again, because the state of the last round does not exist")
-    elif settings.momentum and released:
-        if earlier_base := previous_base(released, directory, digest_of):
-            remarks.append(f"{settings.momentum:g} times the last step, from {Path(earlier_base).name}, is repeated")
-            documents = with_momentum(recipe, earlier_base, settings.momentum)
-        else:
-            remarks.append("without momentum, because the base of the last round no longer exists")
-    return ClientRound(documents, tuple(remarks))
+    documents, step_remarks = take_step(
+        recipe, settings.adam or settings.momentum, last_release, directory, digest_of, find_state
+    )
+    return ClientRound(documents, (*remarks, *step_remarks))
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:
@@ -270,33 +238,34 @@ def _brings_adapter(path: Path) -> bool:
     return is_adapter(path) and not (path / "config.json").exists()
 
 
-def _adapted(start: Checkpoint | None, base: str, name: str, path: Path) -> Checkpoint | None:
-    """Apply the adapter of a client to the model at the start of the round. None if that cannot be opened.
+def _require_same_shapes(start: Checkpoint | None, name: str, path: Path, base: str) -> None:
+    """Raise InvalidInput unless a client has the tensors of the model at the start of the round, in their shapes.
 
-    Raises:
-        InvalidInput: The adapter cannot be applied, or a recipe cannot name it.
+    An adapter is applied to that model first. If the model cannot be opened, only the client itself is checked.
     """
-    if "+" in base:
-        raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a base without an adapter")
-    if "@" in name or "+" in name:
-        raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name without these characters")
-    adapter = open_adapter(path)
-    return apply_adapter(start, adapter) if start else None
-
-
-def _require_same_tensors(base: Checkpoint | None, client: Checkpoint | None) -> None:
-    """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
-    for name, tensor in base.tensors.items() if base and client else ():
+    client: Checkpoint | None
+    if _brings_adapter(path):
+        if "+" in base:
+            raise InvalidInput(
+                f"base_model {base}", found="a base with an adapter", expected="a base without an adapter"
+            )
+        if "@" in name or "+" in name:
+            raise InvalidInput(
+                name, found="an adapter with @ or + in its name", expected="a name without these characters"
+            )
+        adapter = open_adapter(path)
+        client = apply_adapter(start, adapter) if start else None
+    else:
+        client = open_checkpoint(path)
+    for tensor_name, tensor in start.tensors.items() if start and client else ():
         assert client is not None
-        actual = client.tensors.get(name)
+        actual = client.tensors.get(tensor_name)
         if actual is None or actual.shape != tensor.shape:
             found = "missing" if actual is None else f"shape {list(actual.shape)}"
-            raise InvalidInput(name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
+            raise InvalidInput(tensor_name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
 
 
-def _samples_of(name: str, path: Path, declared: Mapping[str, float]) -> float | None:
-    if name in declared:
-        return float(declared[name])
+def _samples_in_card(name: str, path: Path) -> float | None:
     card = read_card(path)
     if card.problem and "samples" not in card.metadata:
         raise InvalidInput(f"{name}: {CARD}", found=card.problem, expected="a model card whose front matter is YAML")

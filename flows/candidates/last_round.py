@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from mergegate.tasks.checkpoints import files_digest
 from mergegate.tasks.publish import PROVENANCE, RECIPE
 
 
-def used_digests(released: Path) -> frozenset[str]:
+def used_digests(last_release: Path) -> frozenset[str]:
     """Return the digests of everything a release was built from, including clients left out and adapters alone."""
     try:
-        parents = _predicate(released)["buildDefinition"]["resolvedDependencies"]
+        parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
         adapters = [
             parent["annotations"]["adapter"]["files"]
             for parent in parents
@@ -28,20 +27,20 @@ def used_digests(released: Path) -> frozenset[str]:
         return frozenset()
 
 
-def last_recipe(released: Path) -> tuple[Mapping[str, Any], ...]:
+def last_recipe(last_release: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the documents of the recipe of a release.
 
     Raises:
         InvalidInput: The recipe cannot be read.
     """
-    documents = read_yaml(released / RECIPE, "the recipe of the last release")
+    documents = read_yaml(last_release / RECIPE, "the recipe of the last release")
     mappings = tuple(document for document in documents if isinstance(document, Mapping))
     if not mappings or len(mappings) < len(documents):
-        raise InvalidInput(str(released / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
+        raise InvalidInput(str(last_release / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
     return mappings
 
 
-def is_reproducible(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
+def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
     """Return whether everything a release was built from still exists unchanged.
 
     Models on the Hub count as unchanged, and so does a release without readable provenance.
@@ -60,7 +59,7 @@ def is_reproducible(released: Path, directory: Path, digest_of: Callable[[Path],
         ) == expected_digest
 
     try:
-        parents = _predicate(released)["buildDefinition"]["resolvedDependencies"]
+        parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
     except (OSError, MergegateError, KeyError, TypeError):
         return True
     try:
@@ -69,33 +68,6 @@ def is_reproducible(released: Path, directory: Path, digest_of: Callable[[Path],
         return False
 
 
-def previous_base(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:
-    """Return the base of the last round as its recipe names it, if it still exists unchanged."""
-    with suppress(MergegateError, OSError, ValueError):
-        *_, last = last_recipe(released)
-        base = last.get("base_model")
-        if (
-            isinstance(base, str)
-            and (directory / base).is_dir()
-            and digest_of(directory / base) in used_digests(released)
-        ):
-            return base
-    return None
-
-
-def optimizer_states(
-    released: Path, find_state: Callable[[str], Path | None], digest_of: Callable[[Path], str]
-) -> dict[str, Path]:
-    """Return the stored optimizer state of the last round by name: everything in its provenance, or nothing."""
-    states: dict[str, Path] = {}
-    with suppress(MergegateError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        for product in _predicate(released)["runDetails"]["byproducts"]:
-            path = find_state(str(product["annotations"]["stored"]))
-            if path is None or digest_of(path) != product["digest"]["sha256"]:
-                return {}
-            states[str(product["name"])] = path
-    return states
-
-
-def _predicate(released: Path) -> Any:
-    return parse_json(read_plain(released / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]
+def read_predicate(last_release: Path) -> Any:
+    """Return the predicate of the provenance of a release."""
+    return parse_json(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

@@ -13,11 +13,15 @@ stored mean of the last round. The results are stored next to the release (:mod:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.flows.candidates.last_round import last_recipe, read_predicate, used_digests
+from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
 from mergegate.merge_core.methods import TASK_ARITHMETIC
 
 ROUND, MEAN, SQUARES = "round", "mean", "squares"  # names of the documents before the last
@@ -65,45 +69,68 @@ def parse_adam(settings: object, location: str) -> Adam | None:
     return Adam(**{str(key): float(value) for key, value in settings.items()})
 
 
-def with_momentum(round_document: Document, before: str, momentum: float) -> tuple[Document, ...]:
-    """Return the round and a momentum step that repeats the last round's update, from ``before`` to its base."""
-    models = [
-        {"model": ROUND, "parameters": {"weight": 1.0}},
-        {"model": before, "parameters": {"weight": -momentum}},
-    ]
-    return _round(round_document), _step(round_document, TASK_ARITHMETIC.name, models)
+def take_step(
+    recipe: Document,
+    step: Adam | float,
+    last_release: Path | None,
+    directory: Path,
+    digest_of: Callable[[Path], str],
+    find_state: Callable[[str], Path | None],
+) -> tuple[tuple[Document, ...], tuple[str, ...]]:
+    """Return the documents of a round with the step of the server after it, and remarks about the step.
 
-
-def with_adam(round_document: Document, states: Mapping[str, str], adam: Adam) -> tuple[Document, ...]:
-    """Return the round, both running means updated with it, and the step that follows from them.
-
-    ``states`` holds the means of the earlier rounds by name. If it is empty, the means start over.
+    Args:
+        recipe: Document that combines the clients.
+        step: Settings of Adam, or the momentum. A momentum of 0 adds no step.
+        last_release: Checkpoint that is published now. None before the first round.
+        directory: Directory that paths in recipes are relative to.
+        digest_of: Function that returns the digest of a directory.
+        find_state: Function that finds stored optimizer state by its location in a provenance.
     """
+    base, result_keys = recipe["base_model"], {key: value for key, value in recipe.items() if key in _OF_THE_RESULT}
+    # The combined change of the clients in float32.
+    change = {key: value for key, value in recipe.items() if key not in _OF_THE_RESULT}
+    change |= {"name": ROUND, "dtype": "float32"}
 
-    def mean(name: str, method: str, keep: float) -> Document:
-        models = [{"model": ROUND}, *([{"model": states[name]}] if name in states else [])]
-        document = {"name": name, "merge_method": method, "base_model": round_document["base_model"], "models": models}
-        return {**document, "parameters": {"keep": keep}, "dtype": "float32"}
+    if isinstance(step, Adam):
+        # The running means that the last release stored: everything in its provenance, or nothing.
+        states: dict[str, str] = {}
+        with suppress(MergegateError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            for product in read_predicate(last_release)["runDetails"]["byproducts"] if last_release else ():
+                path = find_state(str(product["annotations"]["stored"]))
+                if path is None or digest_of(path) != product["digest"]["sha256"]:
+                    states = {}
+                    break
+                states[str(product["name"])] = os.path.relpath(path, directory)
 
-    step = _step(round_document, "adam", [{"model": MEAN}, {"model": SQUARES}])
-    return (
-        _round(round_document),
-        mean(MEAN, "moving_mean", adam.beta1),
-        mean(SQUARES, "moving_squares", adam.beta2),
-        {**step, "parameters": {"rate": adam.rate, "tau": adam.tau}},
-    )
+        def mean(name: str, method: str, keep: float) -> Document:
+            models = [{"model": ROUND}, *([{"model": states[name]}] if name in states else [])]
+            document = {"name": name, "merge_method": method, "base_model": base, "models": models}
+            return {**document, "parameters": {"keep": keep}, "dtype": "float32"}
 
+        means = mean(MEAN, "moving_mean", step.beta1), mean(SQUARES, "moving_squares", step.beta2)
+        result = {"merge_method": "adam", "base_model": base, "models": [{"model": MEAN}, {"model": SQUARES}]}
+        result |= {**result_keys, "parameters": {"rate": step.rate, "tau": step.tau}}
+        remark = "Adam starts again, because the state of the last round does not exist"
+        if states:
+            remark = "Adam continues with the state of the last round"
+        return (change, *means, result), (remark,) if last_release else ()
 
-def _round(round_document: Document) -> Document:
-    """Return the combined change of the clients in float32."""
-    return {
-        **{key: value for key, value in round_document.items() if key not in _OF_THE_RESULT},
-        "name": ROUND,
-        "dtype": "float32",
-    }
-
-
-def _step(round_document: Document, method: str, models: list[dict[str, Any]]) -> Document:
-    """Return the document whose result is released."""
-    result_keys = {key: value for key, value in round_document.items() if key in _OF_THE_RESULT}
-    return {"merge_method": method, "base_model": round_document["base_model"], "models": models, **result_keys}
+    if not step or last_release is None:
+        return (recipe,), ()
+    with suppress(MergegateError, OSError, ValueError):
+        *_, last = last_recipe(last_release)
+        before = last.get("base_model")
+        # The last step, from `before` to the base, continues if that model still exists unchanged.
+        if (
+            isinstance(before, str)
+            and (directory / before).is_dir()
+            and digest_of(directory / before) in used_digests(last_release)
+        ):
+            models = [
+                {"model": ROUND, "parameters": {"weight": 1.0}},
+                {"model": before, "parameters": {"weight": -step}},
+            ]
+            result = {"merge_method": TASK_ARITHMETIC.name, "base_model": base, "models": models, **result_keys}
+            return (change, result), (f"{step:g} times the last step, from {Path(before).name}, is repeated",)
+    return (recipe,), ("without momentum, because the base of the last round no longer exists",)

@@ -16,7 +16,7 @@ import typer
 import typer.core
 
 from mergegate.flows.cli.command import convert_os_error, print_refusal, refusals
-from mergegate.flows.cli.streams import close_streams, prepare_streams, require_utf8_paths
+from mergegate.flows.cli.streams import safe_streams
 from mergegate.merge_core.system import require_posix
 
 # Command → its file and its summary in the list of commands. The function of `store ls` is `store_ls_command`.
@@ -198,18 +198,16 @@ def root_command(
 
 def main() -> None:
     """Run the ``mergegate`` command."""
-    require_utf8_paths()
-    prepare_streams()
     # Tables of tensors are trees of a million objects, created within a second. Scanning them for cycles every 700
     # objects would double that time.
     gc.set_threshold(100_000, 20, 20)
-    try:
-        typer.main.get_command(app)()
-    except OSError as error:  # typer's own output, which no command writes: --help on a full disk
-        refusal = convert_os_error(error)
-        print_refusal(refusal, as_json=False)
-        raise SystemExit(refusal.exit_code) from None
-    finally:
-        close_streams()
-        # The imports of a run create a million objects. One more scan for cycles would take seconds at exit.
-        gc.freeze()
+    with safe_streams():
+        try:
+            typer.main.get_command(app)()
+        except OSError as error:  # typer's own output, which no command writes: --help on a full disk
+            refusal = convert_os_error(error)
+            print_refusal(refusal, as_json=False)
+            raise SystemExit(refusal.exit_code) from None
+        finally:
+            # The imports of a run create a million objects. One more scan for cycles would take seconds at exit.
+            gc.freeze()

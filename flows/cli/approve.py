@@ -18,8 +18,8 @@ from mergegate.flows.cli.server import load_optional_schedules
 from mergegate.flows.prefect_api import (
     ApprovalRequest,
     Decision,
-    answer_run,
     find_site,
+    page_of_run,
     select_waiting_run,
     site_client,
     waiting_runs,
@@ -52,8 +52,23 @@ def approve_command(
             waiting_run = select_waiting_run(waiting_runs(client), run)
             if not as_json:
                 console.print(Markdown(waiting_run.summary))
-            answer_run(client, waiting_run, publish=not reject, by=current_user(), reason=reason)
-        name, page = f"{waiting_run.profile} {waiting_run.version}", site.run_page(waiting_run.id)
+            answer = client.resume_flow_run(
+                waiting_run.id,
+                run_input={
+                    "publish": not reject,
+                    "by": current_user(),
+                    "reason": reason,
+                    "version": waiting_run.version,
+                },
+            )
+            if answer.status.value != "ACCEPT":
+                raise Refused(
+                    f"run {waiting_run.name}",
+                    found=str(getattr(answer.details, "reason", "") or "it did not accept the answer"),
+                    expected="a run that waits for approval",
+                    remedy="mergegate approve lists all waiting runs",
+                )
+        name, page = f"{waiting_run.profile} {waiting_run.version}", page_of_run(waiting_run.id, site.address)
         decision = "rejected" if reject else "approved"
         if as_json:
             facts = {"profile": waiting_run.profile, "version": waiting_run.version, "run": str(waiting_run.id)}
@@ -94,7 +109,7 @@ class TerminalApproval:
                 remedy=f"approve it in advance: mergegate {'run' if request.verb == 'publish' else 'shadow evaluate'} "
                 "--approve; or use mergegate trigger, whose run waits for approval",
             )
-        with self._progress.paused():
+        with self._progress.pause():
             self._console.print(Markdown(request.summary))
             try:
                 answer = self._console.input(f"{request.verb} {request.name} {version}? \\[y/N] ").strip().lower()

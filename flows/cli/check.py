@@ -82,7 +82,7 @@ def check_command(
 def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
     """Print each distinct text once, with the models that read it and the number of tokens."""
 
-    def cut(text: str) -> str:
+    def shorten(text: str) -> str:
         """Shorten a long text to its beginning and end: examples come first, the question last."""
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
 
@@ -93,6 +93,6 @@ def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
         readers.setdefault((task, example.preview.prompt, example.preview.answer), []).append(reader)
     for (task, prompt, answer), models in readers.items():
         console.print(Text(f"\ntask {task}: first document, as {', '.join(models)} would read it", style="bold"))
-        for text in to_printable(cut(prompt)).split("\n"):
+        for text in to_printable(shorten(prompt)).split("\n"):
             console.print(Text(f"    {text}"))
-        console.print(Text(f"    ▸ {to_printable(cut(answer)).strip()}", style="green"))
+        console.print(Text(f"    ▸ {to_printable(shorten(answer)).strip()}", style="green"))

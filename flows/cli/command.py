@@ -51,13 +51,6 @@ ReleaseArgument = Annotated[
 ]
 
 
-def new_console(as_json: bool) -> Console:
-    """Return the console for human-readable lines. It is quiet if standard output carries JSON."""
-    from rich.console import Console
-
-    return Console(quiet=as_json, highlight=False, soft_wrap=True)
-
-
 @contextmanager
 def command_context(as_json: bool = False, *, with_state: bool = False) -> Iterator[Console]:
     """Yield the console of a command, and end the command with one message and an exit code if the block fails.
@@ -74,7 +67,9 @@ def command_context(as_json: bool = False, *, with_state: bool = False) -> Itera
             from mergegate.flows.prefect_api import configure
 
             configure(Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute()))))
-        yield new_console(as_json)
+        from rich.console import Console
+
+        yield Console(quiet=as_json, highlight=False, soft_wrap=True)  # human-readable lines would break the JSON
 
 
 @contextmanager

@@ -6,7 +6,7 @@ This reads no weights and changes nothing, apart from the counts and measurement
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -72,20 +72,14 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
         console.print(table)
         console.print()
     console.print(Text(f"dry run: {message}", style="bold"))
-    for line in _further_attempts(profile):
-        console.print(f"  {line}")
+    # Each attempt that follows a refusal costs a merge and an evaluation of its own.
+    written = len(profile.candidates()) - 1
+    attempts = [f"{written} written {'remedy' if written == 1 else 'remedies'}"] if written else []
+    attempts += ["a search for the scale"] if profile.scale_search else []
+    if profile.max_proposed_remedies:
+        attempts.append(f"up to {profile.max_proposed_remedies} proposed remedies")
+    for number, attempt in enumerate(attempts):
+        console.print(f"  {'then' if number else 'if the gate refuses:'} {attempt}, not counted above")
     for name, dollars in cost.items():
         console.print(f"  {name}: ${dollars:.2f}")
     return problems.exit_code
-
-
-def _further_attempts(profile: Profile) -> Iterator[str]:
-    """Yield the attempts that follow a refusal. Each one costs a merge and an evaluation of its own."""
-    written = len(profile.candidates()) - 1
-    if written:
-        yield f"if the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
-    if profile.scale_search:
-        yield f"{'then' if written else 'if the gate refuses:'} a search for the scale, not counted above"
-    if profile.max_proposed_remedies:
-        then = "then" if written or profile.scale_search else "if the gate refuses:"
-        yield f"{then} up to {profile.max_proposed_remedies} proposed remedies, not counted above"

@@ -19,7 +19,9 @@ _MOST_SHOWN = 5  # modules with the largest errors
 
 
 def extract_lora_command(
-    finetuned: Annotated[str, typer.Argument(help="Fine-tune: a directory, or org/name@revision.")],
+    fine_tune: Annotated[
+        str, typer.Argument(metavar="FINETUNED", help="Fine-tune: a directory, or org/name@revision.")
+    ],
     base: Annotated[str, typer.Argument(help="Model that it was fine-tuned from.")],
     rank: Annotated[int, typer.Option(help="Largest rank of a factor.")],
     out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the adapter. It must not exist.")] = Path(
@@ -42,7 +44,7 @@ def extract_lora_command(
     with command_context(as_json) as console:
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
         with new_directory(out) as directory:
-            checkpoints = [find_checkpoint(name) for name in (finetuned, base)]
+            checkpoints = [find_checkpoint(name) for name in (fine_tune, base)]
             if snapshots := [snapshot for parent in checkpoints for snapshot in parent.snapshots]:
                 with console.status("fetching weights"):
                     download_snapshots(snapshots, store().hashes)

@@ -16,8 +16,20 @@ from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 
 
-def model_in_recipe(parent: ResolvedCheckpoint, out: Path) -> object:
-    """Return a model as written in a recipe in ``out``, with relative directories."""
+def fitting_recipe(
+    method: str, models: Sequence[ResolvedCheckpoint], out: Path, name: str
+) -> tuple[RecipeDraft, tuple[ResolvedCheckpoint, ...]]:
+    """Return the first draft that fits according to the headers, and its parents.
+
+    Args:
+        method: Merge method to use. Empty: any.
+        models: The base, then the models.
+        out: Directory of the recipe, which its paths are relative to.
+        name: Name of the recipe in messages.
+
+    Raises:
+        MergegateError: No draft fits. The error is that of the first draft.
+    """
 
     def relative(text: str) -> str:
         directory = expand_user_path(text)
@@ -26,28 +38,16 @@ def model_in_recipe(parent: ResolvedCheckpoint, out: Path) -> object:
         path = Path(os.path.relpath(directory.absolute(), out)).as_posix()
         return path if path.startswith(".") else f"./{path}"
 
-    if parent.adapter is not None:
-        model, _, adapter = parent.ref.partition("+")
-        return f"{relative(model)}+{relative(adapter)}"
-    path = relative(parent.ref)
-    return {"model": {"path": path}} if parent.revision is None and ("@" in path or "+" in path) else path
-
-
-def fitting_recipe(
-    method: str, models: Sequence[object], out: Path, name: str
-) -> tuple[RecipeDraft, tuple[ResolvedCheckpoint, ...]]:
-    """Return the first draft that fits according to the headers, and its parents.
-
-    Args:
-        method: Merge method to use. Empty: any.
-        models: The base, then the models, as written in a recipe in ``out``.
-        out: Directory of the recipe, which relative paths in ``models`` start from.
-        name: Name of the recipe in messages.
-
-    Raises:
-        MergegateError: No draft fits. The error is that of the first draft.
-    """
-    base, *tuned = models
+    written: list[object] = []  # the models as the recipe names them
+    for model in models:
+        if model.adapter is not None:
+            merged, _, adapter = model.ref.partition("+")
+            written.append(f"{relative(merged)}+{relative(adapter)}")
+        else:
+            path = relative(model.ref)
+            is_ambiguous = model.revision is None and ("@" in path or "+" in path)
+            written.append({"model": {"path": path}} if is_ambiguous else path)
+    base, *tuned = written
     problems: list[MergegateError] = []
     for draft in recipe_drafts(base, tuned, method):
         recipe = replace(load_recipe(dict(draft.recipe), location=f"the recipe of {name}"), directory=out)
@@ -62,7 +62,8 @@ def fitting_recipe(
         most_common = [count for _, count in templates.most_common(2)]
         has_one_template = len(most_common) == 1 or (len(most_common) == 2 and most_common[0] > most_common[1])
         if has_one_template and any(finding.where.endswith(": chat template") for finding in cleared.findings):
-            draft = draft.with_chat_template()
+            why = "The chat template is that of most models. Without this setting, the result would get the base's."
+            draft = RecipeDraft({**draft.recipe, "chat_template": "auto"}, f"{draft.why}\n# {why}")
         # The dtype of most weights, limited to dtypes of a recipe.
         sizes: Counter[str] = Counter()
         for parent in parents:

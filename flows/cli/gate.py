@@ -27,7 +27,6 @@ from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation import (
     SCORES_FILE,
-    ResultsFile,
     Scores,
     TaskResults,
     find_results,
@@ -80,29 +79,18 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
             found="it is missing, so there are no guards",
             expected="evaluate: {tasks: [...]}",
         )
-    directories: dict[str, Path] = {}
-    for entry in entries:
-        name, equals, directory = entry.partition("=")
-        if not (name and equals and directory):
-            raise InvalidInput(
-                entry, found="not a model with a directory", expected="NAME=DIRECTORY, for example merge=out/merge"
-            )
-        if name in directories:
-            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one directory for each model")
-        directories[name] = Path(directory)
-    if MERGE not in directories:
-        raise InvalidInput(
-            "RESULTS",
-            found=f"no results of the merge, only of {', '.join(directories)}",
-            expected=f"{MERGE}=DIRECTORY",
-            remedy=suggest(MERGE, directories),
-        )
-    if len(directories) < 2:
-        raise InvalidInput(
-            "RESULTS", found="only results of the merge", expected=f"also {REFERENCE}=DIRECTORY, or its parents by name"
-        )
+    directories = _directories_by_model(entries)
     guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", directories)
-    results = _read_results(guards, {name: find_results(directory) for name, directory in directories.items()})
+
+    # The merge has results of every task, each reference of the tasks that it guards.
+    files = {name: find_results(directory) for name, directory in directories.items()}
+    results: dict[tuple[str, str], TaskResults] = {}
+    for guard in guards:
+        field = None if guard.cluster_by == "task" else guard.cluster_by
+        for name in (*reference_models(guard, files, MERGE), MERGE):
+            result = results.get((name, guard.task))
+            if result is None or field is not None:  # two guards of a task agree on the field, or one has none
+                results[name, guard.task] = read_task(files[name], guard.task, field)
     for guard, name in ((judged, name) for judged in guards for name in reference_models(judged, directories, MERGE)):
         location = f"{guard.task}: {MERGE} against {name}"
         reference, merge = results[name, guard.task], results[MERGE, guard.task]
@@ -113,7 +101,20 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
     if profile.perplexity:
         console.print("! perplexity is not judged, because lm-eval's output does not include it", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
-        scores = _as_artifacts(results, Path(scratch))
+        # As artifacts of the stage "evaluate", so that the same gate judges both.
+        scores: dict[str, list[Artifact[Scores]]] = {}
+        for number, ((model, task), result) in enumerate(results.items()):
+            part = Path(scratch, str(number))
+            part.mkdir()
+            write_document_scores(part / SCORES_FILE, result.outcomes)
+            value = Scores(
+                model=model,
+                tasks=score_table(task, result.outcomes),
+                lm_eval_version=result.conditions.lm_eval_version,
+            )
+            content_digest = digest([list(outcome) for outcome in result.outcomes])
+            artifact = Artifact("evaluate", content_digest, content_digest, value, part, {})
+            scores.setdefault(model, []).append(artifact)
         verdict = gate.work(guards, scores, {}, None, GatePlan(profile.evaluate.gate_rule, MERGE))
         models = [
             ReportedModel(
@@ -144,12 +145,44 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
     return RunOutcome(status="refused", message=message, reasons=verdict.reasons, content=content)
 
 
-def _guards(written: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]) -> tuple[Guard, ...]:
+def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
+    """Parse ``NAME=DIRECTORY`` of the merge and at least one other model.
+
+    Raises:
+        InvalidInput: A model is missing or named twice.
+    """
+    directories: dict[str, Path] = {}
+    for entry in entries:
+        name, equals, directory = entry.partition("=")
+        if not (name and equals and directory):
+            raise InvalidInput(
+                entry, found="not a model with a directory", expected="NAME=DIRECTORY, for example merge=out/merge"
+            )
+        if name in directories:
+            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one directory for each model")
+        directories[name] = Path(directory)
+    if MERGE not in directories:
+        raise InvalidInput(
+            "RESULTS",
+            found=f"no results of the merge, only of {', '.join(directories)}",
+            expected=f"{MERGE}=DIRECTORY",
+            remedy=suggest(MERGE, directories),
+        )
+    if len(directories) < 2:
+        raise InvalidInput(
+            "RESULTS", found="only results of the merge", expected=f"also {REFERENCE}=DIRECTORY, or its parents by name"
+        )
+    return directories
+
+
+def _guards(
+    profile_guards: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]
+) -> tuple[Guard, ...]:
     """Return the guards with lm-eval's task names, each compared with results that exist."""
     references = set(directories) - {MERGE}
     alone = references == {REFERENCE}
     guards = []
-    for position, guard in enumerate(written):
+    for position, guard in enumerate(profile_guards):
         if not alone and not reference_models(guard, directories, MERGE):
             raise InvalidInput(
                 f"{location}[{position}].guarded_by",
@@ -162,34 +195,3 @@ def _guards(written: Sequence[Guard], root: Path, location: str, directories: Ma
         reference = REFERENCE if alone else guard.guarded_by
         guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))
     return distinct_guards(guards)
-
-
-def _read_results(
-    guards: Sequence[Guard], files: Mapping[str, Sequence[ResultsFile]]
-) -> dict[tuple[str, str], TaskResults]:
-    """Read the results by model and task: the merge on every task, each reference on the tasks that it guards."""
-    results: dict[tuple[str, str], TaskResults] = {}
-    for guard in guards:
-        field = None if guard.cluster_by == "task" else guard.cluster_by
-        for name in (*reference_models(guard, files, MERGE), MERGE):
-            result = results.get((name, guard.task))
-            if result is None or field is not None:  # two guards of a task agree on the field, or one has none
-                results[name, guard.task] = read_task(files[name], guard.task, field)
-    return results
-
-
-def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path) -> dict[str, list[Artifact[Scores]]]:
-    """Convert the results to artifacts of the stage ``evaluate``, so that the same gate judges both."""
-    scores: dict[str, list[Artifact[Scores]]] = {}
-    for number, ((model, task), result) in enumerate(results.items()):
-        directory = scratch / str(number)
-        directory.mkdir()
-        write_document_scores(directory / SCORES_FILE, result.outcomes)
-        value = Scores(
-            model=model,
-            tasks=score_table(task, result.outcomes),
-            lm_eval_version=result.conditions.lm_eval_version,
-        )
-        content = digest([list(outcome) for outcome in result.outcomes])
-        scores.setdefault(model, []).append(Artifact("evaluate", content, content, value, directory, {}))
-    return scores

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -32,42 +31,31 @@ def history_command(
 ) -> None:
     """List how the runs of this project ended, newest first."""
     with command_context(as_json) as console:
-        print_history(console, as_json, profile, last)
-
-
-def print_history(console: Console, as_json: bool, profile: str | None = None, most: int = 30) -> None:
-    """Print one line per run, newest first, in at most 80 columns.
-
-    Without ``profile``, this prints the runs of all profiles, at most ``most``.
-
-    Raises:
-        InvalidInput: No run of the profile is recorded.
-    """
-    reports = home() / "reports"
-    history = read_history(reports)
-    runs = [run for run in reversed(history.records) if profile in (None, run.profile)]
-    if profile is not None and not runs:
-        names = {run.profile for run in history.records}
-        raise InvalidInput(
-            "mergegate history",
-            found=f"no recorded run of {profile!r}",
-            expected=suggest(profile, names) if names else "a profile that has already run here",
-        )
-    if as_json:
-        rows = [run.model_dump(mode="json") for run in runs[:most]]
-        more = {"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": rows}
-        print_answer("listed", f"{len(runs)} recorded runs", more)
-        return
-    if runs:
-        console.print(_table(runs[:most], with_profile=profile is None), soft_wrap=False)
-    else:
-        console.print("no run has finished here yet")
-    if len(runs) > most:
-        console.print(f"{len(runs) - most} older runs: mergegate history --last {len(runs)}")
-    if damage := history.damage_sentence():
-        console.print(Text(damage, style="yellow"))
-    if runs and (reports / "index.html").is_file():
-        console.print(Text(f"all runs: {short_path(reports / 'index.html')}", style="dim"))
+        reports = home() / "reports"
+        history = read_history(reports)
+        runs = [run for run in reversed(history.records) if profile in (None, run.profile)]
+        if profile is not None and not runs:
+            names = {run.profile for run in history.records}
+            raise InvalidInput(
+                "mergegate history",
+                found=f"no recorded run of {profile!r}",
+                expected=suggest(profile, names) if names else "a profile that has already run here",
+            )
+        if as_json:
+            rows = [run.model_dump(mode="json") for run in runs[:last]]
+            more = {"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": rows}
+            print_answer("listed", f"{len(runs)} recorded runs", more)
+            return
+        if runs:
+            console.print(_table(runs[:last], with_profile=profile is None), soft_wrap=False)
+        else:
+            console.print("no run has finished here yet")
+        if len(runs) > last:
+            console.print(f"{len(runs) - last} older runs: mergegate history --last {len(runs)}")
+        if damage := history.damage_sentence():
+            console.print(Text(damage, style="yellow"))
+        if runs and (reports / "index.html").is_file():
+            console.print(Text(f"all runs: {short_path(reports / 'index.html')}", style="dim"))
 
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:

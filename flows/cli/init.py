@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.fitting_recipe import fitting_recipe, model_in_recipe
+from mergegate.flows.cli.fitting_recipe import fitting_recipe
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.profile_draft import (
+    SCHEMA_LINE,
     GuardDraft,
     LicenseDraft,
     ProfileDraft,
     RecipeDraft,
     claimed_tasks,
-    commented_recipe,
     profile_text,
 )
 from mergegate.flows.cli.schema import schema_text
@@ -136,7 +136,7 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
         default_name = "-".join(filter(None, parts)) or "merge"
         name = _answer(request, "name of the release", request.name, default_name, unused_name)
         files = files_of(name)
-        draft, parents = fitting_recipe(request.method, [model_in_recipe(model, out) for model in models], out, name)
+        draft, parents = fitting_recipe(request.method, models, out, name)
         console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
         console.print(f"         {draft.why}".replace("\n# ", "\n         "))
         license = _license(request, parents, name, out)
@@ -170,7 +170,11 @@ def _write_project(
     write_new_files(
         {
             **({out / profile.documents: sample} if profile.is_sample else {}),
-            files[0]: commented_recipe(draft, schemas["recipe"]),
+            files[0]: SCHEMA_LINE.format(schemas["recipe"])
+            + "# The merge, in mergekit's dialect. 'mergegate methods' lists all values of merge_method.\n"
+            + f"# {draft.why}\n"
+            + "# weight: factor of a model's difference; density: share of the difference that is kept.\n"
+            + yaml.safe_dump(dict(draft.recipe), sort_keys=False, allow_unicode=True),
             files[1]: profile_text(replace(profile, schema=schemas["profile"])),
         }
     )
@@ -310,13 +314,13 @@ def prompt(question: str, default: str, check: Callable[[str], str]) -> str:
         typer.Abort: The user pressed Ctrl-C, or standard input is closed.
     """
 
-    def checked(text: str) -> str:
+    def valid_answer(text: str) -> str:
         try:
             return check(text.strip())
         except InvalidInput as error:
             raise typer.BadParameter("; expected: ".join(filter(None, (error.found, error.expected)))) from None
 
-    return str(typer.prompt(question, default=default, show_default=bool(default), value_proc=checked))
+    return str(typer.prompt(question, default=default, show_default=bool(default), value_proc=valid_answer))
 
 
 def require_new(files: Iterable[Path]) -> None:

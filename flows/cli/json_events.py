@@ -55,7 +55,7 @@ class EventLines:
         print_event("detail", stage=stage, subject=subject, key=key, text=line)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Do nothing, because there is no drawing that could disturb a prompt."""
         yield
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.merge_cache import find_merge, merge_key, record_merge
+from mergegate.flows.cli.merge_cache import RecordedMerge
 from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
@@ -30,7 +30,7 @@ from mergegate.tasks.checkpoints import (
     require_same_files,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.merge import combine_parents, prepare_recipe
+from mergegate.tasks.merge import MergeSettings, combine_parents, prepare_recipe
 from mergegate.tasks.stage import store
 
 
@@ -101,8 +101,8 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
             )
             bar.update(job, completed=downloaded.bytes, total=downloaded.bytes)
     identities = {**(cleared.identities or identify_parents(cleared.parents)), **cleared.texts}
-    merge_digest = merge_key(recipe_file, identities, options.seed, options.device)
-    if not options.share and (recorded := find_merge(out, merge_digest)):
+    record = RecordedMerge(out, recipe_file, identities, MergeSettings(seed=options.seed, device=options.device))
+    if not options.share and (recorded := record.find()):
         console.print(f"nothing new: {out} is the merge of this recipe and these parents, and is unchanged")
         return {**recorded, "out": str(out), "new": False}
     if options.share:
@@ -111,7 +111,7 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     with new_directory(out, resume=True, by="merge into it", remedy=remedy) as directory:
         result = _merge_into(directory, cleared, identities, options, console)
     try:
-        record_merge(out, merge_digest, result)
+        record.store(result)
     except (OSError, DiskUnavailable) as error:  # The output is complete whether or not the next run recognizes it.
         console.print(Text(f"note: {out} is complete, but the merge could not be recorded: {error}"))
     return {**result, "new": True}
@@ -119,26 +119,34 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
 
 def _merge_into(
     directory: Path,
-    cleared: ClearedRecipe,
+    cleared_recipe: ClearedRecipe,
     identities: Mapping[Path, FileIdentity],
     options: MergeOptions,
     console: Console,
 ) -> dict[str, object]:
     """Merge into ``directory``, which becomes ``options.out`` when it is complete."""
-    by_ref = {parent.ref: parent for parent in cleared.parents}
-    recipe = prepare_recipe(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
+    by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
+    recipe = prepare_recipe(cleared_recipe.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}")
     if recipe.output:
-        return _combine(recipe, directory, cleared, identities, options, console)
+        return _combine(recipe, directory, cleared_recipe, identities, options, console)
     # The headers of downloaded parents must be read again from the local files.
-    opened = cleared.opened if cleared.identities else {parent.ref: open_parent(parent) for parent in cleared.parents}
+    opened = (
+        cleared_recipe.opened
+        if cleared_recipe.identities
+        else {parent.ref: open_parent(parent) for parent in cleared_recipe.parents}
+    )
     # Comparing experts reads samples of all weights. Do it before the merge only if it changes the plan.
     matched = match_experts(recipe, opened) if recipe.align_experts else None
     if matched:
         plan = plan_merge(matched.recipe, matched.checkpoints)
     else:
-        plan = cleared.plan if opened is cleared.opened and recipe is cleared.recipe else plan_merge(recipe, opened)
+        plan = (
+            cleared_recipe.plan
+            if opened is cleared_recipe.opened and recipe is cleared_recipe.recipe
+            else plan_merge(recipe, opened)
+        )
 
     def before_sealing() -> None:
         nonlocal matched
@@ -189,14 +197,16 @@ def _merge_into(
 def _combine(
     recipe: Recipe,
     directory: Path,
-    cleared: ClearedRecipe,
+    cleared_recipe: ClearedRecipe,
     identities: Mapping[Path, FileIdentity],
     options: MergeOptions,
     console: Console,
 ) -> dict[str, object]:
     """Merge adapters into an adapter."""
     remove_contents(directory)  # It cannot be resumed.
-    parents = [(parent.ref, parent.directory, parent.adapter.directory) for parent in cleared.parents if parent.adapter]
+    parents = [
+        (parent.ref, parent.directory, parent.adapter.directory) for parent in cleared_recipe.parents if parent.adapter
+    ]
     with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)
         combined = combine_parents(

@@ -22,40 +22,49 @@ from mergegate.tasks.store import digest
 _SCHEMA = 1
 
 
-def merge_key(recipe_file: Path, identities: Mapping[Path, FileIdentity], seed: int, device: str) -> str:
-    """Return a digest of everything that determines a merge: recipe text, files of the parents, numerics.
+class RecordedMerge:
+    """The record of one merge into one directory.
 
-    ``identities`` covers the files of the parents, which must be local, and of the texts that the merge reads.
+    Args:
+        out: Directory of the merge.
+        recipe_file: Recipe of the merge. Its text counts.
+        identities: Files of the parents, which must be local, and of the texts that the merge reads.
+        settings: Seed and device of the merge.
     """
-    return digest(
-        {
-            "schema": _SCHEMA,
-            "recipe": read_text(recipe_file, MAX_YAML_BYTES),
-            "parents": {str(path): list(identity) for path, identity in identities.items()},
-            "numerics": numerics(MergeSettings(seed=seed, device=device)),
-        }
-    )
 
+    def __init__(
+        self, out: Path, recipe_file: Path, identities: Mapping[Path, FileIdentity], settings: MergeSettings
+    ) -> None:
+        self._out = out
+        # A digest of everything that determines the merge.
+        self._key = digest(
+            {
+                "schema": _SCHEMA,
+                "recipe": read_text(recipe_file, MAX_YAML_BYTES),
+                "parents": {str(path): list(identity) for path, identity in identities.items()},
+                "numerics": numerics(settings),
+            }
+        )
+        # The name of the directory need not be valid text.
+        self._file = home() / "merges" / f"{digest(os.fsencode(out.absolute()).hex())[:16]}.json"
 
-def record_merge(out: Path, key: str, result: Mapping[str, Any]) -> None:
-    """Record that ``out``, in its present state, is the merge with the digest ``key``, and store its result with it."""
-    record = {
-        "of": key,
-        "files": {name: list(identity) for name, identity in _files(out).items()},
-        "told": dict(result),
-    }
-    file = _record_file(out)
-    state_directory(file.parent)
-    write_state(file, json.dumps(record).encode())
+    def find(self) -> dict[str, Any] | None:
+        """Return the recorded result of the directory if it is this merge and unchanged, otherwise None."""
+        record = read_state(self._file, json.loads)
+        if not isinstance(record, dict) or record.get("of") != self._key:
+            return None
+        result = record.get("told")
+        return result if isinstance(result, dict) and record.get("files") == self._files() else None
 
+    def store(self, result: Mapping[str, Any]) -> None:
+        """Record that the directory, in its present state, is this merge, and store its result with it."""
+        state_directory(self._file.parent)
+        record = {"of": self._key, "files": self._files(), "told": dict(result)}
+        write_state(self._file, json.dumps(record).encode())
 
-def find_merge(out: Path, key: str) -> dict[str, Any] | None:
-    """Return the recorded result of ``out`` if it is this merge and unchanged, otherwise None."""
-    record = read_state(_record_file(out), json.loads)
-    if not isinstance(record, dict) or record.get("of") != key or not isinstance(result := record.get("told"), dict):
-        return None
-    is_unchanged = record.get("files") == {name: list(identity) for name, identity in _files(out).items()}
-    return result if is_unchanged else None
+    def _files(self) -> dict[str, list[int]]:
+        files = (path for path in sorted(self._out.rglob("*")) if path.is_file())
+        return {path.relative_to(self._out).as_posix(): list(file_identity(path)) for path in files}
 
 
 def _files(out: Path) -> dict[str, FileIdentity]:

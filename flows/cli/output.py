@@ -49,26 +49,6 @@ def print_created(record: dict[str, Any]) -> None:
     print_answer(status, status, record)
 
 
-def answer_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the ``--json`` output of every command."""
-    text = {"type": "string"}
-    finding = {
-        "type": "object",
-        "required": ["severity", "where", "found"],
-        "properties": {
-            "severity": {"enum": ["block", "warn", "info"]},
-            **dict.fromkeys(("where", "found", "expected", "remedy"), text),
-        },
-    }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "mergegate: what a command prints with --json",
-        "type": "object",
-        "required": ["status", "message", "findings"],
-        "properties": {"status": text, "message": text, "findings": {"type": "array", "items": finding}},
-    }
-
-
 def short_path(path: Path | str) -> str:
     """Return the path as a user in this directory would type it. A URL or a path elsewhere stays as it is."""
     if isinstance(path, str):

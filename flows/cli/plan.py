@@ -33,7 +33,6 @@ from mergegate.tasks.checkpoints import size_of_adapter
 from mergegate.tasks.stage import home, nearest_directory
 
 if TYPE_CHECKING:
-    from mergegate.flows.profile import Profile
     from mergegate.tasks.checkpoints import ResolvedCheckpoint
     from mergegate.tasks.gate import GatePower
     from mergegate.tasks.merge import StatisticsNeeds
@@ -134,7 +133,17 @@ def plan_command(
             parents, merge_plan = plan_recipe(loaded)
             forecast = forecast_of(loaded, parents, merge_plan, options)
         if profile:
-            forecast = replace(forecast, power=_known_power(profile, parents))
+            # Forecast the power of the gate from the store alone, without loading or counting data.
+            from mergegate.flows.preflight import past_guards, pin_profile_evidence
+            from mergegate.tasks.evaluation import find_pinned_data
+            from mergegate.tasks.preflight import forecast_power
+            from mergegate.tasks.stage import store
+
+            evidence = pin_profile_evidence(profile, parents, store().hashes)
+            evidence = evidence._replace(tasks=tuple(find_pinned_data(task) or task for task in evidence.tasks))
+            attempts = len(profile.candidates()) + profile.max_proposed_remedies
+            power = forecast_power(evidence, parents, attempts, past_guards(profile.name))
+            forecast = replace(forecast, power=power)
         if as_json:
             facts = {
                 **asdict(forecast),
@@ -233,19 +242,6 @@ def forecast_of(
     )
 
 
-def _known_power(profile: Profile, parents: Sequence[ResolvedCheckpoint]) -> GatePower | None:
-    """Forecast the power of the gate from the store alone, without loading or counting data."""
-    from mergegate.flows.preflight import past_guards, pin_profile_evidence
-    from mergegate.tasks.evaluation import find_pinned_data
-    from mergegate.tasks.preflight import forecast_power
-    from mergegate.tasks.stage import store
-
-    evidence = pin_profile_evidence(profile, parents, store().hashes)
-    tasks = tuple(find_pinned_data(task) or task for task in evidence.tasks)
-    attempts = len(profile.candidates()) + profile.max_proposed_remedies
-    return forecast_power(evidence._replace(tasks=tasks), parents, attempts, past_guards(profile.name))
-
-
 def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
     """Return the rates of this machine, measured in the last hour or now.
 
@@ -328,35 +324,30 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     rows.append(("disk", format_bytes(needs.disk), f"{format_bytes(forecast.disk_free)} free at {forecast.place}"))
     if forecast.statistics:
         rows.append(("statistics", format_bytes(forecast.statistics.nbytes), forecast.statistics.summary()))
-    rows += _time_rows(forecast)
+
+    rates, took = forecast.rates, forecast.time
+    if forecast.is_adapter:
+        rows.append(("time", "unknown", "the time to decompose changes cannot be forecast"))
+    elif took is None or rates is None:
+        rows.append(("time", "unknown", "this machine was not measured: omit --no-probe"))
+    else:
+        least, most = _seconds(took.at_least), _seconds(took.at_most)
+        rows.append(("time", least if least == most else f"{least} to {most}", "with full overlap, or none"))
+        rows.append(("  reading", _seconds(took.reading), f"{format_bytes(rates.read)}/s"))
+        if needs.read_again:
+            rows.append(("  reading again", _seconds(took.reading_again), "if they do not fit in memory"))
+        rows.append(("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"))
+        rows.append(("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"))
+        rows.append(("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"))
+        if needs.assumed_cost:
+            rows.append(("", "", f"assumed speed of {', '.join(needs.assumed_cost)}"))
+        for name, price in forecast.prices.items():
+            cheapest, dearest = forecast.cost(price) or (0.0, 0.0)
+            rows.append((f"cost {name}", f"${cheapest:,.2f} to {dearest:,.2f}", f"at ${price:g} per hour"))
     memory = system_memory()
     if forecast.statistics and forecast.rates and memory:
         seconds = forecast.statistics.seconds(forecast.rates, memory.available // 2)
         rows += [("  statistics", _seconds(seconds), "before the merge, unless they are cached")] if seconds else []
-    return rows
-
-
-def _time_rows(forecast: Forecast) -> list[tuple[str, str, str]]:
-    needs, rates, took = forecast.needs, forecast.rates, forecast.time
-    if forecast.is_adapter:
-        return [("time", "unknown", "the time to decompose changes cannot be forecast")]
-    if took is None or rates is None:
-        return [("time", "unknown", "this machine was not measured: omit --no-probe")]
-    least, most = _seconds(took.at_least), _seconds(took.at_most)
-    rows = [
-        ("time", least if least == most else f"{least} to {most}", "with full overlap, or none"),
-        ("  reading", _seconds(took.reading), f"{format_bytes(rates.read)}/s"),
-        ("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"),
-        ("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"),
-        ("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"),
-    ]
-    if needs.read_again:
-        rows.insert(2, ("  reading again", _seconds(took.reading_again), "if they do not fit in memory"))
-    if needs.assumed_cost:
-        rows.append(("", "", f"assumed speed of {', '.join(needs.assumed_cost)}"))
-    for name, price in forecast.prices.items():
-        cheapest, dearest = forecast.cost(price) or (0.0, 0.0)
-        rows.append((f"cost {name}", f"${cheapest:,.2f} to {dearest:,.2f}", f"at ${price:g} per hour"))
     return rows
 
 

@@ -3,7 +3,7 @@
 ::
 
     drafts = recipe_drafts(base, models, "")         # the first one that passes the checks is written
-    write(commented_recipe(drafts[0], schema), profile_text(draft))
+    write(profile_text(draft))
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
@@ -53,11 +51,6 @@ class RecipeDraft:
 
     recipe: Mapping[str, Any]
     why: str
-
-    def with_chat_template(self) -> RecipeDraft:
-        """Return the draft with a chat template, for models that have one unlike their base."""
-        why = "The chat template is that of most models. Without this setting, the result would get the base's."
-        return RecipeDraft({**self.recipe, "chat_template": "auto"}, f"{self.why}\n# {why}")
 
 
 @dataclass(frozen=True)
@@ -165,17 +158,6 @@ def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[st
         "models": entries,
         **({"parameters": shared} if shared else {}),
     }
-
-
-def commented_recipe(draft: RecipeDraft, schema: str) -> str:
-    """Return the recipe as YAML with comments."""
-    return (
-        SCHEMA_LINE.format(schema)
-        + "# The merge, in mergekit's dialect. 'mergegate methods' lists all values of merge_method.\n"
-        + f"# {draft.why}\n"
-        + "# weight: factor of a model's difference; density: share of the difference that is kept.\n"
-        + yaml.safe_dump(dict(draft.recipe), sort_keys=False, allow_unicode=True)
-    )
 
 
 def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:

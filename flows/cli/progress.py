@@ -123,7 +123,7 @@ class TerminalProgress:
                 yield
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Pause the drawing while the user is prompted."""
         self._print_ended()
         if self._live is not None:
@@ -134,15 +134,15 @@ class TerminalProgress:
             if self._live is not None:
                 self._live.start()
 
-    def headline(self, left: str, right: str) -> None:
+    def headline(self, title: str, remark: str) -> None:
         """Print the line above all stages, or two lines if the texts do not fit on one."""
         width = self._width
-        if cell_len(left) + 2 + cell_len(right) > width:
-            self._console.print(Text(left, style="bold"))
-            self._console.print(Text(f"  {right}", style="dim"))
+        if cell_len(title) + 2 + cell_len(remark) > width:
+            self._console.print(Text(title, style="bold"))
+            self._console.print(Text(f"  {remark}", style="dim"))
             return
-        gap = " " * (width - cell_len(left) - cell_len(right))
-        self._console.print(Text.assemble((left, "bold"), gap, (right, "dim")))
+        gap = " " * (width - cell_len(title) - cell_len(remark))
+        self._console.print(Text.assemble((title, "bold"), gap, (remark, "dim")))
 
     @property
     def _width(self) -> int:
@@ -196,15 +196,14 @@ class TerminalProgress:
         for line in self._lines.values():
             if line.stage not in self._printed and line.status:
                 self._printed.add(line.stage)
-                self._console.print(self._row(line) if self._console.is_terminal else self._logged(line))
-
-    def _logged(self, line: _Line) -> Text:
-        """Return a log line in full, even if it is long."""
-        glyph, plain, _ = _MARKS[line.status or "made"]
-        took = format_duration(line.seconds)
-        room = self._width - _MARGIN - len(took)
-        text = " ".join(line.text(room).split())
-        return Text(f"  {plain if self._ascii else glyph} {line.stage:<{_NAME}} {text:<{room}} {took}")
+                if self._console.is_terminal:
+                    self._console.print(self._row(line))
+                    continue
+                glyph, plain, _ = _MARKS[line.status]
+                mark, took = plain if self._ascii else glyph, format_duration(line.seconds)
+                room = self._width - _MARGIN - len(took)
+                text = " ".join(line.text(room).split())  # in full, even if it is long
+                self._console.print(Text(f"  {mark} {line.stage:<{_NAME}} {text:<{room}} {took}"))
 
     def _draw(self) -> RenderableType:
         return Group(*self._above, *(self._row(line) for line in self._lines.values()))
@@ -225,7 +224,7 @@ class TerminalProgress:
             mark = Text(plain if self._ascii else glyph, style=style)
         text_style = style if line.status in ("refused", "failed") else ""
         grid.add_row(
-            mark, Text(line.stage), Text(fitted(line.text(room), room), style=text_style), Text(took, style="dim")
+            mark, Text(line.stage), Text(fit_text(line.text(room), room), style=text_style), Text(took, style="dim")
         )
         return grid
 
@@ -236,7 +235,7 @@ def _to_standard_error(line: str) -> None:
         print(f"  {line}", file=sys.stderr, flush=True)
 
 
-def fitted(text: str, width: int) -> str:
+def fit_text(text: str, width: int) -> str:
     """Fit ``text`` on one line of ``width`` columns: the first parts that fit in full, or else words.
 
     The report contains the rest.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ from mergegate.flows.cli.command import (
 from mergegate.flows.cli.json_events import EventLines, print_event
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import outcome_json, print_outcome
-from mergegate.flows.outcome import RunOutcome, flow_outcome, record_refused_run
-from mergegate.flows.prefect_api import approval_function, has_server, local_api, require_writable
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile
+from mergegate.flows.outcome import RunOutcome, archive_outcome, flow_outcome, stopped_outcome
+from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import MergegateError
 
 
@@ -150,8 +151,9 @@ def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...]
         loaded = load_profile(profile, overrides)
         loaded.headline()
     except MergegateError as error:
-        if isinstance(profile, Path):
-            record_refused_run(error, profile, flow)
+        # The profile of a missing file is unknown.
+        if isinstance(profile, Path) and profile.is_file():
+            archive_outcome(stopped_outcome(error), profile_name(profile), time.monotonic(), (), flow=flow)
         raise
     return loaded
 
@@ -170,7 +172,7 @@ def run_flow(
     progress = TerminalProgress(console, verbose=view.verbose)
     watching = partial(EventLines().watching, verbose=view.verbose) if view.events else progress.watching
     progress.headline(view.headline, f"profile {view.profile}")
-    if not has_server():
+    if not configured_url():  # other users look at the runs on a server
         with watching():
             if (cached_outcome := dry_pass()) is not None:
                 return cached_outcome

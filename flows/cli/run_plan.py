@@ -6,7 +6,7 @@ The time of a call is that of its last execution on this machine, or else a roug
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -132,12 +132,7 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
     if cleared is None or ready.evidence is None or cleared.compatibility.value.blocking():
         return None
     estimate = _Estimate(cleared, ready.evidence, tuple(examples))
-    return PlannedRun(tuple(_planned_stages(profile, cleared, ready.evidence, estimate)))
-
-
-def _planned_stages(
-    profile: Profile, cleared: ClearedCandidate, evidence: Evidence, estimate: _Estimate
-) -> Iterator[PlannedStage]:
+    evidence, stages = ready.evidence, []
     last_seconds: dict[str, float] = {}  # per call of a stage, in its last execution
     for record in read_history(home() / "reports").records:
         if record.profile == profile.name:
@@ -153,9 +148,9 @@ def _planned_stages(
     recipe = find_prepared_recipe(cleared.candidate.recipe, by_ref.__getitem__) if is_complete else None
     pinned = PinnedRecipe(recipe or cleared.candidate.recipe, parents)
     if reading := calibration_stage_name(cleared.candidate.recipe):
-        yield _planned_stage(reading, "", 0 if recipe else 1, last_seconds.get(reading), estimate.measuring)
+        stages.append(_planned_stage(reading, "", 0 if recipe else 1, last_seconds.get(reading), estimate.measuring))
     merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
-    yield _planned_stage(MERGE, "", 0 if merged else 1, last_seconds.get(MERGE), estimate.merging)
+    stages.append(_planned_stage(MERGE, "", 0 if merged else 1, last_seconds.get(MERGE), estimate.merging))
     models: dict[str, Model | None] = {
         parent.name: by_name.get(parent.name) if is_complete else None for parent in cleared.parents
     }
@@ -163,9 +158,8 @@ def _planned_stages(
     if evidence.documents is not None and evidence.windows is not None:
         for name, model in models.items():
             cached = model and perplexity.find(model, evidence.documents, evidence.windows, runtime())
-            yield _planned_stage(
-                "perplexity", name, 0 if cached else 1, last_seconds.get("perplexity"), estimate.reading
-            )
+            measured = last_seconds.get("perplexity")
+            stages.append(_planned_stage("perplexity", name, 0 if cached else 1, measured, estimate.reading))
     for task in evidence.tasks:
         if task.data is None:
             continue  # the findings explain why it could not be counted
@@ -178,24 +172,28 @@ def _planned_stages(
         for name, scores in cached_scores.items():
             missing = count_missing_documents(task, evidence.scoring, first, scores)
             measured = document_seconds * missing if document_seconds is not None else last_seconds.get("evaluate")
-            yield _planned_stage("evaluate", f"{name}, {task.name}", missing, measured, estimate.scoring(task, missing))
+            estimated = estimate.scoring(task, missing)
+            stages.append(_planned_stage("evaluate", f"{name}, {task.name}", missing, measured, estimated))
+    return PlannedRun(tuple(stages))
 
 
 def _planned_stage(
-    stage: str, subject: str, missing: int, measured: float | None, estimated: float | None
+    stage: str, subject: str, missing: int, measured_s: float | None, estimated_s: float | None
 ) -> PlannedStage:
     if not missing:
         return PlannedStage(stage, subject, cached=True)
-    rough = measured is None and estimated is not None
-    return PlannedStage(stage, subject, False, missing, estimated if rough else measured, rough)
+    rough = measured_s is None and estimated_s is not None
+    return PlannedStage(stage, subject, False, missing, estimated_s if rough else measured_s, rough)
 
 
 class _Estimate:
     """Estimates for calls that never ran here. The machine is measured on first use."""
 
-    def __init__(self, cleared: ClearedCandidate, evidence: Evidence, examples: Sequence[TaskExample]) -> None:
-        self._cleared, self._evidence, self._examples = cleared, evidence, examples
-        compatibility = cleared.compatibility.value
+    def __init__(
+        self, cleared_candidate: ClearedCandidate, evidence: Evidence, examples: Sequence[TaskExample]
+    ) -> None:
+        self._cleared, self._evidence, self._examples = cleared_candidate, evidence, examples
+        compatibility = cleared_candidate.compatibility.value
         self._size = NetworkSize(compatibility.largest_parameters, compatibility.largest_bytes, compatibility.tensors)
 
     @cached_property

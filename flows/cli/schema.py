@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import typer
 
 from mergegate.flows.cli.command import command_context, local_path
-from mergegate.flows.cli.output import answer_schema
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.recipe import recipe_schema
@@ -73,27 +72,43 @@ def schema_text(kind: str) -> str:
 
 def generated_pages() -> dict[str, str]:
     """Return the generated pages by their path below ``docs/``."""
-    return {
-        "schema/profile.json": schema_text("profile"),
-        "schema/recipe.json": schema_text("recipe"),
-        "schema/answer.json": json.dumps(answer_schema(), indent=1) + "\n",
-        "profile.md": reference_page(profile_schema()),
+    # The --json output of every command.
+    text = {"type": "string"}
+    finding = {
+        "type": "object",
+        "required": ["severity", "where", "found"],
+        "properties": {
+            "severity": {"enum": ["block", "warn", "info"]},
+            **dict.fromkeys(("where", "found", "expected", "remedy"), text),
+        },
+    }
+    answer = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mergegate: what a command prints with --json",
+        "type": "object",
+        "required": ["status", "message", "findings"],
+        "properties": {"status": text, "message": text, "findings": {"type": "array", "items": finding}},
     }
 
-
-def reference_page(schema: Mapping[str, Any]) -> str:
-    """Return the keys of a profile as Markdown, section by section."""
+    # The keys of a profile as Markdown, section by section.
+    profile = profile_schema()
     lines = [
         "# Profile: all keys",
         "",
         "Made by `mergegate schema --write docs` from the types that read a profile; a test says when it is stale.",
         "Editors complete and check profiles with `docs/schema/profile.json`. A required key has no default.",
         "",
-        *_section("profile", schema, schema["$defs"]),
+        *_section("profile", profile, profile["$defs"]),
     ]
-    for name, section in schema["$defs"].items():
-        lines += _section(name, section, schema["$defs"])
-    return "\n".join(lines).rstrip() + "\n"
+    for name, section in profile["$defs"].items():
+        lines += _section(name, section, profile["$defs"])
+
+    return {
+        "schema/profile.json": schema_text("profile"),
+        "schema/recipe.json": schema_text("recipe"),
+        "schema/answer.json": json.dumps(answer, indent=1) + "\n",
+        "profile.md": "\n".join(lines).rstrip() + "\n",
+    }
 
 
 def _section(name: str, section: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:

@@ -44,15 +44,15 @@ class _Form:
         return max(line.cell_len for line in (*map(Text, self.above), *_lines(self)))
 
 
-def print_scores(console: Console, drawn: ScoreTable) -> None:
+def print_scores(console: Console, scores: ScoreTable) -> None:
     """Print the final table in the first form that fits. Details of a verdict follow below the table."""
     rows, notes = [], []
-    for row in drawn.rows:
+    for row in scores.rows:
         word, colon, _ = row.cells[-1].partition(": ")
         rows.append(Row((*row.cells[:-1], word), row.outcome))
         if colon:
             notes.append(f"{row.cells[0]} {row.cells[-1]}")
-    forms = list(_forms(drawn.columns, tuple(rows)))
+    forms = list(_forms(scores.columns, tuple(rows)))
     form = next((candidate for candidate in forms if candidate.width() <= console.width), forms[-1])
     for line in form.above:
         console.print(Text(line, style="dim"))

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,7 @@ from mergegate.flows.prefect_api import (
     load_or_create_secret,
     load_schedules,
     make_pool,
-    rearm_rules_when_ready,
+    rearm_rules,
     require_database,
     serve_prefect,
     site_client,
@@ -79,7 +80,8 @@ def server_command(
                 "other machines can reach this server. It has one password and no TLS, so put a proxy in front of it"
             )
         os.environ.update(site.server_environment(database))
-        rearm_rules_when_ready(replace(site, address=f"http://{local_host}:{port}"))
+        own_site = replace(site, address=f"http://{local_host}:{port}")
+        threading.Thread(target=rearm_rules, args=(own_site,), name="rearming", daemon=True).start()
         serve_prefect(host, port)
 
 

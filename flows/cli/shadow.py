@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +69,12 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
     url, file = records_url(profile.name, settings), routing_file(profile.name)
     redaction = open_redaction(settings.redact, settings.redactor)
     previous = read_routing(file)
-    version = candidate or _released_version(profile) or (previous.candidate if previous else "candidate")
+    version = candidate
+    if not version and profile.publish:
+        with suppress(Refused, CannotDecide):  # an unavailable target must not stop the proxy
+            current = profile.publish.current_release(profile.root)
+            version = current.name if current else None
+    version = version or (previous.candidate if previous else "candidate")
     if previous is not None and previous.candidate == version and not reset:
         routing = previous.model_copy(update={"mode": settings.mode, "share": settings.share})
     else:
@@ -111,15 +117,6 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_STOP_S,
     )
-
-
-def _released_version(profile: Profile) -> str | None:
-    """Return the version at the profile's target, or None. An unavailable target must not stop the proxy."""
-    try:
-        current = profile.publish.current_release(profile.root) if profile.publish else None
-    except (Refused, CannotDecide):
-        return None
-    return current.name if current else None
 
 
 def shadow_replay_command(

@@ -19,6 +19,7 @@ from mergegate.flows.cli.score_table import print_table
 from mergegate.flows.cli.shadow import ShadowProfile
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import load_profile
+from mergegate.flows.shadow_watch import open_watch
 from mergegate.tasks.report import ARM_COLUMNS, ShadowContent, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
 from mergegate.tasks.stage import home
 
@@ -68,9 +69,7 @@ def shadow_status_command(profile: ShadowProfile, as_json: JsonOption = False) -
     This neither judges nor changes anything.
     """
     with command_context(as_json, with_state=True) as console:
-        from mergegate.flows.shadow import shadow_state
-
-        content = shadow_state(load_profile(profile))
+        content = open_watch(load_profile(profile)).current_content()
         page = home() / "reports" / f"{content.name}.shadow.html"
         status = "watching" if content.serving == "watch" else content.serving
         if as_json:

@@ -70,8 +70,8 @@ def smoke_command(
         log: Path | None = None
         with console.status("reading headers") as status:
 
-            def show(done: int, step: str) -> None:
-                status.update(f"{done} of {STEPS}: {step}")
+            def show(number: int, step: str) -> None:
+                status.update(f"{number} of {STEPS}: {step}")
 
             if is_url:
                 key = os.environ.get(api_key_env, "") if api_key_env else ""

@@ -22,7 +22,7 @@ from mergegate.flows.cli.output import OUTCOME_STYLES, print_answer, short_path
 from mergegate.flows.prefect_api import SCHEDULES_FILE, load_schedules
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.wording import format_bytes, format_duration
-from mergegate.tasks.report import RunRecord, file_name, format_run_time, outcome_of_status, read_history
+from mergegate.tasks.report import file_name, format_run_time, outcome_of_status, read_history
 from mergegate.tasks.stage import home, runs_directory
 from mergegate.tasks.store import read_runs, store_bytes
 
@@ -107,7 +107,22 @@ def explain_command(
     For a profile, this is its last run.
     """
     with command_context(as_json) as console:
-        record = _find_run(read_history(home() / "reports").records, run)
+        records = read_history(home() / "reports").records
+        matches = [record for record in records if record.profile == run]
+        if not matches:
+            matches = [record for record in records if run and (record.run.startswith(run) or record.version == run)]
+            # The beginning of an ID must be unique. A version may have several runs.
+            if len({record.run for record in matches}) != 1 and not (matches and matches[-1].version == run):
+                raise InvalidInput(
+                    "mergegate explain",
+                    found=f"{len(matches)} runs whose ID begins with {run!r}"
+                    if matches
+                    else f"no recorded run matches {run!r}",
+                    expected="the ID of a run, a version or a profile",
+                    remedy=suggest(run, {record.profile for record in records})
+                    or "list all runs with mergegate history",
+                )
+        record = matches[-1]
         if as_json:
             print_answer(record.status, record.message, {"run": record.model_dump(mode="json")})
             return
@@ -134,20 +149,3 @@ def explain_command(
             console.print(f"  stage     {stage.name}: {state}, {format_duration(stage.seconds)}")
         if record.report:
             console.print(f"  report    {short_path(home() / 'reports' / record.report)}")
-
-
-def _find_run(records: tuple[RunRecord, ...], query: str) -> RunRecord:
-    by_profile = [record for record in records if record.profile == query]
-    if by_profile:
-        return by_profile[-1]
-    by_id = [record for record in records if query and (record.run.startswith(query) or record.version == query)]
-    if len({record.run for record in by_id}) == 1 or (by_id and by_id[-1].version == query):
-        return by_id[-1]
-    found = f"{len(by_id)} runs whose ID begins with {query!r}" if by_id else f"no recorded run matches {query!r}"
-    names = {record.profile for record in records}
-    raise InvalidInput(
-        "mergegate explain",
-        found=found,
-        expected="the ID of a run, a version or a profile",
-        remedy=suggest(query, names) or "list all runs with mergegate history",
-    )

@@ -205,10 +205,10 @@ def store_gc_command(
             console.print(f"  {format_bytes(plan.over_quota)} over the quota, because the rest is needed", markup=False)
 
 
-def _reason(entry: StoreEntry, needed: Mapping[EntryName, str]) -> str:
+def _reason(entry: StoreEntry, reasons: Mapping[EntryName, str]) -> str:
     """Return the reason why an entry is kept."""
     return (
-        needed.get(entry.entry_name, _NOT_NEEDED) if entry.kind in ("artifact", "value", "unfinished") else _NOT_NEEDED
+        reasons.get(entry.entry_name, _NOT_NEEDED) if entry.kind in ("artifact", "value", "unfinished") else _NOT_NEEDED
     )
 
 

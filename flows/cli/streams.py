@@ -6,6 +6,8 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 READER_GONE = 128 + signal.SIGPIPE  # exit code that a shell reports for a program ended by SIGPIPE
@@ -24,21 +26,18 @@ class _Output(io.FileIO):
             return len(data)
 
 
-def require_utf8_paths() -> None:
-    """Restart Python in UTF-8 mode unless it decodes file names as UTF-8.
+@contextmanager
+def safe_streams() -> Iterator[None]:
+    """Replace standard output and standard error, while the block runs, by streams that never end in a traceback.
 
-    In the C locale or one with another encoding, a valid UTF-8 name would arrive as bytes that are not text.
+    A closed stream discards its output. Otherwise, the next opened file would get its number and our output.
+
+    Python is restarted in UTF-8 mode unless it decodes file names as UTF-8. In the C locale or one with another
+    encoding, a valid UTF-8 name would arrive as bytes that are not text.
     """
     if sys.getfilesystemencoding().lower() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-
-
-def prepare_streams() -> None:
-    """Replace standard output and standard error by streams that never end in a traceback.
-
-    A closed stream discards its output. Otherwise, the next opened file would get its number and our output.
-    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -48,15 +47,15 @@ def prepare_streams() -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  # open as long as the process
     sys.stdout = _safe_stream(sys.stdout, 1)
     sys.stderr = _safe_stream(sys.stderr, 2)
-
-
-def close_streams() -> None:
-    """Discard output that cannot be written, to avoid an interpreter message at exit."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, SystemExit):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    try:
+        yield
+    finally:
+        # Discard output that cannot be written, to avoid an interpreter message at exit.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError, SystemExit):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _safe_stream(stream: Any, number: int) -> io.TextIOWrapper:

@@ -15,13 +15,13 @@ from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.server import load_optional_schedules
 from mergegate.flows.outcome import run_name
 from mergegate.flows.prefect_api import (
+    TAG,
     Schedules,
-    deployment_names,
-    find_deployment,
+    deployments_on_server,
     find_site,
     follow_run,
+    page_of_run,
     site_client,
-    start_run,
 )
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
@@ -43,37 +43,42 @@ def trigger_command(
         schedules = load_optional_schedules()
         site = find_site(schedules)
         with site_client(site) as client:
-            name, parameters = _find_target(profile, schedules, deployment_names(client))
-            deployment = find_deployment(client, name)
-            if deployment is None:
+            on_server = deployments_on_server(client)
+            ours = tuple(name for name, existing in on_server.items() if TAG in existing.tags)
+            name, parameters = _find_target(profile, schedules, ours)
+            if (deployment := on_server.get(name)) is None:
                 raise InvalidInput(name, found="it is not deployed", expected="a deployment", remedy="mergegate deploy")
             all_parameters = {**deployment.parameters, **parameters}
+            # The name of the run until it starts and sets its own.
             run_title = run_name(name.partition("/")[0], all_parameters, time.strftime("%Y-%m-%d"))
-            run = start_run(client, site, deployment.id, parameters, run_title)
+            run = client.create_flow_run_from_deployment(deployment.id, parameters=dict(parameters), name=run_title)
+            page = page_of_run(run.id, site.address)
             if not as_json:
-                console.print(Text(f"{name}: run {run.name}\n  {run.page}"))
+                console.print(Text(f"{name}: run {run.name}\n  {page}"))
             elif not wait:
-                more = {"deployment": name, "run": str(run.id), "page": run.page}
+                more = {"deployment": name, "run": str(run.id), "page": page}
                 print_answer("started", run.name, more)
             if not wait:
                 return
             ended = follow_run(client, run.id, _StatePrinter(console))
         if as_json:
-            print_answer(ended.state, ended.message, {"run": str(run.id), "page": run.page})
+            print_answer(ended.state, ended.message, {"run": str(run.id), "page": page})
         else:
             console.print(Text(f"{ended.state}: {ended.message}" if ended.message else ended.state))
         raise typer.Exit(ended.exit_code)
 
 
-def _find_target(name: str, schedules: Schedules | None, deployed: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+def _find_target(
+    name: str, schedules: Schedules | None, deployment_names: tuple[str, ...]
+) -> tuple[str, dict[str, str]]:
     """Return the full name of the deployment, and parameters that replace its own.
 
     ``release/release`` runs a file that is not deployed.
     """
-    if name in deployed:
+    if name in deployment_names:
         return name, {}
     file = Path(name)
-    by_name = [full_name for full_name in deployed if full_name.partition("/")[2] == name]
+    by_name = [full_name for full_name in deployment_names if full_name.partition("/")[2] == name]
     if by_name and not file.is_file():
         if len(by_name) > 1 and f"release/{name}" in by_name:
             return f"release/{name}", {}  # the others need their full name: shadow/NAME
@@ -91,12 +96,12 @@ def _find_target(name: str, schedules: Schedules | None, deployed: tuple[str, ..
                 return f"{entry.flow}/{load_profile(file).name}", {}
         load_profile(file)  # reports an invalid profile now
         return "release/release", {"profile": name}
-    names = [full_name.partition("/")[2] for full_name in deployed]
+    names = [full_name.partition("/")[2] for full_name in deployment_names]
     raise InvalidInput(
         name,
-        found="neither a deployed profile nor a file",
+        found="neither a deployment_names profile nor a file",
         expected="a profile in schedules.yaml, by its name or its file",
-        remedy=suggest(name, names) if deployed else "mergegate deploy",
+        remedy=suggest(name, names) if deployment_names else "mergegate deploy",
     )
 
 

@@ -6,27 +6,26 @@ The command line, ``--json`` and Prefect's pages all use the same frozen value::
     outcome = flow_outcome(state)
 """
 
-from mergegate.flows.outcome.archive import record_refused_run
+from mergegate.flows.outcome.archive import archive_outcome
 from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
 from mergegate.flows.outcome.report_content import public_names, report_content, sweep_report
-from mergegate.flows.outcome.run_names import name_run, profile_name, run_name
-from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, store_shadow_page, store_sweep_page
+from mergegate.flows.outcome.run_names import name_run, run_name
+from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, stopped_outcome, store_page
 
 __all__ = [
     "RunOutcome",
     "StoppedRun",
+    "archive_outcome",
     "conclude_flow",
     "flow_outcome",
     "name_run",
-    "profile_name",
     "public_names",
-    "record_refused_run",
     "report_content",
     "reported_outcome",
     "run_dry_pass",
     "run_name",
-    "store_shadow_page",
-    "store_sweep_page",
+    "stopped_outcome",
+    "store_page",
     "sweep_report",
     "within_limits",
 ]

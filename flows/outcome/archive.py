@@ -8,12 +8,10 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from mergegate.flows.outcome.run_names import profile_name
-from mergegate.flows.outcome.run_outcome import RunOutcome, stopped_outcome
+from mergegate.flows.outcome.run_outcome import RunOutcome
 from mergegate.flows.prefect_api import page_of_run
-from mergegate.merge_core.errors import MergegateError, to_printable
+from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.files import read_state, write_state
 from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import (
@@ -38,15 +36,6 @@ _log = logging.getLogger(__name__)
 _MAX_PAGE_BYTES = 64 << 20
 _MAX_ITEMS = 200  # guards, parents and stages
 _MAX_SUMMARY_BYTES = 90_000  # Prefect accepts more, but its pages become slow
-
-
-def record_refused_run(error: MergegateError, profile: Path, flow: str) -> None:
-    """Record that a run of ``profile`` was stopped before its flow started.
-
-    A missing file is not recorded, because the profile that it would belong to is unknown.
-    """
-    if profile.is_file():
-        archive_outcome(stopped_outcome(error), profile_name(profile), time.monotonic(), (), flow=flow)
 
 
 def archive_outcome(

@@ -34,8 +34,10 @@ from mergegate.tasks.stage import (
     DeferredProgress,
     LostArtifact,
     ProgressLog,
+    RecordedProgress,
     WorkRequired,
     announce,
+    current_watcher,
     dry_pass,
     home,
     keep_quota,
@@ -43,7 +45,6 @@ from mergegate.tasks.stage import (
     log_shared_store_savings,
     progress_watcher,
     record_run,
-    recorded_stages,
     relay_progress,
     store_quota,
 )
@@ -88,7 +89,7 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
     context = {"run": run, "flow": flow, "profile": name}
-    with json_log(context, watcher) as say, recorded_stages(watcher) as recorder:
+    with json_log(context, watcher) as say, progress_watcher(RecordedProgress(current_watcher(watcher))) as recorder:
         try:
             with disk_errors_refused(home()):
                 outcome = _run_recorded(make, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mergegate.tasks.report import (
     sweep_content,
 )
 from mergegate.tasks.serve import ServedModels
-from mergegate.tasks.stage import Outcome, versions
+from mergegate.tasks.stage import versions
 from mergegate.tasks.store import StoredValue
 from mergegate.tasks.sweep import (
     Confirmation,
@@ -58,7 +58,19 @@ def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt |
         for parent in attempt_before.cleared.parents
         for path in parent.directories
     ]
-    paths += [*_paths_in(profile), *cleared.license.value.all_names]
+    paths += cleared.license.value.all_names
+    # Every absolute path that the profile or an override names.
+    values: list[Any] = [profile.model_dump(), *(override.partition("=")[2] for override in profile.overrides)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+        elif isinstance(value, Path | str) and str(value).startswith(("/", "~/")):
+            with suppress(OSError, RuntimeError, ValueError):  # the text cannot be a path
+                if Path(value).expanduser().exists():
+                    paths.append(str(value))
     return PublicNames.from_recipe(cleared.candidate.recipe, cleared.parents, profile.root, paths)
 
 
@@ -76,7 +88,7 @@ def report_content(
     parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
 
-    def measured(name: str) -> dict[str, object]:
+    def measurements(name: str) -> dict[str, object]:
         scores = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": scores, "likelihoods": likelihoods}
@@ -90,12 +102,17 @@ def report_content(
             revision=parent.revision,
             digest=parent.digest,
             licence=license.licenses[parent.name],
-            **measured(parent.name),
+            **measurements(parent.name),
         )
         for parent in attempt.pinned.parents
     ]
     merge_model = ReportedModel(
-        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
+        name=MERGED,
+        role="merge",
+        ref=profile.name,
+        digest=merged.digest,
+        licence=license.result,
+        **measurements(MERGED),
     )
     # The store entries of the evidence, in the order in which they were created.
     artifacts: list[tuple[StoredValue[Any], str]] = [
@@ -142,7 +159,16 @@ def report_content(
         if verdict.publishable
         else (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
         explanation=attempt.explanation.model_copy(update={"remedies": remedies}),
-        attempts=tuple(_reported_attempt(item) for item in (*earlier, attempt)) if earlier else (),
+        attempts=tuple(
+            ReportedAttempt(
+                recipe=each.cleared.candidate.recipe.summary(),
+                change=each.cleared.candidate.remedy,
+                outcome=each.outcome,
+                reason=each.reason,
+                digest=each.merged.digest if isinstance(each, Attempt) else "",
+            )
+            for each in ((*earlier, attempt) if earlier else ())
+        ),
         judge=None
         if answers is None
         else ReportedJudge(model=answers.judge, **answers.model_dump(include=set(ReportedJudge.model_fields))),
@@ -158,21 +184,6 @@ def report_content(
     return names.apply(content)
 
 
-def _paths_in(profile: Profile) -> Iterator[str]:
-    """Yield every absolute path that the profile or an override names."""
-    values: list[Any] = [profile.model_dump(), *(override.partition("=")[2] for override in profile.overrides)]
-    while values:
-        value = values.pop()
-        if isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, (list, tuple)):
-            values += value
-        elif isinstance(value, Path | str) and str(value).startswith(("/", "~/")):
-            with suppress(OSError, RuntimeError, ValueError):  # the text cannot be a path
-                if Path(value).expanduser().exists():
-                    yield str(value)
-
-
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     """Return the warnings about a recipe without the path of its file: a release must not reveal local paths."""
     return tuple(
@@ -182,10 +193,10 @@ def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def _serving(served: ServedModels | None) -> dict[str, Any]:
-    if served is None:
+def _serving(models: ServedModels | None) -> dict[str, Any]:
+    if models is None:
         return {}
-    verdict = served.verdict
+    verdict = models.verdict
     return {
         "server": verdict.server,
         "served_as": verdict.way,
@@ -193,24 +204,11 @@ def _serving(served: ServedModels | None) -> dict[str, Any]:
         "serving": (
             *(
                 ReportedServing(name=name, measured=parent.measured, problem=parent.problem)
-                for name, parent in served.parents.items()
+                for name, parent in models.parents.items()
             ),
             ReportedServing(name=MERGED, measured=verdict.measured),
         ),
     }
-
-
-def _reported_attempt(attempt: Attempt | FailedMerge) -> ReportedAttempt:
-    candidate = attempt.cleared.candidate
-    outcome: Outcome
-    if isinstance(attempt, FailedMerge):
-        outcome, reason, digest = "fail", str(attempt.refusal.found), ""
-    else:
-        verdict = attempt.verdict
-        outcome, reason, digest = verdict.outcome, next(iter(verdict.reasons), ""), attempt.merged.digest
-    return ReportedAttempt(
-        recipe=candidate.recipe.summary(), change=candidate.remedy, outcome=outcome, reason=reason, digest=digest
-    )
 
 
 def sweep_report(

@@ -11,23 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mergegate.flows.profile import Profile, load_profile, read_profile_name
+from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.merge_core.errors import to_printable
 
 _LONGEST = 60  # characters of one part
-
-
-def profile_name(profile: Path | Profile | str) -> str:
-    """Return the name of a profile, even an invalid one, or the name of its file. Never raises."""
-    if isinstance(profile, Profile):
-        return profile.name
-    for read in (lambda file: load_profile(file).name, read_profile_name):
-        try:
-            if name := read(Path(profile)):
-                return name
-        except Exception:  # the flow reports the error
-            continue
-    return to_printable(Path(profile).stem) or "profile"
 
 
 def name_run() -> str:

@@ -113,13 +113,10 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
     )
 
 
-def store_sweep_page(content: SweepContent) -> Path:
-    """Write the page of a sweep to the reports directory, which has the latest page of each profile."""
-    return _store_latest(render_sweep(content), f"{content.name}.sweep.html")
-
-
-def store_shadow_page(content: ShadowContent) -> Path:
-    """Write the page of a watched release to the reports directory."""
+def store_page(content: SweepContent | ShadowContent) -> Path:
+    """Write the page of a sweep or of a watched release to the reports directory."""
+    if isinstance(content, SweepContent):
+        return _store_latest(render_sweep(content), f"{content.name}.sweep.html")
     return _store_latest(render_shadow(content), f"{content.name}.shadow.html")
 
 

@@ -5,7 +5,7 @@
 * ``schedules`` reads ``schedules.yaml``. ``notifications`` defines what an operator is notified of. ``deployments`` and
   ``automations`` keep the server in step with both.
 * ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and ``waiting_runs``
-  answers it.
+  lists such runs.
 
 No module here imports Prefect before it is needed.
 """
@@ -20,17 +20,17 @@ from mergegate.flows.prefect_api.approval import (
 from mergegate.flows.prefect_api.automations import sync_rules
 from mergegate.flows.prefect_api.deployments import (
     POOL,
-    deployment_names,
+    TAG,
+    deployments_on_server,
     desired_deployments,
-    find_deployment,
     make_pool,
     sync_deployments,
 )
-from mergegate.flows.prefect_api.embedded import configure, has_server, local_api, require_writable
+from mergegate.flows.prefect_api.embedded import configure, configured_url, local_api, require_writable
 from mergegate.flows.prefect_api.notifications import desired_rules
-from mergegate.flows.prefect_api.runs import find_replacement_run, follow_run, site_client, start_run
+from mergegate.flows.prefect_api.runs import find_replacement_run, follow_run, site_client
 from mergegate.flows.prefect_api.schedules import SCHEDULES_FILE, Schedules, load_schedules
-from mergegate.flows.prefect_api.server import rearm_rules_when_ready, serve_prefect
+from mergegate.flows.prefect_api.server import rearm_rules, serve_prefect
 from mergegate.flows.prefect_api.site import (
     PORT,
     Site,
@@ -42,35 +42,34 @@ from mergegate.flows.prefect_api.site import (
     require_site,
     write_settings,
 )
-from mergegate.flows.prefect_api.waiting_runs import WaitingRun, answer_run, select_waiting_run, waiting_runs
+from mergegate.flows.prefect_api.waiting_runs import WaitingRun, select_waiting_run, waiting_runs
 
 __all__ = [
     "POOL",
     "PORT",
     "SCHEDULES_FILE",
+    "TAG",
     "ApprovalRequest",
     "Decision",
     "Schedules",
     "Site",
     "WaitingRun",
-    "answer_run",
     "approval_function",
     "configure",
+    "configured_url",
     "database_url",
-    "deployment_names",
+    "deployments_on_server",
     "desired_deployments",
     "desired_rules",
-    "find_deployment",
     "find_replacement_run",
     "find_site",
     "follow_run",
-    "has_server",
     "load_or_create_secret",
     "load_schedules",
     "local_api",
     "make_pool",
     "page_of_run",
-    "rearm_rules_when_ready",
+    "rearm_rules",
     "request_decision",
     "require_database",
     "require_decision",
@@ -79,7 +78,6 @@ __all__ = [
     "select_waiting_run",
     "serve_prefect",
     "site_client",
-    "start_run",
     "sync_deployments",
     "sync_rules",
     "waiting_runs",

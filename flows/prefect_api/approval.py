@@ -21,7 +21,6 @@ from mergegate.tasks.publish import ApprovalSettings, PendingRelease
 from mergegate.tasks.report import ReportContent, as_markdown
 
 if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun, State
 
 # After the time-out of the profile, a rule on the server refuses the run (``automations``). Without such a rule, the
@@ -150,13 +149,28 @@ def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
     from prefect.client.orchestration import get_client
     from prefect.flow_runs import suspend_flow_run
     from prefect.input import RunInput
+    from prefect.states import Cancelled
     from pydantic import Field, ValidationError, create_model
 
     pending = request.pending
     key = QUESTION + pending.digest[:_DIGITS]
+    # Another run of this deployment may already wait for the same approval. Runs that wait for an older one are
+    # cancelled, because their release is outdated.
+    waits = ""
     with get_client(sync_client=True) as client:
-        if (waiting_run := _find_same_request(client, run, key)) is not None:
-            return Decision(False, "", "", pending.version, pending.digest, waits=waiting_run)
+        for waiting_run in suspended_runs(client):
+            keys = question_keys(waiting_run)
+            if waiting_run.id == run.id or waiting_run.deployment_id != run.deployment_id or not keys:
+                continue
+            if keys["response"].endswith(f"{key}-response"):
+                waits = waits or waiting_run.name
+            else:
+                replaced: State[Any] = Cancelled(
+                    message=f"run {run.name} replaces this run, because it built another release"
+                )
+                client.set_flow_run_state(waiting_run.id, replaced, force=True)
+    if waits:
+        return Decision(False, "", "", pending.version, pending.digest, waits=waits)
     # The form accepts only this ``version``, so an answer to another request is rejected.
     fixed_version: Any = Literal.__getitem__(pending.version)
     form = create_model(
@@ -177,24 +191,3 @@ def _suspend_for_decision(request: ApprovalRequest, run: FlowRun) -> Decision:
             remedy="start the run again; it asks again",
         ) from None
     return Decision(answer.publish, answer.by.strip(), answer.reason.strip(), pending.version, pending.digest)
-
-
-def _find_same_request(client: SyncPrefectClient, run: FlowRun, key: str) -> str | None:
-    """Return the name of another run of this deployment that waits for the same approval.
-
-    Runs that wait for an older approval are cancelled, because their release is outdated.
-    """
-    from prefect.states import Cancelled
-
-    name = None
-    for waiting_run in suspended_runs(client):
-        if waiting_run.id == run.id or waiting_run.deployment_id != run.deployment_id or not question_keys(waiting_run):
-            continue
-        if question_keys(waiting_run)["response"].endswith(f"{key}-response"):
-            name = name or waiting_run.name
-        else:
-            replaced: State[Any] = Cancelled(
-                message=f"run {run.name} replaces this run, because it built another release"
-            )
-            client.set_flow_run_state(waiting_run.id, replaced, force=True)
-    return name

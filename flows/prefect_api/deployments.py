@@ -156,7 +156,9 @@ def sync_deployments(
     make_pool(client)
     names = [deployment.full_name for deployment in deployments]
     existing = {
-        name: deployment for name, deployment in _deployed(client).items() if TAG in deployment.tags or name in names
+        name: deployment
+        for name, deployment in deployments_on_server(client).items()
+        if TAG in deployment.tags or name in names
     }
     for name, on_server in existing.items():
         if name in names and (project := _project_of(on_server)) not in (None, str(site.root)):
@@ -169,7 +171,7 @@ def sync_deployments(
     changes = []
     for deployment in deployments:
         fields, current = _fields(deployment, site), existing.get(deployment.full_name)
-        if current is not None and _fields_on_server(current) == _comparable(fields):
+        if current is not None and _has_fields(current, fields):
             changes.append(DeployedChange(deployment.full_name, "unchanged", str(current.id)))
             continue
         deployment_id = client.create_deployment(  # changes an existing deployment of that name, with its schedules
@@ -179,7 +181,7 @@ def sync_deployments(
         changes.append(DeployedChange(deployment.full_name, change, str(deployment_id)))
     # The server's scheduler may have planned runs while a schedule was removed. Runs that a user planned stay.
     unscheduled = [deployment.full_name for deployment in deployments if deployment.schedule is None]
-    ids = [on_server.id for name, on_server in _deployed(client).items() if name in unscheduled]
+    ids = [on_server.id for name, on_server in deployments_on_server(client).items() if name in unscheduled]
     for run in client.get_scheduled_flow_runs_for_deployments(ids) if ids else ():
         if run.auto_scheduled:
             client.delete_flow_run(run.id)
@@ -188,16 +190,6 @@ def sync_deployments(
             client.delete_deployment(on_server.id)
             changes.append(DeployedChange(name, "removed", str(on_server.id)))
     return tuple(changes)
-
-
-def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """Return the deployment with that full name, such as ``release/name``, or None."""
-    return _deployed(client).get(name)
-
-
-def deployment_names(client: SyncPrefectClient) -> tuple[str, ...]:
-    """Return the full names of all deployments that mergegate created."""
-    return tuple(name for name, deployment in _deployed(client).items() if TAG in deployment.tags)
 
 
 def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> DesiredDeployment:
@@ -235,18 +227,31 @@ def make_pool(client: SyncPrefectClient) -> None:
 def _fields(deployment: DesiredDeployment, site: Site) -> dict[str, Any]:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
+    from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
     from prefect.flows import load_flow_from_entrypoint
     from prefect.utilities.callables import parameter_schema
+    from pydantic import ValidationError
 
     schema = parameter_schema(load_flow_from_entrypoint(deployment.entrypoint))
     options = deployment.on_collision and ConcurrencyOptions(
         collision_strategy=ConcurrencyLimitStrategy(deployment.on_collision)
     )
-    schedules = [
-        DeploymentScheduleCreate(schedule=_schedule(deployment), active=True, slug="nightly")
-        for _ in [deployment.schedule]
-        if deployment.schedule
-    ]
+    schedules = []
+    if planned := deployment.schedule:
+        try:
+            # An interval has a fixed anchor, so that deploying again does not move the schedule.
+            schedule: Any = (
+                CronSchedule(cron=planned["cron"], timezone=planned["timezone"])
+                if "cron" in planned
+                else IntervalSchedule(interval=planned["interval"], anchor_date="2026-01-01T00:00:00Z")
+            )
+        except ValidationError as error:
+            raise InvalidInput(
+                f"{SCHEDULES_FILE}: schedule of {deployment.name}",
+                found=f"{planned.get('cron')!r}: {error.errors()[0]['msg'].lower()}",
+                expected="cron in five fields: minute, hour, day of the month, month, day of the week",
+            ) from None
+        schedules.append(DeploymentScheduleCreate(schedule=schedule, active=True, slug="nightly"))
     return {
         "entrypoint": deployment.entrypoint,
         "description": deployment.description,
@@ -264,56 +269,25 @@ def _fields(deployment: DesiredDeployment, site: Site) -> dict[str, Any]:
     }
 
 
-def _schedule(deployment: DesiredDeployment) -> Any:
-    from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
-    from pydantic import ValidationError
+def _has_fields(existing: DeploymentResponse, fields: Mapping[str, Any]) -> bool:
+    """Return whether an existing deployment has these fields, compared as plain values."""
+    on_server = {name: getattr(existing, name) for name in fields if name != "concurrency_limit"}
+    limit = existing.global_concurrency_limit
+    on_server["concurrency_limit"] = limit.limit if limit else None
 
-    schedule = deployment.schedule or {}
-    try:
-        if "cron" in schedule:
-            return CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
-        # A fixed anchor, so that deploying again does not move the schedule.
-        return IntervalSchedule(interval=schedule["interval"], anchor_date="2026-01-01T00:00:00Z")
-    except ValidationError as error:
-        raise InvalidInput(
-            f"{SCHEDULES_FILE}: schedule of {deployment.name}",
-            found=f"{schedule.get('cron')!r}: {error.errors()[0]['msg'].lower()}",
-            expected="cron in five fields: minute, hour, day of the month, month, day of the week",
-        ) from None
+    def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+        options = values["concurrency_options"]
+        return {
+            **values,
+            "tags": sorted(values["tags"]),
+            "schedules": [schedule.schedule.model_dump(mode="json") for schedule in values["schedules"]],
+            "concurrency_options": options and options.collision_strategy.value,
+        }
 
-
-def _comparable(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``fields`` as plain comparable values."""
-    options = fields["concurrency_options"]
-    return {
-        **{name: value for name, value in fields.items() if name not in ("schedules", "concurrency_options", "tags")},
-        "tags": sorted(fields["tags"]),
-        "schedules": [schedule.schedule.model_dump(mode="json") for schedule in fields["schedules"]],
-        "concurrency_options": options and options.collision_strategy.value,
-    }
+    return plain_values(on_server) == plain_values(fields)
 
 
-def _fields_on_server(existing: DeploymentResponse) -> dict[str, Any]:
-    """Return the comparable fields of an existing deployment."""
-    limit, options = existing.global_concurrency_limit, existing.concurrency_options
-    return {
-        "entrypoint": existing.entrypoint,
-        "description": existing.description,
-        "tags": sorted(existing.tags),
-        "parameters": existing.parameters,
-        "schedules": [schedule.schedule.model_dump(mode="json") for schedule in existing.schedules],
-        "concurrency_limit": limit.limit if limit else None,
-        "concurrency_options": options and options.collision_strategy.value,
-        "parameter_openapi_schema": existing.parameter_openapi_schema,
-        "enforce_parameter_schema": existing.enforce_parameter_schema,
-        "work_pool_name": existing.work_pool_name,
-        "job_variables": existing.job_variables,
-        "pull_steps": existing.pull_steps,
-        "path": existing.path,
-    }
-
-
-def _deployed(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
+def deployments_on_server(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
     """Return every deployment of our flows on the server, by its full name."""
     flows = {flow.id: flow.name for flow in client.read_flows() if flow.name in RESERVED}
     deployments: dict[str, DeploymentResponse] = {}

@@ -98,12 +98,8 @@ def configure(home: Path) -> None:
             ) from None
 
 
-def has_server() -> bool:
-    """Return whether a configured server records the runs, so that other users look there."""
-    return bool(_configured_url())
-
-
-def _configured_url() -> str | None:
+def configured_url() -> str | None:
+    """Return the API of the configured server, which records the runs for other users. None without one."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
@@ -131,7 +127,7 @@ def local_api() -> Iterator[None]:
         temporary_settings,
     )
 
-    if url := _configured_url():
+    if url := configured_url():
         # Check that the server answers, instead of letting every call time out.
         try:
             with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,6 @@ _SCHEDULED_TAG = "auto-scheduled"  # Prefect's own tag
 _ENDED_OR_WAITING = ["COMPLETED", "FAILED", "PAUSED"]
 # States that end a run without a result, so the next run must still do the work.
 _STATES_WITHOUT_RESULT = frozenset({"Failed", "TimedOut"})
-
-
-@dataclass(frozen=True)
-class StartedRun:
-    """A run that the server has accepted: its id, its name and the URL of its page."""
-
-    id: UUID
-    name: str
-    page: str
 
 
 @dataclass(frozen=True)
@@ -70,17 +61,6 @@ def site_client(site: Site) -> Iterator[SyncPrefectClient]:
     }
     with temporary_settings(settings), get_client(sync_client=True) as client:
         yield client
-
-
-def start_run(
-    client: SyncPrefectClient, site: Site, deployment: UUID, parameters: Mapping[str, object], name: str
-) -> StartedRun:
-    """Create a run of a deployment for the next free worker.
-
-    The run is called ``name`` until it starts and sets its own name.
-    """
-    run = client.create_flow_run_from_deployment(deployment, parameters=dict(parameters), name=name)
-    return StartedRun(run.id, run.name, site.run_page(run.id))
 
 
 def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, float], None]) -> FinishedRun:

@@ -14,7 +14,6 @@ active run once at its start. A run that is alive sends another event before the
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -69,26 +68,22 @@ def serve_prefect(host: str, port: int) -> None:
     )
 
 
-def rearm_rules_when_ready(site: Site) -> None:
-    """Wait in a separate thread until the server answers, then rearm the rules. Never fails the server."""
-
-    def rearm() -> None:
-        began = time.monotonic()
-        while time.monotonic() < began + _START_LIMIT_S:
-            try:
-                with site_client(site) as client:
-                    _rearm_rules(client)
-                return
-            except InvalidInput:  # the server does not answer yet
-                time.sleep(_POLL_S)
-            except Exception as failure:
-                _log.warning("runs that were active when the server stopped are not watched: %s", failure)
-                return
-
-    threading.Thread(target=rearm, name="rearming", daemon=True).start()
+def rearm_rules(site: Site) -> None:
+    """Wait until the server answers, then rearm its rules. Run it in a separate thread; it never fails the server."""
+    began = time.monotonic()
+    while time.monotonic() < began + _START_LIMIT_S:
+        try:
+            with site_client(site) as client:
+                _report_active_runs(client)
+            return
+        except InvalidInput:  # the server does not answer yet
+            time.sleep(_POLL_S)
+        except Exception as failure:
+            _log.warning("runs that were active when the server stopped are not watched: %s", failure)
+            return
 
 
-def _rearm_rules(client: SyncPrefectClient) -> None:
+def _report_active_runs(client: SyncPrefectClient) -> None:
     """Emit an event with the current state of each active deployed run."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import StateType

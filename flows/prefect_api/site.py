@@ -36,13 +36,14 @@ _MAX_BYTES = 1 << 16
 _DRIVER = "postgresql+asyncpg"
 
 
-def page_of_run(run: object) -> str:
-    """Return the URL of a flow run's page on the configured server, or an empty string without a server.
+def page_of_run(run: object, address: str | None = None) -> str:
+    """Return the URL of a flow run's page, or an empty string without a server.
 
-    The API of a run without a server ends with the run.
+    The API of a run without a server ends with the run. Without ``address``, the server is the configured one.
     """
-    api = os.environ.get("PREFECT_API_URL", "")
-    address = os.environ.get("PREFECT_UI_URL") or api.removesuffix("/").removesuffix("/api")
+    if address is None:
+        api = os.environ.get("PREFECT_API_URL", "")
+        address = os.environ.get("PREFECT_UI_URL") or api.removesuffix("/").removesuffix("/api")
     return f"{address.removesuffix('/')}/runs/flow-run/{run}" if run and address else ""
 
 
@@ -66,10 +67,6 @@ class Site:
     def api(self) -> str:
         """URL of the API behind the pages."""
         return f"{self.address}/api"
-
-    def run_page(self, run: object) -> str:
-        """Return the URL of the page of a flow run."""
-        return f"{self.address}/runs/flow-run/{run}"
 
     def client_environment(self) -> dict[str, str]:
         """Return the environment of a Prefect client: this process's own and the settings of the site."""

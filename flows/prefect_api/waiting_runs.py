@@ -1,4 +1,4 @@
-"""List the runs that wait for approval, and answer them."""
+"""List the runs that wait for approval."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -46,23 +46,6 @@ def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
             profile = client.read_deployment(run.deployment_id).name if run.deployment_id else ""
             waiting.append(WaitingRun(run.id, run.name, profile, str(version), str(summary)))
     return tuple(waiting)
-
-
-def answer_run(client: SyncPrefectClient, run: WaitingRun, *, publish: bool, by: str, reason: str) -> None:
-    """Send the decision to a waiting run. A worker then continues the run.
-
-    Raises:
-        Refused: The run no longer waits or rejects the answer.
-    """
-    decision = {"publish": publish, "by": by, "reason": reason, "version": run.version}
-    answer = client.resume_flow_run(run.id, run_input=decision)
-    if answer.status.value != "ACCEPT":
-        raise Refused(
-            f"run {run.name}",
-            found=str(getattr(answer.details, "reason", "") or "it did not accept the answer"),
-            expected="a run that waits for approval",
-            remedy="mergegate approve lists all waiting runs",
-        )
 
 
 def suspended_runs(client: SyncPrefectClient) -> list[FlowRun]:

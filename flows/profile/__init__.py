@@ -7,8 +7,8 @@ from mergegate.flows.profile.reader import (
     is_release_name,
     load_profile,
     parse_profile,
+    profile_name,
     profile_schema,
-    read_profile_name,
 )
 from mergegate.flows.profile.schema import RemedyChoice
 
@@ -19,7 +19,7 @@ __all__ = [
     "is_release_name",
     "load_profile",
     "parse_profile",
+    "profile_name",
     "profile_schema",
-    "read_profile_name",
     "settings_faults",
 ]

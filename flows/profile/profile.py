@@ -20,14 +20,14 @@ from mergegate.flows.candidates import (
     candidate_recipes,
     client_digest,
     client_round,
-    clients_document,
     recipe_of_documents,
     scale_search,
     searched_recipe,
 )
 from mergegate.flows.profile.schema import ProfileSettings
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, file_identity
+from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.merge import find_optimizer_state
 from mergegate.tasks.stage import store
 from mergegate.tasks.sweep import relocate_recipe, start_recipe
@@ -71,10 +71,10 @@ class Profile(ProfileSettings):
             )
         if not self.evaluate:
             raise InvalidInput(location, found="no tasks", expected="evaluate.tasks, whose documents the search uses")
-        recipe = self.searched_recipe()
+        recipe = self.searched_recipe
         content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
         searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
-        return Profile.model_validate({**dict(searching), "sweep": settings})
+        return Profile.model_validate({**searching.settings(), "sweep": settings})
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return the recipe, then the remedies in order. They are read and parsed once.
@@ -109,7 +109,7 @@ class Profile(ProfileSettings):
         _ = self._recipes_read
         recipe: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
-            searched = self.searched_recipe()
+            searched = self.searched_recipe
             recipe = replace(searched, document=start_recipe(searched.document, self.sweep, searched.location))
         written = [remedy for remedy in self.remedies if remedy not in (AUTO, TUNE)]
         if (round_and_directory := self._client_round) is not None:
@@ -121,33 +121,36 @@ class Profile(ProfileSettings):
     @cached_property
     def _client_round(self) -> tuple[ClientRound, Path] | None:
         """The round of clients that the recipe requests, with the directory of its paths. None for other recipes."""
-        if (document_and_directory := clients_document(self.recipe, self.root)) is None:
+        documents: list[object] = [self.recipe]
+        directory = self.root
+        if isinstance(self.recipe, Path):
+            directory, documents = (self.root / self.recipe).parent, []
+            with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
+                documents = read_yaml(self.root / self.recipe, "a recipe in YAML")
+        document = documents[0] if len(documents) == 1 else None
+        if not isinstance(document, Mapping) or "clients" not in document:
             return None
-        document, directory = document_and_directory
         released = self.publish.current_release(self.root) if self.publish else None
         new_round = client_round(
             document,
             directory,
             f"profile {self.name}: recipe",
-            released=released.directory if released else None,
+            last_release=released.directory if released else None,
             digest_of=lambda path: client_digest(path, store().hashes),
             find_state=find_optimizer_state,
         )
         return new_round, directory
 
+    @cached_property
     def searched_recipe(self) -> SearchedRecipe:
-        """Return the recipe with its placeholders unfilled. It is read once.
+        """The recipe with its placeholders unfilled.
 
         Raises:
             InvalidInput: The recipe cannot be read or has several documents.
         """
-        return self._searched_recipe
-
-    @cached_property
-    def _searched_recipe(self) -> SearchedRecipe:
         _ = self._recipes_read
         return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
         """Return this profile for another recipe, with paths relative to ``root`` and without remedies."""
-        return Profile.model_validate({**dict(self), "recipe": dict(recipe), "remedies": ()})
+        return Profile.model_validate({**self.settings(), "recipe": dict(recipe), "remedies": ()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from mergegate.flows.profile.faults import settings_faults
 from mergegate.flows.profile.profile import Profile
 from mergegate.flows.profile.schema import NAME_PATTERN
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.parsing import describe_kind, read_yaml, with_overrides
 
 
@@ -32,7 +33,9 @@ def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profi
         InvalidInput: The file cannot be read, is not YAML, or is not a valid profile.
     """
     if isinstance(source, Profile):
-        data = with_overrides({**dict(source), "root": source.root.absolute()}, overrides)
+        # An override may be below a section, so sections must be plain data.
+        settings = source.model_dump(exclude_unset=True) if overrides else source.settings()
+        data = with_overrides({**settings, "root": source.root.absolute()}, overrides)
         return parse_profile({**data, "overrides": (*source.overrides, *overrides)}, f"profile {source.name}")
     try:
         status = source.stat()
@@ -81,14 +84,18 @@ def profile_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def read_profile_name(file: Path) -> str:
-    """Return the name that a profile file declares, even if the profile is invalid. Empty if there is none.
-
-    Raises:
-        InvalidInput: The file cannot be read or does not contain a mapping.
-    """
-    name = _mapping_in(file).get("name")
-    return name if isinstance(name, str) and is_release_name(name) else ""
+def profile_name(profile: Path | Profile | str) -> str:
+    """Return the name of a profile, even an invalid one, or the name of its file. Never raises."""
+    if isinstance(profile, Profile):
+        return profile.name
+    file = Path(profile)
+    with suppress(Exception):  # the flow reports the error
+        return load_profile(file).name
+    with suppress(Exception):
+        name = _mapping_in(file).get("name")
+        if isinstance(name, str) and is_release_name(name):
+            return name
+    return to_printable(file.stem) or "profile"
 
 
 def is_release_name(name: str) -> bool:

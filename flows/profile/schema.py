@@ -7,13 +7,12 @@ each stage. Relative paths are relative to the file (``root``), so a profile and
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.evaluation import find_backend
 from mergegate.tasks.gate import EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
 from mergegate.tasks.merge import MergeSettings
@@ -154,6 +153,10 @@ class ProfileSettings(ProfileSection):
         written = tuple(remedy for remedy in self.remedies if remedy != AUTO)
         return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
 
+    def settings(self) -> dict[str, Any]:
+        """Return the value of every key, without results that a profile caches."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
     def sweep_storage(self) -> str | None:
         """Return the file or URL of the sweep's study for Optuna's dashboard, or None."""
         storage = self.sweep.optuna_storage if self.sweep else None
@@ -163,10 +166,3 @@ class ProfileSettings(ProfileSection):
         """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
         return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))
-
-    def dtypes_to_evaluate(self) -> tuple[str, ...]:
-        """Return the formats, as written, in which models are loaded for evaluation on this machine."""
-        dtypes = [str(self.perplexity.dtype)] if self.perplexity else []
-        if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
-            dtypes.append(self.evaluate.scoring.dtype)
-        return tuple(dtypes)

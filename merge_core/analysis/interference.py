@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,12 +158,17 @@ def measure_interference(
             else "no tensor with the same name and shape in all models",
             expected="finite numbers" if NOT_FINITE in skipped else "models of one architecture",
         )
+    # Embeddings come first, then each stack by layer, then all other tensors outside of stacks.
+    in_network_order = sorted(
+        parts,
+        key=lambda key: (1 if key[0] else 0 if key[2] == "embedding" else 2, key[0], key[1], KINDS.index(key[2])),
+    )
     return Interference(
         vectors=len(parents),
         has_merge=merge is not None,
         spots=tuple(
             TensorGroup(stack=stack, layer=layer if stack else None, kind=kind, tally=total(parts[stack, layer, kind]))
-            for stack, layer, kind in sorted(parts, key=_network_order)
+            for stack, layer, kind in in_network_order
         ),
         skipped=tuple(
             Skipped(reason=reason, tensors=len(names), example=names[0]) for reason, names in skipped.items()
@@ -276,7 +281,14 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
         sums[index].append(future.result())
         bytes_done += sums[index][-1].elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
 
-    with _open_files(jobs) as files, ThreadPoolExecutor(threads) as executor:
+    with ExitStack() as closing, ThreadPoolExecutor(threads) as executor:
+        files: dict[Path, int] = {}
+        for path in dict.fromkeys(part.file for job in jobs for part in job.stored):
+            try:
+                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
+            closing.callback(os.close, files[path])
         try:
             for index, inputs, number in _blocks(jobs, files, pool):
                 if len(pending) > threads:
@@ -303,22 +315,3 @@ def _blocks(
         inputs = JobInputs(job, files, block=elements, grain=GRAIN, pool=pool)
         for number in range(inputs.count):
             yield index, inputs, number
-
-
-@contextmanager
-def _open_files(jobs: Sequence[TensorJob]) -> Iterator[dict[Path, int]]:
-    with ExitStack() as closing:
-        files: dict[Path, int] = {}
-        for path in dict.fromkeys(part.file for job in jobs for part in job.stored):
-            try:
-                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
-            closing.callback(os.close, files[path])
-        yield files
-
-
-def _network_order(key: tuple[str, int, TensorKind]) -> tuple[int, str, int, int]:
-    stack, layer, kind = key
-    outside = 0 if kind == "embedding" else 2
-    return 1 if stack else outside, stack, layer, KINDS.index(kind)

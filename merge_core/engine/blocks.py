@@ -27,7 +27,6 @@ from mergegate.merge_core.checkpoint import (
     read_into,
 )
 from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite
-from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import Block, StoredBlock
 from mergegate.merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
 from mergegate.merge_core.system import prefer_large_pages, read_at, read_soon
@@ -274,7 +273,9 @@ class JobInputs:
         for row in range(offset // width, (offset + len(part) // dtype.size - 1) // width + 1):
             begin = max(row * width, offset) - offset
             piece = part[begin * dtype.size : ((row + 1) * width - offset) * dtype.size]
-            if item.rows is not None and not item.rows.keeps(row):  # Otherwise it is counted in the lender's own pass.
+            # A row that the result uses for the lender itself is counted in the lender's own pass.
+            rows = item.rows
+            if rows is not None and not np.any((rows.lender == rows.own) & (rows.row == row)):
                 # Copied for alignment: a row may start anywhere in the block.
                 counts[index] += count_non_finite(piece.copy(), dtype, fused=False)
 
@@ -366,13 +367,6 @@ class LoadedBlock:
         """Return the block's memory to the pool."""
         self.pool.give(self.buffer)
 
-    def count_non_finite_on(self, device: str) -> None:
-        """Count NaN and infinity on a GPU, which needs the numbers next anyway."""
-        import torch
-
-        counts = [torch.isfinite(tensor).logical_not().sum() for tensor in self._tensors(device)]
-        self.non_finite += torch.stack(counts).cpu().numpy()
-
     def stored_block(self) -> StoredBlock:
         """Return the numbers in stored form, all bfloat16 or all float32, for fused kernels."""
         codes = {dtype.code for dtype in self.inputs.dtypes}
@@ -399,25 +393,13 @@ class LoadedBlock:
 
         grain, count = self.inputs.grain, len(self.inputs.job.inputs)
         step = max(1, size // grain) * grain
-        tensors = self._tensors(device)
+        tensors = self.tensors(device)
         for first in range(0, self.length, step):
             parts = [tensor[first : first + step].to(dtype) for tensor in tensors]
             inputs, importance = parts[:count], parts[count:]
             yield Block(torch.stack(inputs), self.start + first, grain, torch.stack(importance) if importance else None)
 
-    def require_equal(self) -> None:
-        """Raise InvalidInput unless all inputs have the same bytes."""
-        inputs = self.inputs.job.inputs
-        for item, row in zip(inputs[1:], self.rows[1:], strict=True):
-            if not np.array_equal(row, self.rows[0]):
-                raise InvalidInput(
-                    f"{item.model}: {item.tensor.name}",
-                    found=f"{item.tensor.dtype.code} numbers that differ from those of {inputs[0].model}",
-                    expected="equal integers, because only floating-point weights can be merged",
-                    remedy="merge models of one kind, and merge before you quantize",
-                )
-
-    def _tensors(self, device: str) -> list[torch.Tensor]:
+    def tensors(self, device: str) -> list[torch.Tensor]:
         """Return the inputs in their own formats on ``device``; copy them only once."""
         import torch
 

@@ -6,16 +6,17 @@ it is alone and may prepare the directory, or clean up at the end. Locks end wit
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
-from mergegate.merge_core.files import MARK_CONTENT, lock_file, locked, unlock_file
+from mergegate.merge_core.files import MARK_CONTENT, lock_file
 
 NAME = f"merge{PARTIAL}"
-_FINISHING = f"finishing{PARTIAL}"
+FINISHING = f"finishing{PARTIAL}"
 
 
 @contextmanager
@@ -34,30 +35,6 @@ def join_merge(
         tidy: Function that the last participant runs at the end. It does not run after a failure, because the merge can
             be resumed from the files.
     """
-    fd = _join(out, check, prepare)
-    try:
-        yield
-        # Other participants still need the files that tidy removes, so all wait until the last one is done.
-        unlock_file(fd)
-        if lock_file(fd, out / NAME, required=False):
-            tidy()
-            (out / _FINISHING).unlink(missing_ok=True)
-            (out / NAME).unlink()
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def exclusive_access(out: Path) -> Iterator[None]:
-    """Let the participants in ``out`` run the body one at a time."""
-    path = out / _FINISHING
-    with ExitStack() as stack:
-        with refuse_disk_errors(path):
-            stack.enter_context(locked(path, required=False))
-        yield
-
-
-def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> int:
     path = out / NAME
     while True:
         exists = path.exists()
@@ -75,8 +52,20 @@ def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> 
             if lock_file(fd, path, wait=False, required=False):
                 prepare()
             if lock_file(fd, path, shared=True, required=False):
-                return fd
+                break
         except BaseException:
             os.close(fd)
             raise
+        os.close(fd)
+
+    try:
+        yield
+        # Other participants still need the files that tidy removes, so all wait until the last one is done.
+        with suppress(OSError):  # A file system without locks has no lock to release.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        if lock_file(fd, path, required=False):
+            tidy()
+            (out / FINISHING).unlink(missing_ok=True)
+            path.unlink()
+    finally:
         os.close(fd)

@@ -12,20 +12,21 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine import journal
-from mergegate.merge_core.engine.coordination import exclusive_access, join_merge
+from mergegate.merge_core.engine.coordination import FINISHING, join_merge
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices
 from mergegate.merge_core.engine.execution import ComputeContext, DocumentRun, open_inputs, require_prepared
 from mergegate.merge_core.engine.health import judge_health
 from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from mergegate.merge_core.engine.pages import input_pages
-from mergegate.merge_core.engine.writer import PARTIAL, name_shards, refuse_disk_errors
+from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, worst_first
-from mergegate.merge_core.files import remove_any, remove_contents, state_directory
+from mergegate.merge_core.files import ASIDE, locked, remove_any, remove_contents, state_directory
 from mergegate.merge_core.plan import MergePlan
 
 _log = logging.getLogger(__name__)
@@ -110,7 +111,8 @@ def merge_weights(
 
     def tidy() -> None:
         shutil.rmtree(out / STEPS, ignore_errors=True)
-        journal.remove_journals(out)
+        for path in (*out.glob(f"**/*{journal.SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
+            remove_any(path)
 
     def report(written: int) -> None:
         if on_progress is not None:
@@ -132,8 +134,15 @@ def merge_weights(
                     context if part is plan else replace(context, settings=replace(settings, keep_output=True))
                 )
                 outcome = DocumentRun(part, directory, part_context, files, report).execute()
-            with exclusive_access(out):
-                name_shards(directory, part.shards)
+            # Let the participants finish one at a time.
+            with ExitStack() as finishing:
+                with refuse_disk_errors(out / FINISHING):
+                    finishing.enter_context(locked(out / FINISHING, required=False))
+                for shard in part.shards:  # A shard may already have its final name.
+                    partial = directory / f"{shard.name}{PARTIAL}"
+                    with refuse_disk_errors(partial):
+                        if partial.exists():
+                            partial.rename(directory / shard.name)
                 digests = dict(outcome.digests)
                 if part is plan:
                     digests.update(write_companions(part, directory, before_sealing))

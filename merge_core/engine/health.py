@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,6 @@ class TensorHealth:
             "rms": self.rms,
             "parents": list(self.parents),
         }
-
-    @staticmethod
-    def from_entry(entry: Mapping[str, Any]) -> TensorHealth:
-        """Create the statistics from the result of :meth:`entry`."""
-        return TensorHealth(entry["tensor"], entry["non_finite"], entry["zero"], entry["rms"], tuple(entry["parents"]))
 
 
 def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:

@@ -84,7 +84,21 @@ def merge_tensors(
         for step in plan.steps:
             with open_inputs(step, lambda step, name: descriptors[step, name]) as files:
                 run = _Run(step, seed, device, settings, files, single_threaded)
-                _store_step(step, run.tensors(_select_tensors(step, None)), descriptors, stack)
+                # Store the result for later documents: each tensor at its offset in its shard.
+                locations: dict[str, tuple[int, int]] = {}
+                for shard in step.shards:
+                    fd = nameless_file("step")
+                    stack.callback(os.close, fd)
+                    descriptors[str(step.recipe.name), shard.name] = fd
+                    locations |= {name: (fd, offset) for name, offset in zip(shard.tensors, shard.offsets, strict=True)}
+                for tensor, merged in run.tensors(_select_tensors(step, None)):
+                    fd, offset = locations[tensor.pieces[0]]
+                    written_bytes = 0
+                    while written_bytes < len(merged):
+                        try:
+                            written_bytes += os.pwrite(fd, merged[written_bytes:].data, offset + written_bytes)
+                        except OSError as error:
+                            raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
         with open_inputs(plan, lambda step, name: descriptors[step, name]) as files:
             run = _Run(plan, seed, device, settings, files, single_threaded)
             for tensor, merged in run.tensors(_select_tensors(plan, names)):
@@ -99,29 +113,6 @@ def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTe
     if unknown := next((name for name in names if name not in available), None):
         raise InvalidInput(plan.recipe.location, found=f"no tensor {unknown}", expected="names of tensors of the merge")
     return [available[name] for name in names]
-
-
-def _store_step(
-    step: MergePlan,
-    tensors: Iterator[tuple[DiskTensor, Bytes]],
-    descriptors: dict[tuple[str, str], int],
-    stack: ExitStack,
-) -> None:
-    """Store the result of a step for later documents: each tensor at its offset in its shard."""
-    locations: dict[str, tuple[int, int]] = {}
-    for shard in step.shards:
-        fd = nameless_file("step")
-        stack.callback(os.close, fd)
-        descriptors[str(step.recipe.name), shard.name] = fd
-        locations |= {name: (fd, offset) for name, offset in zip(shard.tensors, shard.offsets, strict=True)}
-    for tensor, merged in tensors:
-        fd, offset = locations[tensor.pieces[0]]
-        written_bytes = 0
-        while written_bytes < len(merged):
-            try:
-                written_bytes += os.pwrite(fd, merged[written_bytes:].data, offset + written_bytes)
-            except OSError as error:
-                raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
 
 
 @dataclass(eq=False)

@@ -29,14 +29,14 @@ from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine.coordination import NAME
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refuse_disk_errors
-from mergegate.merge_core.files import ASIDE, LineChain, has_mark, remove_any, try_open_locked
+from mergegate.merge_core.files import LineChain, has_mark, try_open_locked
 from mergegate.merge_core.plan import MergePlan, Shard
 from mergegate.merge_core.system import boot_id
 
 # Increase this whenever the engine would write other bytes for the same plan, or other journal lines. A merge that an
 # older engine started is not resumed.
 ENGINE = 5
-_SUFFIX = f".journal{PARTIAL}"
+SUFFIX = f".journal{PARTIAL}"
 
 
 class ShardJournal:
@@ -52,7 +52,12 @@ class ShardJournal:
         self, path: Path, fd: int, shard: Shard, entries: Sequence[Mapping[str, Any]], lines: LineChain
     ) -> None:
         self.shard, self._lines = shard, lines
-        self.tensors = {e["tensor"]: TensorHealth.from_entry(e) for e in entries if "tensor" in e}
+        # The counterpart of ``TensorHealth.entry``.
+        self.tensors = {
+            e["tensor"]: TensorHealth(e["tensor"], e["non_finite"], e["zero"], e["rms"], tuple(e["parents"]))
+            for e in entries
+            if "tensor" in e
+        }
         self.digest: str | None = next((e["sha256"] for e in entries if "sha256" in e), None)
         self._path, self._fd, self._lock = path, fd, Lock()
         self._missing = len(shard.tensors) - len(self.tensors)
@@ -97,18 +102,32 @@ class ShardJournal:
 def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
     """Return the journal of ``shard`` in ``out`` for this participant alone; None if another one has it.
 
-    A valid journal of this merge is continued; any other is started again. If the journal shows that the shard is
-    complete, the claim ends immediately.
+    A valid journal of this merge is truncated after its last valid entry and continued; any other is started again. If
+    the journal shows that the shard is complete, the claim ends immediately.
     """
-    path = out / f"{shard.name}{_SUFFIX}"
+    path = out / f"{shard.name}{SUFFIX}"
     with refuse_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = try_open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, required=False)
         if fd is None:
             return None
         try:
-            entries, lines = _valid_entries(fd, out, shard, identity)
-            return ShardJournal(path, fd, shard, entries, lines)
+            lines = LineChain(identity)
+            with os.fdopen(os.dup(fd), "rb") as file:
+                file.seek(0)
+                believed = list(lines.verified(file, _is_entry))
+            entries = [entry for entry, _ in believed]
+            shard_file = final_or_partial(out, shard)
+            boot = boot_id()
+            same_boot = bool(boot and entries) and entries[0].get("boot") == boot
+            complete = any("sha256" in entry for entry in entries)
+            if entries and "boot" in entries[0] and shard_file is not None and (same_boot or complete):
+                os.ftruncate(fd, believed[-1][1])
+                return ShardJournal(path, fd, shard, entries[1:], lines)
+            os.ftruncate(fd, 0)
+            lines = LineChain(identity)
+            _write(fd, lines.line(json.dumps({"boot": boot}).encode()))
+            return ShardJournal(path, fd, shard, [], lines)
         except BaseException:
             os.close(fd)
             raise
@@ -117,12 +136,6 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
 def exists(out: Path) -> bool:
     """Return whether ``out`` has an unfinished merge: a journal with mergegate's mark."""
     return has_mark(out / NAME)
-
-
-def remove_journals(out: Path) -> None:
-    """Remove the journals of a finished merge."""
-    for path in (*out.glob(f"**/*{_SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
-        remove_any(path)
 
 
 def merge_identity(plan: MergePlan, files: Mapping[Path, int], mode: str) -> str:
@@ -152,29 +165,6 @@ def merge_identity(plan: MergePlan, files: Mapping[Path, int], mode: str) -> str
         "headers": [hashlib.sha256(shard.header).hexdigest() for shard in plan.shards],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> tuple[list[dict[str, Any]], LineChain]:
-    """Return the entries that are still valid, and the chain that continues them.
-
-    The file is truncated after the last valid entry, or started again.
-    """
-    lines = LineChain(identity)
-    with os.fdopen(os.dup(fd), "rb") as file:
-        file.seek(0)
-        believed = list(lines.verified(file, _is_entry))
-    entries = [entry for entry, _ in believed]
-    shard_file = final_or_partial(out, shard)
-    boot = boot_id()
-    same_boot = bool(boot and entries) and entries[0].get("boot") == boot
-    complete = any("sha256" in entry for entry in entries)
-    if entries and "boot" in entries[0] and shard_file is not None and (same_boot or complete):
-        os.ftruncate(fd, believed[-1][1])
-        return entries[1:], lines
-    os.ftruncate(fd, 0)
-    lines = LineChain(identity)
-    _write(fd, lines.line(json.dumps({"boot": boot}).encode()))
-    return [], lines
 
 
 def _is_entry(entry: Any) -> bool:

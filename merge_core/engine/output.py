@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,7 +14,7 @@ from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import fsync, has_mark
 from mergegate.merge_core.parsing import parse_json_object
-from mergegate.merge_core.plan import MergePlan, index_text, requires_index, serialize_config
+from mergegate.merge_core.plan import MergePlan, requires_index, serialize_config
 
 CONFIG = "config.json"
 
@@ -42,7 +43,11 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
             own_names = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
         else:
             # A participant that was killed, or is writing the mark now, leaves an empty journal and nothing else.
-            own_names = {NAME} if names <= {NAME} and _is_empty(out / NAME) else set()
+            try:
+                is_empty = (out / NAME).is_file() and (out / NAME).stat().st_size == 0
+            except FileNotFoundError:
+                is_empty = False
+            own_names = {NAME} if names <= {NAME} and is_empty else set()
         foreign = sorted(names - own_names)
         if foreign:
             raise InvalidInput(
@@ -66,27 +71,27 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
     if requires_index(plan.shards):
-        contents[INDEX_NAME] = index_text(plan.shards).encode()
+        weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.stored}
+        total = sum(shard.size - len(shard.header) for shard in plan.shards)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        contents[INDEX_NAME] = f"{json.dumps(index, indent=2)}\n".encode()
     contents[CONFIG] = serialize_config(dict(plan.config))
-    contents |= {name: _without_local_paths(name, content) for name, content in contents.items()}
+    # Remove the fields in which libraries record the path of the loaded model.
+    for name, content in contents.items():
+        if name.endswith("config.json") and any(field.encode() in content for field in _ORIGIN_FIELDS):
+            try:
+                config = parse_json_object(content, name)
+            except InvalidInput:  # No library can read this file, so it is copied unchanged.
+                continue
+            local = {field for field in _ORIGIN_FIELDS if str(config.get(field, "")).startswith(("/", "~", "file:"))}
+            if local:
+                contents[name] = serialize_config({key: value for key, value in config.items() if key not in local})
     when_read()
     for name, content in contents.items():  # The config comes last.
         _write(out / name, content)
     with refuse_disk_errors(out):
         fsync(out)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def _without_local_paths(name: str, content: bytes) -> bytes:
-    """Return a configuration without the fields in which libraries record the path of the loaded model."""
-    if not name.endswith("config.json") or not any(field.encode() in content for field in _ORIGIN_FIELDS):
-        return content
-    try:
-        config = parse_json_object(content, name)
-    except InvalidInput:  # No library can read this file, so it is copied unchanged.
-        return content
-    local = [field for field in _ORIGIN_FIELDS if str(config.get(field, "")).startswith(("/", "~", "file:"))]
-    return serialize_config({key: value for key, value in config.items() if key not in local}) if local else content
 
 
 def file_names(plan: MergePlan) -> set[str]:
@@ -108,10 +113,3 @@ def _write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-
-
-def _is_empty(path: Path) -> bool:
-    try:
-        return path.is_file() and path.stat().st_size == 0
-    except FileNotFoundError:
-        return False

@@ -27,7 +27,6 @@ from mergegate.merge_core.system import available_memory, cached_bytes, forget_c
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mergegate.merge_core.checkpoint import StoredTensor
 
 # Unit in which cached file data is released. It is large because a call involves all processors, and consists of whole
 # pages on any system.
@@ -49,7 +48,21 @@ def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
     largest = max(
         (tensor for plan in plans for job in plan.jobs for tensor in job.stored), key=lambda tensor: tensor.nbytes
     )
-    return InputPages(plans) if _is_fast(largest) else None
+    # The disk is fast if the best of a few uncached reads along the largest tensor is fast.
+    buffer, seconds_per_byte = mmap.mmap(-1, _PROBE_BYTES), []
+    try:
+        fd = open_uncached(largest.file)
+        try:
+            for index in range(_PROBES):
+                offset = (largest.offset + index * largest.nbytes // _PROBES) // PART_BYTES * PART_BYTES
+                began = time.perf_counter()
+                count = read_at(fd, memoryview(buffer), offset)
+                seconds_per_byte.append((time.perf_counter() - began) / max(count, 1))
+        finally:
+            os.close(fd)
+    except OSError:
+        return None  # An unnamed file, or one whose problem the merge will report when it reads it.
+    return InputPages(plans) if 1 / min(seconds_per_byte) >= _FAST_DISK else None
 
 
 class InputPages:
@@ -71,7 +84,17 @@ class InputPages:
                     ranges.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
         # Number of bytes of each part that will still be read. Bytes that several output tensors need count once for
         # each.
-        self._remaining = {path: _bytes_in_parts(np.array(spans, np.int64)) for path, spans in ranges.items()}
+        self._remaining: dict[Path, NDArray[np.int64]] = {}
+        for path, spans in ranges.items():
+            table = np.array(spans, np.int64)  # [ranges, (start, count)]
+            starts, ends = np.sort(table[:, 0]), np.sort(table.sum(1))
+            edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
+            # For each edge between parts, the sum of its distances from all starts before it, minus that from all ends.
+            distances = np.zeros(len(edges), np.int64)
+            for positions, sign in ((starts, 1), (ends, -1)):
+                before = np.searchsorted(positions, edges)
+                distances += sign * (before * edges - np.concatenate(([0], np.cumsum(positions)))[before])
+            self._remaining[path] = np.diff(distances)
         # Whether each part was cached before.
         self._was_cached: dict[Path, dict[int, bool]] = {path: {} for path in self._remaining}
         self._next_pass_bytes = int(available_memory() * _NEXT_PASS_SHARE)
@@ -97,9 +120,16 @@ class InputPages:
             last: End of the elements (exclusive). None means the end of each input.
         """
         for tensor in job.stored:
-            size = tensor.dtype.size
-            end = tensor.nbytes if last is None else min(last * size, tensor.nbytes)
-            for part in self._finished(tensor.file, tensor.offset + first * size, end - first * size):
+            start = tensor.offset + first * tensor.dtype.size
+            stop = tensor.offset + (tensor.nbytes if last is None else min(last * tensor.dtype.size, tensor.nbytes))
+            finished = []
+            with self._lock:
+                remaining = self._remaining[tensor.file]
+                for part in _parts(start, stop - start):
+                    remaining[part] -= min((part + 1) * PART_BYTES, stop) - max(part * PART_BYTES, start)
+                    if remaining[part] == 0 and not self._was_cached[tensor.file].get(part):
+                        finished.append(part)
+            for part in finished:
                 forget_cached(files[tensor.file], part * PART_BYTES, PART_BYTES)
 
     def release_until_next_pass(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
@@ -112,50 +142,6 @@ class InputPages:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
                 if not any(self._was_cached[tensor.file].get(part) for part in _parts(start, count)):
                     forget_cached(files[tensor.file], start, count)
-
-    def _finished(self, path: Path, start: int, count: int) -> list[int]:
-        """Return the parts of a file that can be released after ``count`` bytes have been read."""
-        finished = []
-        with self._lock:
-            remaining = self._remaining[path]
-            for part in _parts(start, count):
-                remaining[part] -= min((part + 1) * PART_BYTES, start + count) - max(part * PART_BYTES, start)
-                if remaining[part] == 0 and not self._was_cached[path].get(part):
-                    finished.append(part)
-        return finished
-
-
-def _is_fast(tensor: StoredTensor) -> bool:
-    """Return whether the tensor's disk is fast, based on the best of a few uncached reads along the tensor."""
-    buffer, seconds_per_byte = mmap.mmap(-1, _PROBE_BYTES), []
-    try:
-        fd = open_uncached(tensor.file)
-        try:
-            for index in range(_PROBES):
-                offset = (tensor.offset + index * tensor.nbytes // _PROBES) // PART_BYTES * PART_BYTES
-                began = time.perf_counter()
-                count = read_at(fd, memoryview(buffer), offset)
-                seconds_per_byte.append((time.perf_counter() - began) / max(count, 1))
-        finally:
-            os.close(fd)
-    except OSError:
-        return False  # An unnamed file, or one whose problem the merge will report when it reads it.
-    return 1 / min(seconds_per_byte) >= _FAST_DISK
-
-
-def _bytes_in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the bytes of each part of a file that the ranges ``[ranges, (start, count)]`` cover, with multiplicity."""
-    starts, ends = np.sort(ranges[:, 0]), np.sort(ranges.sum(1))
-    edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
-
-    def summed_distances(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each edge the sum of its distances from all sorted positions before it."""
-        before = np.searchsorted(positions, edges)
-        distances: NDArray[np.int64] = before * edges - np.concatenate(([0], np.cumsum(positions)))[before]
-        return distances
-
-    covered: NDArray[np.int64] = np.diff(summed_distances(starts) - summed_distances(ends))
-    return covered
 
 
 def _parts(start: int, count: int) -> range:

@@ -16,6 +16,7 @@ from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTo
 from mergegate.merge_core.engine.finite import inspect_numbers, require_finite
 from mergegate.merge_core.engine.health import TensorHealth, sampled
 from mergegate.merge_core.engine.pages import InputPages
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import (
     GRAIN,
     Fold,
@@ -23,7 +24,6 @@ from mergegate.merge_core.methods import (
     Method,
     Solve,
     Steps,
-    choose_pieces,
     combine,
     map_only,
     mask_key,
@@ -135,7 +135,10 @@ class TensorRun:
             eager = self.step.eager
             if self.step.sample_count:
                 grain = self.inputs.grain
-                piece, numbers = choose_pieces(self.inputs.numel, grain, self.step.sample_count)
+                # Sample pieces of whole grains, spread evenly over the tensor. A small tensor has fewer.
+                piece, count = max(1, GRAIN // grain) * grain, self.step.sample_count
+                pieces = self.inputs.numel // piece
+                numbers = sorted({(2 * index + 1) * pieces // (2 * count) for index in range(count)})
                 files, pool = self.context.files, self.context.pool
                 self.pass_inputs = JobInputs(self.job, files, block=piece, grain=grain, pool=pool)
         self.parts = [None] * (1 if eager else self.pass_inputs.count)
@@ -165,14 +168,25 @@ class TensorRun:
             else self.pass_inputs.load(number, check_finite=check_finite, fused=self.context.fused)
         )
         try:
-            if is_full_pass:
-                self._release_pages(block)
+            # Release the pages that were read, unless the inputs store elements in another order than the output. Then
+            # :meth:`_finish` releases the pages.
+            if is_full_pass and (pages := self.context.pages) is not None and self._reads_in_order:
+                release = pages.release if isinstance(self.step, Map) else pages.release_until_next_pass
+                release(self.job, self.context.files, block.start, block.start + block.length)
             if first_pass and not self._check_finite(block):
                 pass  # The merge will be refused with the count of all blocks, so this block is not computed.
             elif isinstance(self.step, Fold):
                 self._fold(self.step, number, block)
             elif self.job.mode == "equal":
-                block.require_equal()
+                first, *others = self.job.inputs
+                for item, row in zip(others, block.rows[1:], strict=True):
+                    if not np.array_equal(row, block.rows[0]):
+                        raise InvalidInput(
+                            f"{item.model}: {item.tensor.name}",
+                            found=f"{item.tensor.dtype.code} numbers that differ from those of {first.model}",
+                            expected="equal integers, because only floating-point weights can be merged",
+                            remedy="merge models of one kind, and merge before you quantize",
+                        )
                 self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
             else:
                 assert isinstance(self.step, Map)
@@ -200,19 +214,6 @@ class TensorRun:
         else:
             self._finish()
 
-    def _release_pages(self, block: LoadedBlock) -> None:
-        """Release the pages of a block that was read.
-
-        If the inputs store elements in another order than the output, :meth:`_finish` releases the pages instead.
-        """
-        pages, last = self.context.pages, block.start + block.length
-        if pages is None or not self._reads_in_order:
-            return
-        if isinstance(self.step, Map):
-            pages.release(self.job, self.context.files, block.start, last)
-        else:
-            pages.release_until_next_pass(self.job, self.context.files, block.start, last)
-
     @cached_property
     def _reads_in_order(self) -> bool:
         return all(item.rows is None and isinstance(item.tensor, StoredTensor) for item in self.job.inputs)
@@ -220,7 +221,11 @@ class TensorRun:
     def _check_finite(self, block: LoadedBlock) -> bool:
         if self.device != "cpu" and self.job.mode != "equal":
             self.context.torch.use()
-            block.count_non_finite_on(self.device)
+            import torch
+
+            # The GPU counts, because it needs the numbers next anyway.
+            sums = [torch.isfinite(tensor).logical_not().sum() for tensor in block.tensors(self.device)]
+            block.non_finite += torch.stack(sums).cpu().numpy()
         counts = block.non_finite
         if not counts.any():
             return True

@@ -1,6 +1,6 @@
 """Write output files in place from any thread in any order, hash them on the way, and name them at the end.
 
-During a merge, a shard is named ``<name>.partial``. Only :func:`name_shards` assigns the final names, after all shards
+During a merge, a shard is named ``<name>.partial``. Only ``merge_weights`` assigns the final names, after all shards
 have been written and flushed to the disk. :mod:`merge_core.engine.output` writes ``config.json``, without which no
 library loads the directory, last of all. So the directory of a failed merge never looks finished.
 
@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -84,7 +84,19 @@ class ShardFiles:
         Raises:
             DiskUnavailable: The disk is full or not writable.
         """
-        open_shard = _OpenShard(shard, self._create(shard), on_complete)
+        path = self._directory / f"{shard.name}{PARTIAL}"
+        with refuse_disk_errors(path):
+            final = self._directory / shard.name
+            if final.exists():  # A merge was killed after naming the files. Their content matches the journal.
+                final.rename(path)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.ftruncate(fd, shard.size)
+                reserve_space(fd, shard.size)
+            except BaseException:
+                os.close(fd)
+                raise
+        open_shard = _OpenShard(shard, fd, on_complete)
         ends = (*shard.offsets[1:], shard.size)
         for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
             if name in written and start < end:
@@ -149,21 +161,6 @@ class ShardFiles:
         while self._open:
             os.close(self._open.popitem()[1].fd)
 
-    def _create(self, shard: Shard) -> int:
-        path = self._directory / f"{shard.name}{PARTIAL}"
-        with refuse_disk_errors(path):
-            final = self._directory / shard.name
-            if final.exists():  # A merge was killed after naming the files. Their content matches the journal.
-                final.rename(path)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                os.ftruncate(fd, shard.size)
-                reserve_space(fd, shard.size)
-            except BaseException:
-                os.close(fd)
-                raise
-        return fd
-
     def _hash_all(self) -> None:
         buffer = memoryview(bytearray(_HASH_BYTES))
         try:
@@ -208,15 +205,6 @@ class ShardFiles:
             forget_cached(open_shard.fd)
         open_shard.on_complete(digest.hexdigest())
         return True
-
-
-def name_shards(directory: Path, shards: Sequence[Shard]) -> None:
-    """Rename the complete files to their final names, unless they have them already."""
-    for shard in shards:
-        path = directory / f"{shard.name}{PARTIAL}"
-        with refuse_disk_errors(path):
-            if path.exists():
-                path.rename(directory / shard.name)
 
 
 def final_or_partial(directory: Path, shard: Shard) -> Path | None:

@@ -235,8 +235,9 @@ class Fold:
         combine: Function that combines the partial results, in block order, into the result of the pass.
         reduce_stored: Fused counterpart of ``reduce_block`` for stored numbers on the CPU.
         eager: Whether partial results may be combined in any order as they arrive, so that few are held in memory.
-        sample_count: Number of sampled pieces, spread over the tensor, that the pass reads instead of all blocks (see
-            :func:`choose_pieces`). Use it only for guesses: no result may depend on it. Default: 0, a full pass.
+        sample_count: Number of sampled pieces, spread over the tensor, that the pass reads instead of all blocks. The
+            tensor must have at least one piece of ``GRAIN`` elements. Use it only for guesses: no result may depend on
+            it. Default: 0, a full pass.
         in_order: Whether blocks must arrive one after the other, so that ``reduce_block`` can accumulate them.
     """
 
@@ -246,16 +247,6 @@ class Fold:
     eager: bool = False
     sample_count: int = 0
     in_order: bool = False
-
-
-def choose_pieces(numel: int, grain: int, count: int) -> tuple[int, list[int]]:
-    """Return the number of elements per piece (a multiple of the grain), and the indices of ``count`` pieces to sample.
-
-    The tensor must have at least one full piece. If it has fewer than ``count``, fewer are sampled.
-    """
-    piece = max(1, GRAIN // grain) * grain
-    pieces = numel // piece
-    return piece, sorted({(2 * index + 1) * pieces // (2 * count) for index in range(count)})
 
 
 @dataclass(frozen=True)

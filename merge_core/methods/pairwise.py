@@ -24,7 +24,7 @@ from mergegate.merge_core.methods.contract import (
     row_length,
 )
 from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest, count_stored_scores
-from mergegate.merge_core.methods.selection import select, select_passes, threshold_score
+from mergegate.merge_core.methods.selection import select, select_passes
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,9 @@ def _fusion(task: TensorTask) -> Steps:
     )
     scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, stored_scores)
     thresholds = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
-    low, median, high = (threshold_score(threshold, task.dtype) for threshold in thresholds)
+    # The key of a threshold has the bits of the score.
+    key_type = np.int32 if task.dtype == "float32" else np.int64
+    low, median, high = (float(np.array(threshold.key, key_type).view(task.dtype)) for threshold in thresholds)
     bound = median + 1.5 * (high - low)
 
     def map_block(block: Block) -> Any:

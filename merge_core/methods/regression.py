@@ -40,7 +40,6 @@ from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
     Fold,
-    InputMoments,
     Map,
     Method,
     Parameter,
@@ -110,21 +109,6 @@ def _set_up_system(weights: Sequence[float], moments: Sequence[torch.Tensor], fl
     for moment, weight in zip(differences, weights[:-1], strict=True):
         moment.sub_(last).mul_(weight)
     return _System(shares, tuple(differences), total if total.ndim == 1 else torch.linalg.cholesky(total))
-
-
-def _read_moments(moments: Sequence[InputMoments], off_diagonals: float, device: str) -> list[torch.Tensor]:
-    """Read the moments. Use only the diagonals if one model has no more, or if ``off_diagonals`` is 0."""
-    import torch
-
-    diagonal_only = off_diagonals == 0 or any(item.is_diagonal for item in moments)
-    results = []
-    for item in moments:
-        values = torch.from_numpy(item.read()).to(device)
-        squares = (values if item.is_diagonal else values.diagonal()).clone()
-        if not diagonal_only:
-            values.mul_(off_diagonals).diagonal().copy_(squares)
-        results.append(squares if diagonal_only else values)
-    return results
 
 
 def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tensor]) -> Map:
@@ -206,7 +190,22 @@ def _regmean(task: TensorTask) -> Steps:
             expected=f"{task.width}, the {'rows' if task.inputs_first else 'columns'} of the matrix",
         )
     weights, off_diagonals = task.model_values("weight"), float(task.shared["off_diagonals"])
-    system = yield Solve(lambda device: _set_up_system(weights, _read_moments(moments, off_diagonals, device), _FLOOR))
+
+    def compute(device: str) -> _System:
+        import torch
+
+        # Use only the diagonals if one model has no more, or if ``off_diagonals`` is 0.
+        diagonal_only = off_diagonals == 0 or any(item.is_diagonal for item in moments)
+        matrices = []
+        for item in moments:
+            values = torch.from_numpy(item.read()).to(device)
+            squares = (values if item.is_diagonal else values.diagonal()).clone()
+            if not diagonal_only:
+                values.mul_(off_diagonals).diagonal().copy_(squares)
+            matrices.append(squares if diagonal_only else values)
+        return _set_up_system(weights, matrices, _FLOOR)
+
+    system = yield Solve(compute)
     if task.inputs_first:
         return (yield from _solve_inputs_first(task, system))
     return _solve_map(task, lambda models, row: system.solve(models))
@@ -247,21 +246,6 @@ def _moment_bytes(task: TensorTask, width: int) -> int:
     return 8 * width**2 * (_model_count(task) + 3)
 
 
-def _regmean_bytes(task: TensorTask) -> int:
-    """Return the held bytes. A matrix ``[in, out]`` adds the sum, the solution and a copy for the solver."""
-    if not _has_matrices(task):
-        return 0
-    return _moment_bytes(task, task.width) + (3 * 8 * task.numel if task.inputs_first else 0)
-
-
-def _wudi_operations(task: TensorTask) -> float:
-    """Count the operations of the products of task vectors and of the solution."""
-    if not task.is_projection:
-        return 0.0
-    rows, width = task.shape
-    return 2.0 * rows * width**2 * _model_count(task) + _solve_operations(task, width)
-
-
 METHODS = (
     Method(
         name="regmean",
@@ -290,7 +274,12 @@ METHODS = (
             fold=1.5,
             folds=lambda task: int(task.inputs_first and _has_matrices(task)),
             products=lambda task: _solve_operations(task, task.width) if _has_matrices(task) else 0.0,
-            held_bytes=_regmean_bytes,
+            # A matrix ``[in, out]`` adds the sum, the solution and a copy for the solver.
+            held_bytes=lambda task: (
+                _moment_bytes(task, task.width) + (3 * 8 * task.numel if task.inputs_first else 0)
+                if _has_matrices(task)
+                else 0
+            ),
         ),
         traits=Traits(reads_text="moments"),
     ),
@@ -314,7 +303,12 @@ METHODS = (
             map=1.5,
             fold=1.5,
             folds=lambda task: int(task.is_projection),
-            products=_wudi_operations,
+            # The products of task vectors, and the solution.
+            products=lambda task: (
+                2.0 * task.shape[0] * task.shape[1] ** 2 * _model_count(task) + _solve_operations(task, task.shape[1])
+                if task.is_projection
+                else 0.0
+            ),
             held_bytes=lambda task: _moment_bytes(task, task.shape[-1]) if task.is_projection else 0,
         ),
     ),

@@ -98,13 +98,6 @@ def _variance(block: Block) -> torch.Tensor:
     return add_in_order([(delta - mean) ** 2 for delta in deltas]) / len(deltas)
 
 
-def _count_folds(task: TensorTask) -> int:
-    """Count the passes: counting the varying elements, selecting among them, and the energy of each model."""
-    if task.shared["select_topk"] >= 1:
-        return 1
-    return 1 + select_passes(task.dtype, task.numel) + (task.numel < LARGE)
-
-
 METHODS = (
     Method(
         name="sce",
@@ -117,6 +110,15 @@ METHODS = (
             Parameter("int8_mask", "bool", "shared", False, "accepted for compatibility, has no effect"),
         ),
         steps=_steps,
-        costs=Costs(map=2.3, fold=2.0, folds=_count_folds),
+        costs=Costs(
+            map=2.3,
+            fold=2.0,
+            # The passes count the varying elements, select among them, and measure the energy of each model.
+            folds=lambda task: (
+                1
+                if task.shared["select_topk"] >= 1
+                else 1 + select_passes(task.dtype, task.numel) + (task.numel < LARGE)
+            ),
+        ),
     ),
 )

@@ -65,9 +65,21 @@ def select(
     A request for a share of the positive scores that rounds down to zero scores is answered with :data:`NOTHING`.
     """
     if numel >= LARGE:
-        thresholds_by_window = yield from _select_by_windows(scores, requests, numel)
-        if thresholds_by_window is not None:
-            return thresholds_by_window
+        # Select with windows, unless a result is outside the window that was guessed for it.
+        windows = yield from guess_windows(scores, requests, numel)
+        states = (yield from count_in_windows(scores, windows)) if windows else []
+        window_thresholds: list[SelectionThreshold] = []
+        for request, window, state in zip(requests, windows, states, strict=True) if states else ():
+            if not (k := request.resolve_k(state.positive)):
+                window_thresholds.append(NOTHING)
+                continue
+            if (location := find_kth_largest(state, window, k)) is None:
+                break
+            key, quota, tied, per_grain = location
+            before = np.empty(0, np.int64) if quota == tied else np.cumsum(per_grain) - per_grain
+            window_thresholds.append(SelectionThreshold(key, quota, tied, before))
+        if len(window_thresholds) == len(requests):
+            return window_thresholds
     stored = scores.stored
     if any(request.k is None for request in requests):
         positive = yield fold_counts(
@@ -78,27 +90,6 @@ def select(
     positive_requests = [request for request in requests if request.k]
     thresholds = iter((yield from _select_by_digits(scores, positive_requests)) if positive_requests else [])
     return [next(thresholds) if request.k else NOTHING for request in requests]
-
-
-def _select_by_windows(
-    scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
-) -> Generator[Fold, Any, list[SelectionThreshold] | None]:
-    """Select with windows. Return None if a result is outside the window that was guessed for it."""
-    windows = yield from guess_windows(scores, requests, numel)
-    states = (yield from count_in_windows(scores, windows)) if windows else []
-    if not states:
-        return None
-    thresholds = []
-    for request, window, state in zip(requests, windows, states, strict=True):
-        if not (k := request.resolve_k(state.positive)):
-            thresholds.append(NOTHING)
-            continue
-        if (location := find_kth_largest(state, window, k)) is None:
-            return None
-        key, quota, tied, per_grain = location
-        before = np.empty(0, np.int64) if quota == tied else np.cumsum(per_grain) - per_grain
-        thresholds.append(SelectionThreshold(key, quota, tied, before))
-    return thresholds
 
 
 def _select_by_digits(
@@ -184,12 +175,6 @@ def selection_mask(threshold: SelectionThreshold, keys: torch.Tensor, block: Blo
     offsets = torch.from_numpy(threshold.before[grain : grain + len(ties)]).to(keys.device)
     rank = (ties.cumsum(-1) - 1 + offsets[:, None]).flatten()[: len(keys)]
     return (keys > threshold.key) | (equal & ((rank * threshold.stride) % threshold.tied < threshold.quota))
-
-
-def threshold_score(threshold: SelectionThreshold, dtype: str) -> float:
-    """Return the k-th largest score itself."""
-    integer_type = np.int32 if dtype == "float32" else np.int64
-    return float(np.array(threshold.key, integer_type).view(dtype))
 
 
 def _find_bin(histogram: Array, k: int) -> tuple[int, int, int]:

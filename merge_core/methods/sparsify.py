@@ -151,7 +151,15 @@ def apply_rule(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.T
         case KeepAtRandom(limit, key):
             mask = mask_words(key, block.start, len(delta), delta.device) < limit
         case KeepByRank(least, most, key):
-            limits = (least + (most - least) * _row_ranks(delta.abs(), block)) * 2.0**32
+            # Rank of every element in its row, from 0 (smallest) to 1. Ties rank in element order.
+            if block.grain == 1:
+                ranks = torch.full_like(delta, 0.5, dtype=torch.float64)
+            else:
+                order = delta.abs().reshape(-1, block.grain).argsort(dim=-1, stable=True)
+                positions = torch.arange(block.grain, device=delta.device).expand_as(order)
+                places = torch.empty_like(order).scatter_(-1, order, positions)
+                ranks = places.flatten().double() / (block.grain - 1)
+            limits = (least + (most - least) * ranks) * 2.0**32
             mask = mask_words(key, block.start, len(delta), delta.device) < limits
     return torch.where(mask, delta, 0.0)
 
@@ -291,16 +299,3 @@ def _rescale(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
         for full_norm, kept_norm in zip(*norms, strict=True)
     ]
     return Sparsifier(plain.rules, tuple(scales), mask_cache)
-
-
-def _row_ranks(sizes: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return the rank of every element in its row, from 0 (smallest) to 1. Ties rank in element order."""
-    import torch
-
-    if block.grain == 1:
-        return torch.full_like(sizes, 0.5, dtype=torch.float64)
-    rows = sizes.reshape(-1, block.grain)
-    order = rows.argsort(dim=-1, stable=True)
-    positions = torch.arange(block.grain, device=sizes.device).expand_as(order)
-    ranks = torch.empty_like(order).scatter_(-1, order, positions)
-    return ranks.flatten().double() / (block.grain - 1)

@@ -174,36 +174,6 @@ def _mean(weights: Sequence[float], scale: float, treated: Sequence[int]) -> Map
     return combine(shares, about_base=True)
 
 
-def _multiply_by_factors(compute_factors: Factors) -> Callable[[TensorTask], Steps]:
-    """Return the steps of a method whose merged task matrix is ``sum d_i M_i`` with the factors ``M_i``."""
-
-    def steps(task: TensorTask) -> Steps:
-        weights, scale = task.model_values("weight"), float(task.shared["lambda"])
-        if not task.is_projection:
-            return _mean(weights, scale, _split_models(task)[1])
-        out, width = task.shape
-        if out < width:
-            deltas = yield from collect_deltas(task)
-            merged = yield Solve(lambda device: _merge_in_memory(deltas, compute_factors, task))
-            return _add_to_base(merged, scale)
-        products = yield from sum_delta_products(task, crossed=True)
-        factors = yield Solve(lambda device: compute_factors(products, task))
-
-        def map_block(block: Block) -> torch.Tensor:
-            import torch
-
-            parts = []
-            for part in rows_of(block, width):
-                pairs = zip(deltas_of(part, weights), factors, strict=True)
-                merged = add_in_order([delta @ factor for delta, factor in pairs if factor is not None])
-                parts.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
-            return torch.cat(parts)
-
-        return Map(map_block)
-
-    return steps
-
-
 def _merge_in_memory(deltas: torch.Tensor, compute_factors: Factors, task: TensorTask) -> torch.Tensor:
     """Return ``sum M_i' d_i`` ``[out, in]`` of task matrices ``[models, out, in]``, by chunks of columns in float64."""
     import torch
@@ -228,38 +198,47 @@ def _merge_in_memory(deltas: torch.Tensor, compute_factors: Factors, task: Tenso
 
 
 def _knots(task: TensorTask) -> Steps:
+    """Merge the task matrices by TIES in the left singular directions that they share."""
     weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     if not task.is_projection:
         return _mean(weights, scale, range(len(weights)))
     deltas = yield from collect_deltas(task, weighted=False)
-    merged = yield Solve(lambda device: _merge_in_shared_directions(deltas, weights, task.model_values("density")))
+
+    def merge(device: str) -> torch.Tensor:
+        import torch
+
+        models, out, width = deltas.shape
+        stacked = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
+        if out <= models * width:
+            vectors, _ = _directions(_gram_of_rows(stacked.T), out)
+            back = vectors
+            projected = torch.cat(
+                [(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(stacked, _CHUNK, 1)], 1
+            )
+        else:  # The same from the other side: U' [d_1 .. d_k] = S V', U = [d_1 .. d_k] V / S
+            vectors, sizes = _directions(_gram_of_rows(stacked), models * width)
+            projected = (vectors * sizes).T.to(deltas.dtype)
+            inverse = vectors / sizes
+            back = torch.cat([part.double() @ inverse for part in torch.split(stacked, _CHUNK)])
+        matrices = zip(torch.split(projected, width, 1), task.model_values("density"), strict=True)
+        sparse = []
+        for matrix, density in matrices:
+            # Keep the ``density`` largest magnitudes. Ties at the threshold are kept.
+            values, count = matrix, int(density * matrix.numel())
+            if count < matrix.numel():
+                values = torch.zeros_like(matrix)
+                if count > 0:
+                    sizes_of_values = matrix.abs()
+                    threshold = sizes_of_values.reshape(-1).kthvalue(matrix.numel() - count + 1).values
+                    values = torch.where(sizes_of_values >= threshold, matrix, 0.0)
+            sparse.append(values)
+        sparse_matrices = torch.stack(sparse)
+        mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
+        merged = mix(mixing, torch.zeros_like(sparse_matrices[0]), sparse_matrices)
+        return (back @ merged.double()).to(deltas.dtype)
+
+    merged = yield Solve(merge)
     return _add_to_base(merged, scale)
-
-
-def _merge_in_shared_directions(
-    deltas: torch.Tensor, weights: Sequence[float], densities: Sequence[float]
-) -> torch.Tensor:
-    """Merge task matrices ``[models, out, in]`` by TIES in the left singular directions that they share."""
-    import torch
-
-    models, out, width = deltas.shape
-    stacked = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
-    if out <= models * width:
-        vectors, _ = _directions(_gram_of_rows(stacked.T), out)
-        back = vectors
-        projected = torch.cat(
-            [(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(stacked, _CHUNK, 1)], 1
-        )
-    else:  # The same from the other side: U' [d_1 .. d_k] = S V', U = [d_1 .. d_k] V / S
-        vectors, sizes = _directions(_gram_of_rows(stacked), models * width)
-        projected = (vectors * sizes).T.to(deltas.dtype)
-        inverse = vectors / sizes
-        back = torch.cat([part.double() @ inverse for part in torch.split(stacked, _CHUNK)])
-    matrices = zip(torch.split(projected, width, 1), densities, strict=True)
-    sparse_matrices = torch.stack([_keep_largest(matrix, density) for matrix, density in matrices])
-    mixing = VectorCombination(tuple(weights), vote="sum", normalize=True, scale=1.0)
-    merged = mix(mixing, torch.zeros_like(sparse_matrices[0]), sparse_matrices)
-    return (back @ merged.double()).to(deltas.dtype)
 
 
 def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -271,20 +250,6 @@ def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:
         wide = part.double()
         total.addmm_(wide.T, wide)
     return total
-
-
-def _keep_largest(values: torch.Tensor, density: float) -> torch.Tensor:
-    """Return ``values`` with zeros for all but the ``density`` largest magnitudes. Ties at the threshold are kept."""
-    import torch
-
-    count = int(density * values.numel())
-    if count >= values.numel():
-        return values
-    if count == 0:
-        return torch.zeros_like(values)
-    sizes = values.abs()
-    threshold = sizes.reshape(-1).kthvalue(values.numel() - count + 1).values
-    return torch.where(sizes >= threshold, values, 0.0)
 
 
 def _add_to_base(merged: torch.Tensor, scale: float) -> Map:
@@ -324,10 +289,35 @@ def _method(compute_factors: Factors, *, decompositions: int, workspaces: int, *
         workspaces: Number of matrices, of the size of a product, that the decompositions need.
         fields: Other fields of :class:`.Method`.
     """
+
+    def steps(task: TensorTask) -> Steps:
+        weights, scale = task.model_values("weight"), float(task.shared["lambda"])
+        if not task.is_projection:
+            return _mean(weights, scale, _split_models(task)[1])
+        out, width = task.shape
+        if out < width:
+            deltas = yield from collect_deltas(task)
+            merged = yield Solve(lambda device: _merge_in_memory(deltas, compute_factors, task))
+            return _add_to_base(merged, scale)
+        products = yield from sum_delta_products(task, crossed=True)
+        factors = yield Solve(lambda device: compute_factors(products, task))
+
+        def map_block(block: Block) -> torch.Tensor:
+            import torch
+
+            parts = []
+            for part in rows_of(block, width):
+                pairs = zip(deltas_of(part, weights), factors, strict=True)
+                merged = add_in_order([delta @ factor for delta, factor in pairs if factor is not None])
+                parts.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
+            return torch.cat(parts)
+
+        return Map(map_block)
+
     return Method(
         base="required",
         models=(1, None),
-        steps=_multiply_by_factors(compute_factors),
+        steps=steps,
         grain=grain_of_rows,
         costs=Costs(
             map=1.5,

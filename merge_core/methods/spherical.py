@@ -127,14 +127,6 @@ def _by_columns(shape: tuple[int, ...], shared: Values) -> bool:
     return bool(shared["nuslerp_row_wise"]) and len(shape) > 1
 
 
-def _nuslerp_grain(shape: tuple[int, ...], shared: Values) -> int:
-    if shared["nuslerp_flatten"]:
-        return GRAIN
-    if _by_columns(shape, shared):
-        return max(1, _COLUMN_ROWS * math.prod(shape[1:]))
-    return row_length(shape, shared)
-
-
 def _multislerp(task: TensorTask) -> Steps:
     """Move the mean direction of the unit vectors along the weighted tangent, and scale it by the mean norm."""
     weights, eps = np.array(task.model_values("weight")), float(task.shared["eps"])
@@ -236,7 +228,13 @@ METHODS = (
             ),
         ),
         steps=_nuslerp,
-        grain=_nuslerp_grain,
+        grain=lambda shape, shared: (
+            GRAIN
+            if shared["nuslerp_flatten"]
+            else max(1, _COLUMN_ROWS * math.prod(shape[1:]))
+            if _by_columns(shape, shared)
+            else row_length(shape, shared)
+        ),
         single_input="copy",
         costs=Costs(
             map=0.4,

@@ -107,40 +107,6 @@ def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> 
     return base + total * mixing.scale
 
 
-def _sparsify_and_mix(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callable[[TensorTask], Steps]:
-    """Return the steps of a method that sparsifies task vectors and then combines them."""
-
-    def steps(task: TensorTask) -> Steps:
-        sparsifier = yield from sparsify(task)
-        mixing = VectorCombination(
-            weights=tuple(task.model_values("weight")),
-            vote=str(task.shared["consensus"]) if vote == _FROM_RECIPE else vote,
-            normalize=bool(task.shared["normalize"]),
-            scale=float(task.shared["lambda"]),
-        )
-        mix_arguments = (
-            np.asarray(mixing.weights, np.float32),
-            (None, "sum", "count", "kept").index(mixing.vote),
-            mixing.normalize,
-            np.float32(mixing.divisor),
-            np.float32(mixing.scale),
-            np.array(sparsifier.scales, np.float32),
-        )
-        kinds, *tables = sparsifier.tables()
-        needs_no_table = all(table is None for table in tables)
-
-        def map_stored(block: StoredBlock, out: Any) -> None:
-            masks = sparsifier.mask_cache.take(block.start)
-            # Pass either the tables or the cached masks, so that numba does not compile code for the other.
-            mask_arguments = (*(None for _ in tables), masks) if needs_no_table or masks.size else (*tables, None)
-            arguments = (sparsifier.tile(block.grain), *mix_arguments, kinds, *mask_arguments, out)
-            load_kernels().task_vectors(block.data, block.rows, block.length, block.start, block.grain, *arguments)
-
-        return Map(lambda block: mix(mixing, block.base, sparsifier.sparsify(block)), map_stored)
-
-    return steps
-
-
 def _check_weights(shared: Values, per_input: Sequence[Values], location: str) -> None:
     for values in per_input:
         epsilon, density = values.get("epsilon"), values.get("density", 1.0)
@@ -211,10 +177,37 @@ _EPSILON = (Parameter("epsilon", "float", "non_base", 0.15, "half width of the k
 
 
 def _method(sparsify: Callable[[TensorTask], Folds], vote: str | None, **fields: Any) -> Method:
-    """Return a method on task vectors with the other ``fields`` of :class:`.Method`."""
-    return Method(
-        base="required", models=(1, None), steps=_sparsify_and_mix(sparsify, vote), check=_check_weights, **fields
-    )
+    """Return a method that sparsifies task vectors and combines them, with the other ``fields`` of :class:`.Method`."""
+
+    def steps(task: TensorTask) -> Steps:
+        sparsifier = yield from sparsify(task)
+        mixing = VectorCombination(
+            weights=tuple(task.model_values("weight")),
+            vote=str(task.shared["consensus"]) if vote == _FROM_RECIPE else vote,
+            normalize=bool(task.shared["normalize"]),
+            scale=float(task.shared["lambda"]),
+        )
+        mix_arguments = (
+            np.asarray(mixing.weights, np.float32),
+            (None, "sum", "count", "kept").index(mixing.vote),
+            mixing.normalize,
+            np.float32(mixing.divisor),
+            np.float32(mixing.scale),
+            np.array(sparsifier.scales, np.float32),
+        )
+        kinds, *tables = sparsifier.tables()
+        needs_no_table = all(table is None for table in tables)
+
+        def map_stored(block: StoredBlock, out: Any) -> None:
+            masks = sparsifier.mask_cache.take(block.start)
+            # Pass either the tables or the cached masks, so that numba does not compile code for the other.
+            mask_arguments = (*(None for _ in tables), masks) if needs_no_table or masks.size else (*tables, None)
+            arguments = (sparsifier.tile(block.grain), *mix_arguments, kinds, *mask_arguments, out)
+            load_kernels().task_vectors(block.data, block.rows, block.length, block.start, block.grain, *arguments)
+
+        return Map(lambda block: mix(mixing, block.base, sparsifier.sparsify(block)), map_stored)
+
+    return Method(base="required", models=(1, None), steps=steps, check=_check_weights, **fields)
 
 
 TASK_ARITHMETIC = _method(

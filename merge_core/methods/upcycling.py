@@ -21,28 +21,6 @@ _SECOND_STREAM = 0x5BD1E995
 _WORDS = 2.0**32
 
 
-def normals(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return random numbers from the standard normal distribution.
-
-    Each number depends only on ``key`` and its index, so a tensor can be computed in blocks of any size. The numbers
-    come from the transform of Box and Muller (1958).
-
-    Args:
-        key: Key of the random stream.
-        start: Index of the first number in the stream.
-        count: Number of values to return.
-        device: Device on which to compute the numbers.
-
-    Returns:
-        float64 tensor of shape ``[count]``.
-    """
-    import torch
-
-    radius = (mask_words(key, start, count, device).double() + 0.5) / _WORDS
-    angle = (mask_words((key[0] ^ _SECOND_STREAM, key[1]), start, count, device).double() + 0.5) / _WORDS
-    return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
-
-
 def _upcycle(task: TensorTask) -> Map:
     """Return the map ``(x + noise * z) * scale``, with ``z`` uniform between -1 and 1 or standard normal."""
     (values,), (key,) = task.per_input, task.seeds
@@ -51,11 +29,18 @@ def _upcycle(task: TensorTask) -> Map:
         return combine([scale])
 
     def map_block(block: Block) -> torch.Tensor:
+        import torch
+
         numbers = block.inputs[0]
         if values["draw"] == "uniform":
             draws = (mask_words(key, block.start, len(numbers), numbers.device).double() + 0.5) * (2 / _WORDS) - 1
         else:
-            draws = normals(key, block.start, len(numbers), numbers.device)
+            # The transform of Box and Muller (1958). A draw depends only on the key and its index, so blocks of any
+            # size get the same numbers.
+            second_key = (key[0] ^ _SECOND_STREAM, key[1])
+            radius = (mask_words(key, block.start, len(numbers), numbers.device).double() + 0.5) / _WORDS
+            angle = (mask_words(second_key, block.start, len(numbers), numbers.device).double() + 0.5) / _WORDS
+            draws = torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
         return ((numbers.double() + noise * draws) * scale).to(numbers.dtype)
 
     return Map(map_block)

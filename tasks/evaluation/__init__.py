@@ -6,7 +6,6 @@ table with one row per document and metric. The package also reads results that 
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
-from mergegate.tasks.evaluation.code_permission import require_evaluated
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
     ContaminatedDocuments,
@@ -35,14 +34,14 @@ from mergegate.tasks.evaluation.metrics import (
     choose_metrics,
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
-from mergegate.tasks.evaluation.process import clusters_in_child
+from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
     Scoring,
     resolve_prompt_settings,
 )
-from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName
+from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
     Scores,
@@ -70,7 +69,7 @@ from mergegate.tasks.evaluation.support import (
 from mergegate.tasks.evaluation.task_data import TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
-from mergegate.tasks.evaluation.task_loading import document_texts
+from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
 from mergegate.tasks.evaluation.throughput import (
     document_seconds,
     estimate_document_cost,
@@ -108,9 +107,10 @@ __all__ = [
     "TokenizedTask",
     "TokenizerSource",
     "by_task",
+    "call_with_task_data",
     "choose_known_metrics",
     "choose_metrics",
-    "clusters_in_child",
+    "clusters_in_order",
     "count_missing_documents",
     "count_task",
     "data_revisions",
@@ -140,12 +140,12 @@ __all__ = [
     "read_task",
     "require_declared_mean",
     "require_effect",
-    "require_evaluated",
     "require_examples",
     "require_same_conditions",
     "require_supported",
     "resolve_prompt_settings",
     "score_table",
+    "split_documents",
     "tokenize_task",
     "write_document_scores",
 ]

@@ -20,7 +20,7 @@ import base64
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from itertools import chain
 from typing import Any
 
@@ -54,14 +54,6 @@ class JournalledModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
-
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return, as lm-eval does, the log-probability of each continuation in nats and whether it is the argmax."""
-        return self._answer_requests("loglikelihood", requests)
-
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return, as lm-eval does, the generated answer to each prompt."""
-        return self._answer_requests("generate_until", requests)
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
         """Record one answer, possibly from the batch that began last. lm-eval calls this hook."""
@@ -140,6 +132,10 @@ class JournalledModel:
             self.ended_answers += zip(requests, ends, strict=True)
         self._kind = ""
         return answers
+
+    # As in lm-eval: the log-probability of each continuation in nats and whether it is the argmax; a generated text.
+    loglikelihood = partialmethod(_answer_requests, "loglikelihood")
+    generate_until = partialmethod(_answer_requests, "generate_until")
 
 
 def is_answer_record(record: object) -> bool:

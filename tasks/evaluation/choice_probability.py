@@ -78,19 +78,6 @@ def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice
     return values
 
 
-def choice_from_task(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
-    """Return the answered choice of a sample that was just scored, or None if the task has no choices.
-
-    ``task`` is lm-eval's ``lm_eval.api.task.Task``.
-    """
-    labels = choices_of(task, sample["doc"])
-    if labels is None:
-        return None
-    choices, right = labels
-    likelihoods = _likelihoods(sample, choices)
-    return AnsweredChoice(likelihoods, right) if likelihoods else None
-
-
 def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[int]] | None:
     """Return the number of choices and the positions of the right ones, or None if a task has no choices.
 
@@ -141,35 +128,26 @@ def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Ans
     if len({context for context, _ in requests}) > 1:  # choices are part of the prompts; the right one is unknown
         return None
     choices = [continuation.strip() for _, continuation in requests]
-    right = _right_in_log(config, sample, choices)
-    likelihoods = _likelihoods(sample, len(choices))
-    return AnsweredChoice(likelihoods, right) if likelihoods and right is not None else None
-
-
-def _right_in_log(
-    config: Mapping[str, Any], sample: Mapping[str, Any], choices: Sequence[str]
-) -> frozenset[int] | None:
-    """Return the positions of the right choices, or None if the target is ambiguous.
-
-    The file contains only the text of the target. lm-eval interprets a number as a position and a text as a choice.
-    """
+    # The file contains only the text of the target. lm-eval interprets a number as a position, and a text as a choice.
     text, source, document = str(sample.get("target", "")).strip(), config.get("doc_to_target"), sample.get("doc")
+    target: object = text
     if isinstance(source, str) and isinstance(document, Mapping) and source in document:
         value = document[source]
         if "target" in sample and str(value).strip() != text:
             return None  # the target belongs to another document
-        return _right(value.strip() if isinstance(value, str) else value, choices)
-    if len(text) > _LONGEST_LITERAL:
-        return _right(text, choices)
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return _right(text, choices)
-    if not isinstance(value, (int, list)):
-        return _right(text, choices)
-    is_template = isinstance(source, str) and "{{" in source
-    is_sure = is_template or isinstance(source, (int, list)) or text not in choices
-    return _right(value, choices) if is_sure else None
+        target = value.strip() if isinstance(value, str) else value
+    elif len(text) <= _LONGEST_LITERAL:
+        try:
+            literal = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            literal = None
+        if isinstance(literal, (int, list)):
+            is_template = isinstance(source, str) and "{{" in source
+            if not is_template and not isinstance(source, (int, list)) and text in choices:
+                return None  # a position or a choice
+            target = literal
+    likelihoods = likelihoods_of(sample, len(choices))
+    return AnsweredChoice(likelihoods, _right(target, choices)) if likelihoods else None
 
 
 def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
@@ -180,7 +158,7 @@ def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
     return frozenset(int(each) for each in positions if isinstance(each, int) and 0 <= each < len(choices))
 
 
-def _likelihoods(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
+def likelihoods_of(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
     """Return the likelihood of each choice; empty if a filter changed the answers."""
     answers = sample.get("filtered_resps") or ()
     try:

@@ -18,7 +18,7 @@ from typing import Any
 from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, run_program
 
 _NAME = "code_eval"
-_CHECK = "check_correctness"  # function that lm-eval tasks without code_eval use to run programs
+CHECK = "check_correctness"  # function that lm-eval tasks without code_eval use to run programs
 _on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run already", default=lambda count: None)
 
 
@@ -116,33 +116,13 @@ def confine_code_eval(limits: ProgramLimits | None) -> Iterator[None]:
         vars(evaluate)["load"] = load
 
 
-def confine_checks(leaf: Any, limits: ProgramLimits) -> None:
-    """Confine a task that runs programs with its own function (``check_correctness``): replace that function."""
-    for function in _functions(leaf.config.to_dict(keep_callable=True)):
-        namespace = getattr(function, "__globals__", {})
-        if callable(namespace.get(_CHECK)):
-            namespace[_CHECK] = CodeEval(limits).check
-
-
-def code_labels(leaf: Any) -> dict[str, tuple[str, ...]]:
-    """Return the names under which scores appear, for metrics whose scores have other names than the definition.
-
-    For example, ``pass_at_k`` with ``k: [1, 8]`` yields ``pass@1`` and ``pass@8``.
-    """
-    kwargs: Mapping[str, Any] = getattr(leaf, "_metric_fn_kwargs", {}) if getattr(leaf, "UNSAFE_CODE", False) else {}
-    k_by_metric = {metric: arguments["k"] for metric, arguments in kwargs.items() if "k" in arguments}
-    return {
-        metric: tuple(f"pass@{k}" for k in (values if isinstance(values, list) else [values]))
-        for metric, values in k_by_metric.items()
-    }
-
-
-def _functions(value: Any) -> Iterator[Any]:
+def functions_in(value: Any) -> Iterator[Any]:
+    """Yield every function in nested plain data, such as the configuration of a task."""
     if isinstance(value, Mapping):
         for inner in value.values():
-            yield from _functions(inner)
+            yield from functions_in(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _functions(inner)
+            yield from functions_in(inner)
     elif callable(value):
         yield value

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
@@ -97,18 +97,6 @@ def allow_code_advice(profile_name: str) -> str:
         f"add 'allow_code: [{profile_name}]' under evaluate to run its programs in a sandbox (docs/security.md); or "
         "remove the task"
     )
-
-
-def require_evaluated(allowed_names: Iterable[str], tasks: Collection[str]) -> None:
-    """Check that every task that may run code is evaluated.
-
-    Raises:
-        ValueError: For a name that is allowed but not evaluated.
-    """
-    for name in allowed_names:
-        if name not in tasks:
-            near = suggest(name, tasks)
-            raise ValueError(f"{name!r} is allowed to run code but not evaluated" + (f"; {near}" if near else ""))
 
 
 def find_unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:

@@ -15,9 +15,6 @@ from mergegate.tasks.evaluation.task_loading import documents_in_set, load_task
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
-# Separator of texts, which prevents matches across two of them.
-_TEXT_SEPARATOR = "\0"
-
 
 class CalibrationTexts(BaseModel):
     """Calibration texts, and their digest."""
@@ -52,7 +49,7 @@ def find_contaminated_documents(task: EvalTask, texts: CalibrationTexts, limit: 
 
 def _search_texts(task: EvalTask, texts: CalibrationTexts, on_progress: TellProgress) -> ContaminatedDocuments:
     """Search the texts for each document; runs in the process that holds models."""
-    corpus = _TEXT_SEPARATOR.join(" ".join(text.split()) for text in texts.texts)
+    normalized_texts = [" ".join(text.split()) for text in texts.texts]
     matches, documents, first = 0, 0, ""
     with quiet(), user_errors(task):
         loaded = load_task(task)
@@ -63,19 +60,11 @@ def _search_texts(task: EvalTask, texts: CalibrationTexts, on_progress: TellProg
                     continue
                 documents += 1
                 text = text_of(leaf, document)
-                if _contains_document(corpus, " ".join(text.prompt.split()), " ".join(text.target.split())):
+                prompt, target = " ".join(text.prompt.split()), " ".join(text.target.split())
+                # Nothing precedes the target in more of a text than the first occurrence of the prompt.
+                if (prompt or target) and any(
+                    (start := known.find(prompt)) >= 0 and target in known[start + len(prompt) :]
+                    for known in normalized_texts
+                ):
                     matches, first = matches + 1, first or text.prompt
     return ContaminatedDocuments(read=matches, documents=documents, first=first[:80])
-
-
-def _contains_document(corpus: str, prompt: str, target: str) -> bool:
-    """Return whether one of the texts contains the prompt followed by the answer."""
-    if not prompt:
-        return bool(target) and target in corpus
-    start = corpus.find(prompt)
-    while start >= 0:
-        end = corpus.find(_TEXT_SEPARATOR, start)
-        if target in corpus[start + len(prompt) : end if end >= 0 else len(corpus)]:
-            return True
-        start = corpus.find(prompt, start + 1)
-    return False

@@ -24,7 +24,13 @@ from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model, TellProgress
 from mergegate.tasks.evaluation.answer_journal import attach_journal, is_answer_record
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choice_from_task, probabilities
+from mergegate.tasks.evaluation.choice_probability import (
+    PROBABILITY,
+    AnsweredChoice,
+    choices_of,
+    likelihoods_of,
+    probabilities,
+)
 from mergegate.tasks.evaluation.code_metric import report_programs
 from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range
 from mergegate.tasks.evaluation.document_scores import DocumentScore, answer_of
@@ -118,7 +124,11 @@ def score_loaded_documents(
     for name, samples in results["samples"].items():
         scored_metrics = {metric for sample in samples for metric in sample["metrics"]}
         directions = judging_metrics(name, leaves[name], scored_metrics)
-        answers = [choice_from_task(leaves[name], sample) for sample in samples]
+        answers: list[AnsweredChoice | None] = []
+        for sample in samples:
+            count, right = choices_of(leaves[name], sample["doc"]) or (0, frozenset[int]())
+            likelihoods = likelihoods_of(sample, count)
+            answers.append(AnsweredChoice(likelihoods, right) if likelihoods else None)
         right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
         for sample, probability in zip(samples, right_probabilities or [None] * len(samples), strict=True):
             values = {metric: sample[metric] for metric in sample["metrics"] if metric in directions}
@@ -128,7 +138,7 @@ def score_loaded_documents(
             answer_ends = ends.get((name, int(sample["doc_id"])), ())
             for metric, value in values.items():
                 label = f"{metric},{sample['filter']}"
-                score = _score_of_value(f"{model}: task {name}", label, sample["doc_id"], value)
+                score = checked_score(f"{model}: task {name}", label, sample["doc_id"], value)
                 row = DocumentScore(
                     task=name,
                     metric=label,
@@ -147,20 +157,6 @@ def score_loaded_documents(
     expected = [(name, document) for name, positions in documents.items() for document in positions]
     check_all_scored(f"task {task.name}", expected, scores)
     return tuple(scores)
-
-
-def _score_of_value(location: str, label: str, document: object, value: Any) -> float:
-    """Return a score that lm-eval computed as a number. Raises InvalidInput if it is not a finite number."""
-    try:
-        score = float(value)
-    except (TypeError, ValueError):
-        raise InvalidInput(
-            location,
-            found=f"{label} of document {document} is {value!r:.60}",
-            expected="a number, because the score of the task is the mean",
-            remedy="choose another metric of the task, or correct its process_results",
-        ) from None
-    return checked_score(location, label, document, score)
 
 
 @contextmanager

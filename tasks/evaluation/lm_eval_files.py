@@ -7,7 +7,6 @@ ignored. The shapes follow ``lm_eval.result_schema``; keys that some versions of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,15 +17,14 @@ from mergegate.merge_core.parsing import (
     expectation,
     format_value,
     join_expectations,
-    line_location,
     parse_json,
-    read_plain,
 )
 
 # MMLU has 14,042 documents. Each takes 0.6 kB of memory and 30 microseconds to read.
 MAX_SAMPLES = 200_000
 MAX_SAMPLE_BYTES = 16 << 20
-_BOUNDS = JsonBounds(size=64 << 20)
+MAX_RESULTS_BYTES = 64 << 20
+_BOUNDS = JsonBounds(size=MAX_RESULTS_BYTES)
 _LINE_BOUNDS = JsonBounds(size=MAX_SAMPLE_BYTES, values=200_000)
 _AGAIN = "copy the file again, or run lm-eval again with --output_path and --log_samples"
 
@@ -103,34 +101,22 @@ class WrittenSample(_Written):
     target_hash: _Hash
 
 
-def read_results_file(path: Path) -> WrittenResults:
-    """Read and validate a results file.
-
-    Raises:
-        InvalidInput: If the file cannot be read, is not JSON, or has a value of the wrong type; the message names the
-            key.
-    """
-    content = parse_json(read_plain(path, _BOUNDS.size), str(path), bounds=_BOUNDS, expected="a complete file")
-    return _checked(WrittenResults, content, str(path), "not a results file of lm-eval")
-
-
-def parse_sample(line: bytes, path: Path, number: int) -> tuple[WrittenSample, Mapping[str, Any]]:
-    """Parse line ``number`` (counted from 1) of a samples file.
+def parse_written(model: type[M], text: bytes, location: str) -> tuple[M, Mapping[str, Any]]:
+    """Parse a results file (``WrittenResults``) or a line of a samples file (``WrittenSample``).
 
     Returns:
-        The typed sample, and the whole line as plain data.
+        The typed value, and the same content as plain data.
 
     Raises:
-        InvalidInput: If the line is not JSON or has a value of the wrong type; the message names the line and key.
+        InvalidInput: If ``text`` is not JSON or has a value of the wrong type; the message names the key.
     """
-    location = line_location(path, number)
-    content = parse_json(line, location, bounds=_LINE_BOUNDS, expected="one sample per line; the file may be cut off")
-    return _checked(WrittenSample, content, location, "not a sample of lm-eval"), content
-
-
-def _checked(model: type[M], content: object, location: str, problem: str) -> M:
+    is_sample = issubclass(model, WrittenSample)
+    bounds = _LINE_BOUNDS if is_sample else _BOUNDS
+    expected = "one sample per line; the file may be cut off" if is_sample else "a complete file"
+    problem = f"not a {'sample' if is_sample else 'results file'} of lm-eval"
+    content: Any = parse_json(text, location, bounds=bounds, expected=expected)
     try:
-        return model.model_validate(content)
+        return model.model_validate(content), content
     except ValidationError as error:
         faults = error.errors()
     first = faults[0]

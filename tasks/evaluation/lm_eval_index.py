@@ -34,7 +34,9 @@ class LeafConfig:
 
 
 @dataclass(frozen=True)
-class _Names:
+class ShippedNames:
+    """Names of tasks, groups and tags, with the files that define them."""
+
     tasks: Mapping[str, Path]
     groups: Mapping[str, Path]
     tags: Mapping[str, tuple[str, ...]]  # names of tasks
@@ -42,11 +44,8 @@ class _Names:
     def __contains__(self, name: str) -> bool:
         return name in self.tasks or name in self.groups or name in self.tags
 
-
-def shipped_names() -> frozenset[str]:
-    """Return the names of all tasks, groups and tags that the installed lm-eval ships."""
-    names = _names()
-    return frozenset([*names.tasks, *names.groups, *names.tags])
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.tasks, **self.groups, **self.tags})
 
 
 def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
@@ -55,23 +54,10 @@ def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
     return tuple(leaves.values())
 
 
-def shipped_group(name: str) -> Mapping[str, Any]:
-    """Return the content of the YAML file that defines a group of lm-eval.
-
-    The result is empty if ``name`` is not a group, for example if it is a task or a tag.
-    """
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    names = _names()
-    if name in names.tasks or name not in names.groups:
-        return {}
-    return dict(load_yaml(names.groups[name], resolve_func=False))
-
-
 def _leaves(name: str, leaf_overrides: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    names = _names()
+    names = shipped_names()
     if depth > _DEEPEST:
         return
     if name in names.tasks:
@@ -96,7 +82,7 @@ def _members(
         kind = "group" if "group" in own else "task"
         name = str(own.pop(kind, ""))
         settings = {**leaf_overrides, **own}
-        if name in _names():
+        if name in shipped_names():
             yield from _leaves(name, settings, depth + 1)
         elif kind == "group":
             yield from _members(f"{group}::{name}", own, path, leaf_overrides, depth + 1)
@@ -105,14 +91,15 @@ def _members(
 
 
 @lru_cache(maxsize=1)
-def _names() -> _Names:
+def shipped_names() -> ShippedNames:
+    """Return the names of all tasks, groups and tags that the installed lm-eval ships."""
     tasks: dict[str, Path] = {}
     groups: dict[str, Path] = {}
     tags: dict[str, list[str]] = {}
     inherited: dict[Path, tuple[str, ...]] = {}
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        return _Names(tasks, groups, {})
+        return ShippedNames(tasks, groups, {})
     for path in sorted((Path(spec.origin).parent / "tasks").rglob("*.yaml")):
         text = path.read_bytes()
         values: dict[str, str] = {}
@@ -124,7 +111,7 @@ def _names() -> _Names:
             tasks.setdefault(values["task"], path)
             for tag in _tags_of(path, inherited, text):
                 tags.setdefault(tag, []).append(values["task"])
-    return _Names(tasks, groups, {tag: tuple(dict.fromkeys(members)) for tag, members in tags.items()})
+    return ShippedNames(tasks, groups, {tag: tuple(dict.fromkeys(members)) for tag, members in tags.items()})
 
 
 def _tags_of(path: Path, cache: dict[Path, tuple[str, ...]], text: bytes | None, depth: int = 0) -> tuple[str, ...]:

@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.parsing import format_value, line_location, read_lines
+from mergegate.merge_core.parsing import format_value, line_location, read_lines, read_plain
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, choice_from_log, probabilities
 from mergegate.tasks.evaluation.declared_metrics import registered_metric
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.lm_eval_files import (
+    MAX_RESULTS_BYTES,
     MAX_SAMPLE_BYTES,
     MAX_SAMPLES,
     WrittenResults,
-    parse_sample,
-    read_results_file,
+    WrittenSample,
+    parse_written,
 )
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 
@@ -121,7 +122,10 @@ def find_results(output_path: Path) -> tuple[ResultsFile, ...]:
     dated = [(match.group(1), path) for path in paths if (match := _DATE.search(path.name))]
     if not dated:
         raise InvalidInput(str(output_path), found="no results_DATE.json", expected="lm-eval's output", remedy=_LOGGED)
-    files = [ResultsFile(path, date, read_results_file(path)) for date, path in dated]
+    files = [
+        ResultsFile(path, date, parse_written(WrittenResults, read_plain(path, MAX_RESULTS_BYTES), str(path))[0])
+        for date, path in dated
+    ]
     models = {(file.path.parent, str(file.content.model_name)): file for file in files}
     if len(models) > 1:
         several = sorted(str(file.path.relative_to(output_path)) for file in models.values())
@@ -268,7 +272,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
     interned: dict[Any, Any] = {}  # texts that are equal in every line, to store each only once
     lines: dict[tuple[int, str], int] = {}
     for number, line in read_lines(path, longest=MAX_SAMPLE_BYTES, most=most):
-        written, content = parse_sample(line, path, number)
+        written, content = parse_written(WrittenSample, line, line_location(path, number))
         cluster, document = "", content.get("doc")
         if cluster_field is not None:
             if not isinstance(document, dict) or cluster_field not in document:

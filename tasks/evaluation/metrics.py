@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY
@@ -199,21 +200,30 @@ def check_all_scored(
     )
 
 
-def checked_score(location: str, metric: str, document: object, value: float) -> float:
+def checked_score(location: str, metric: str, document: object, value: Any) -> float:
     """Return ``value`` if it can be averaged.
 
     Raises:
-        InvalidInput: For NaN and infinities, naming the metric and the document.
+        InvalidInput: For NaN, infinities and anything but a number, naming the metric and the document.
     """
-    if not math.isfinite(value):
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
         raise InvalidInput(
             location,
-            found=f"{metric} of document {document} is {value}",
+            found=f"{metric} of document {document} is {value!r:.60}",
+            expected="a number, because the score of the task is the mean",
+            remedy="choose another metric of the task, or correct its process_results",
+        ) from None
+    if not math.isfinite(score):
+        raise InvalidInput(
+            location,
+            found=f"{metric} of document {document} is {score}",
             expected="a number",
             remedy="a model that computes NaN is broken (check its perplexity and weights); if other models get the "
             "same, the metric divides by zero: correct the task",
         )
-    return value
+    return score
 
 
 def _full_label(metric: str, labels: Iterable[str]) -> str:

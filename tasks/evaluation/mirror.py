@@ -14,7 +14,7 @@ The files are hashed into the key of every measurement. ``mirror_loader`` reads 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from mergegate.tasks.evaluation.task_datasets import TaskDataset
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _DATA = {*FORMATS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # formats that datasets reads from a directory
-_SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "dev"}
-_SPLITS |= {"test": "test"}
+SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "dev"}
+SPLITS |= {"test": "test"}
 _VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # suffixes of a configuration that do not change the documents
 
 
@@ -58,14 +58,14 @@ def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
         if directory.is_dir() and _data_in(directory, request):
             return FoundDataset(request, directory, {})
     by_split: dict[str, Path] = {}
-    for name in dict.fromkeys("".join(_words(name)) for name in _base_names(request)):
+    for name in dict.fromkeys("".join(words_in(name)) for name in base_names(request)):
         for file in sorted(root.iterdir()):
             if file.suffix not in FORMATS or not file.is_file():
                 continue
-            words = _words(file.stem)
-            index = next((index for index, word in enumerate(words) if index and word in _SPLITS), None)
+            words = words_in(file.stem)
+            index = next((index for index, word in enumerate(words) if index and word in SPLITS), None)
             if "".join(words[:index]) == name:
-                by_split.setdefault(request.evaluated if index is None else _SPLITS[words[index]], file)
+                by_split.setdefault(request.evaluated if index is None else SPLITS[words[index]], file)
         if by_split:
             break
     if len(by_split) == 1 and request.evaluated not in by_split:
@@ -73,7 +73,7 @@ def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
     if request.evaluated not in by_split:
         within = request.files[0][1] if request.files else ""
         tried = [f"{directory.relative_to(root)}/{within}" for directory in _directories(root, request.path)]
-        tried += [f"{name}_{request.evaluated}.jsonl" for name in dict.fromkeys(_base_names(request))]
+        tried += [f"{name}_{request.evaluated}.jsonl" for name in base_names(request)]
         raise InvalidInput(
             f"evaluate.data: {root}: task {request.task}",
             found=f"no data for {request}",
@@ -99,22 +99,6 @@ def find_datasets(root: Path, requests: Sequence[TaskDataset]) -> tuple[FoundDat
             remedy="run `mergegate fetch-data PROFILE` on a machine with a network to create and fill it",
         )
     return tuple(find_dataset(root, dataset) for dataset in requests)
-
-
-def require_example_split(dataset: FoundDataset, count: int) -> None:
-    """Check that the split for few-shot examples exists, if any are needed.
-
-    Raises:
-        InvalidInput: Naming the missing split.
-    """
-    request = dataset.request
-    if count and request.examples and dataset.directory is None and request.examples not in dataset.by_split:
-        raise InvalidInput(
-            f"evaluate.data: task {request.task}",
-            found=f"no file with split {request.examples!r}, from which its {count} few-shot examples are drawn",
-            expected=" or ".join(f"{name}_{request.examples}.jsonl" for name in dict.fromkeys(_base_names(request))),
-            remedy="add one of these files, or set evaluate.num_fewshot: 0",
-        )
 
 
 def _directories(root: Path, dataset: str) -> tuple[Path, ...]:
@@ -148,27 +132,19 @@ def _data_in(directory: Path, request: TaskDataset) -> tuple[Path, ...]:
     return (*data, *([card] if data and card.is_file() else []))
 
 
-def _base_names(request: TaskDataset) -> Iterator[str]:
-    """Yield the base names that a file of this dataset may have, most specific first."""
-    yield request.task
+def base_names(request: TaskDataset) -> tuple[str, ...]:
+    """Return the base names that a file of this dataset may have, most specific first, without duplicates."""
     if not request.path:
-        return
+        return (request.task,)
     base = request.path.rpartition("/")[2]
-    if request.config:
-        words = _words(request.config)
-        while len(words) > 1 and _VERSION_WORDS.fullmatch(words[-1]):
-            words = words[:-1]
-        if not _VERSION_WORDS.fullmatch(words[-1]):
-            yield "_".join(words)
-            yield f"{base}_{request.config}"
-            return
-    yield base
+    words = words_in(request.config) if request.config else []
+    while len(words) > 1 and _VERSION_WORDS.fullmatch(words[-1]):
+        words = words[:-1]
+    if words and not _VERSION_WORDS.fullmatch(words[-1]):
+        return tuple(dict.fromkeys((request.task, "_".join(words), f"{base}_{request.config}")))
+    return tuple(dict.fromkeys((request.task, base)))
 
 
-def split_of(stem: str) -> str | None:
-    """Return the split that a file name indicates, None if it indicates none."""
-    return next((_SPLITS[word] for word in _words(stem) if word in _SPLITS), None)
-
-
-def _words(name: str) -> list[str]:
+def words_in(name: str) -> list[str]:
+    """Return the words of a name, in lower case and without punctuation."""
     return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]

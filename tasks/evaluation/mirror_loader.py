@@ -1,7 +1,7 @@
 """Load the data of tasks from the location where ``mirror`` found it instead of the Hub.
 
 Choice data in the plain form ``{question, choices: [...], answer: 0}`` is converted to the fields of datasets whose
-tasks expect other fields (``_FIELDS``).
+tasks expect other fields (ARC and PIQA).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import read_card
-from mergegate.tasks.evaluation.mirror import FORMATS, FoundDataset, split_of
+from mergegate.tasks.evaluation.mirror import FORMATS, SPLITS, FoundDataset, words_in
+from mergegate.tasks.evaluation.task_data import data_file_names
 
 # Arguments of ``load_dataset`` that mean nothing for local data, or that mergegate sets itself.
 _HUB_ARGUMENTS = frozenset(
@@ -46,9 +47,13 @@ def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iter
 
     def load_from_mirror(path: str, name: str | None = None, *_: Any, **arguments: Any) -> Any:
         dataset = mirrored.get((str(path), name if name is None else str(name)))
-        if dataset is None and _is_local(str(path), arguments.get("data_files")):
-            return load(path, name, **arguments)
         if dataset is None:
+            # Data that is local to a task needs no mirror.
+            data_files = arguments.get("data_files")
+            files = [Path(file) for file in data_file_names(data_files)]
+            is_directory = Path(path).is_absolute() and Path(path).is_dir()
+            if is_directory if data_files is None else all(file.is_file() for file in files):
+                return load(path, name, **arguments)
             raise InvalidInput(
                 "evaluate.data",
                 found=f"a task whose code loads {path} ({name})",
@@ -65,15 +70,6 @@ def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iter
         yield
     finally:
         datasets.load_dataset = load
-
-
-def _is_local(path: str, data_files: Any) -> bool:
-    """Return whether data is local to a task, which needs no mirror."""
-    if data_files is None:
-        return Path(path).is_absolute() and Path(path).is_dir()
-    by_split = data_files.values() if isinstance(data_files, Mapping) else [data_files]
-    files = [file for names in by_split for file in (names if isinstance(names, (list, tuple)) else [names])]
-    return all(Path(str(file)).is_file() for file in files)
 
 
 def _load(dataset: FoundDataset, load: Callable[..., Any], scratch: Path, options: Mapping[str, Any]) -> Any:
@@ -93,41 +89,35 @@ def _load(dataset: FoundDataset, load: Callable[..., Any], scratch: Path, option
             # not find.
             files = [file for file in dataset.files if file.name != "README.md"]
             formats = {FORMATS.get(file.suffix) for file in files}
-            file_splits = [split_of(file.stem) for file in files]
+            file_splits = [next(filter(SPLITS.get, words_in(file.stem)), None) for file in files]
             if len(formats) == 1 and (file_format := formats.pop()) and None not in file_splits:
                 data_files = {}
                 for file_split, file in zip(file_splits, files, strict=True):
-                    data_files.setdefault(str(file_split), []).append(str(file))
+                    data_files.setdefault(SPLITS[str(file_split)], []).append(str(file))
                 return load(file_format, data_files=data_files, **cache)
         return load(str(dataset.directory), request.config, **options, **cache)
     loaded = {
         split: load(FORMATS[file.suffix], data_files=str(file), split="train", **cache)
         for split, file in dataset.by_split.items()
     }
-    if (fields := _FIELDS.get(request.path)) is not None:
-        for split, rows in loaded.items():
-            columns = set(rows.column_names)
-            if {"question", "choices", "answer"} <= columns and "answerKey" not in columns:
-                loaded[split] = datasets.Dataset.from_list([fields(row) for row in rows])
+    for split, rows in loaded.items():
+        columns = set(rows.column_names)
+        if not {"question", "choices", "answer"} <= columns or "answerKey" in columns:
+            continue
+        converted: list[dict[str, Any]] = []
+        if request.path == "allenai/ai2_arc":
+            for row in rows:
+                labels = [chr(ord("A") + position) for position in range(len(row["choices"]))]
+                choices = {"text": list(row["choices"]), "label": labels}
+                converted.append({"question": row["question"], "choices": choices, "answerKey": labels[row["answer"]]})
+        elif request.path == "baber/piqa":
+            for row in rows:
+                first, second = row["choices"]
+                converted.append({"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]})
+        if converted:
+            loaded[split] = datasets.Dataset.from_list(converted)
     evaluated = loaded[request.evaluated]
     for missing in ("train", "validation", "test", request.examples):
         if missing and missing not in loaded:
             loaded[missing] = evaluated.select([])  # present but empty
     return datasets.DatasetDict(loaded)
-
-
-def _arc_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    labels = [chr(ord("A") + position) for position in range(len(row["choices"]))]
-    choices = {"text": list(row["choices"]), "label": labels}
-    return {"question": row["question"], "choices": choices, "answerKey": labels[row["answer"]]}
-
-
-def _piqa_fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    first, second = row["choices"]
-    return {"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]}
-
-
-_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "allenai/ai2_arc": _arc_fields,
-    "baber/piqa": _piqa_fields,
-}

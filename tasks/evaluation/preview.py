@@ -69,7 +69,8 @@ def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit:
 def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_progress: TellProgress) -> TaskPreview:
     """Render the document; runs in the process that holds models."""
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoTokenizer
+    from lm_eval.models.utils import resolve_max_length
+    from transformers import AutoConfig, AutoTokenizer
 
     with quiet():
         try:
@@ -85,7 +86,15 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
         if (first := next(evaluated_documents(loaded, task, scoring.seed), None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
-        context = _context_length(tokenizer, loaded_tokenizer, scoring)
+        # The context length that the backend will use; None if only the backend can tell, as vLLM computes a longer one
+        # for scaled positions. The check of file headers reports what is wrong with a configuration.
+        context = scoring.max_length
+        if context is None and scoring.backend in ("hf", "served"):
+            try:
+                config = AutoConfig.from_pretrained(str(tokenizer.directory), trust_remote_code=False)
+            except Exception:  # transformers promises no set of types
+                config = None
+            context = None if config is None else int(resolve_max_length(config, loaded_tokenizer))
         # The same attributes as the ``LM`` of the backend.
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
         prompting = resolve_prompt_settings(task.prompt_settings, scoring)
@@ -139,19 +148,3 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             tokens=len(loaded_tokenizer(str(prompt))["input_ids"]),
             room=room.get(name),
         )
-
-
-def _context_length(source: TokenizerSource, tokenizer: Any, scoring: Scoring) -> int | None:
-    """Return the context length that the backend will use, None if only the backend can tell."""
-    from lm_eval.models.utils import resolve_max_length
-    from transformers import AutoConfig
-
-    if scoring.max_length is not None:
-        return scoring.max_length
-    try:
-        config = AutoConfig.from_pretrained(str(source.directory), trust_remote_code=False)
-    except Exception:  # transformers promises no set of types; the check of file headers reports what is wrong
-        return None
-    if scoring.backend not in ("hf", "served"):  # vLLM computes a longer context for scaled positions
-        return None
-    return int(resolve_max_length(config, tokenizer))

@@ -15,7 +15,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.task_data import LoadedData
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.evaluation.task_loading import clusters_in_order, inspect_data
+from mergegate.tasks.evaluation.task_loading import inspect_data
 
 A = TypeVar("A")
 LOADED_WITHIN = 1800.0  # default limit in seconds for loading the data of one task, downloads included
@@ -52,17 +52,6 @@ def inspect_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedD
         Refused: If loading takes longer than ``time_limit`` seconds.
     """
     return call_with_task_data(task, inspect_data, (task,), "its data", time_limit)
-
-
-def clusters_in_child(
-    task: EvalTask, cluster_field: str, seed: int, time_limit: float | None = None
-) -> tuple[str, ...]:
-    """Run ``task_loading.clusters_in_order`` in the process that holds models.
-
-    Raises:
-        InvalidInput, Refused: See ``inspect_in_child``; also if a document lacks the field.
-    """
-    return call_with_task_data(task, clusters_in_order, (task, cluster_field, seed), "its clusters", time_limit)
 
 
 def call_with_task_data(

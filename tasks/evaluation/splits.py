@@ -51,14 +51,6 @@ class DocumentSet(BaseModel):
     division: DocumentSplits
     name: SetName
 
-    def among(self, documents: Iterable[tuple[D, str]], task: str) -> frozenset[D]:
-        """Return the documents of this set, given all documents.
-
-        Raises:
-            InvalidInput: See ``split_documents``.
-        """
-        return split_documents(documents, self.division, task)[self.name]
-
 
 def split_documents(
     documents: Iterable[tuple[D, str]], division: DocumentSplits, task: str

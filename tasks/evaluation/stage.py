@@ -52,7 +52,7 @@ from mergegate.tasks.evaluation.metrics import (
     metrics_by_leaf,
 )
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
+from mergegate.tasks.evaluation.task_data import DataSource, TaskData, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
 from mergegate.tasks.store import Artifact, NotInKey
@@ -136,7 +136,8 @@ class TaskSize(StageValue):
 
     def pin(self, task: EvalTask) -> EvalTask:
         """Return ``task`` with its data pinned."""
-        return task.with_data(LoadedData(self.documents, self.data))
+        data = {"data_digest": self.data.digest, "sources": self.data.sources, "documents": self.documents}
+        return task.model_copy(update=data)
 
 
 class TaskSources(StageValue):

@@ -18,8 +18,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
-from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_group, shipped_leaves
-from mergegate.tasks.evaluation.mirror import find_dataset, require_example_split
+from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves, shipped_names
+from mergegate.tasks.evaluation.mirror import base_names, find_dataset
 from mergegate.tasks.evaluation.settings import PromptSettings
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_file import Function, texts_in
@@ -243,8 +243,17 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
         return
     for dataset in named_data(task.in_lm_eval, task.definition):
         own = dataset.num_fewshot
-        if count := num_fewshot if num_fewshot is not None and own != 0 else own:
-            require_example_split(find_dataset(task.mirror, dataset), int(count))
+        count = num_fewshot if num_fewshot is not None and own != 0 else own
+        if not count:
+            continue
+        source = find_dataset(task.mirror, dataset)
+        if dataset.examples and source.directory is None and dataset.examples not in source.by_split:
+            raise InvalidInput(
+                f"evaluate.data: task {dataset.task}",
+                found=f"no file with split {dataset.examples!r}, from which its {count} few-shot examples are drawn",
+                expected=" or ".join(f"{name}_{dataset.examples}.jsonl" for name in base_names(dataset)),
+                remedy="add one of these files, or set evaluate.num_fewshot: 0",
+            )
 
 
 def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> None:
@@ -263,8 +272,14 @@ def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> 
     Raises:
         InvalidInput: For a group in which all tasks have equal weight, or a list that lm-eval does not accept.
     """
-    is_file = is_file_name(task)
-    config = read_definition((root / task).absolute()).config if is_file else shipped_group(task)
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    is_file, names = is_file_name(task), shipped_names()
+    config: Mapping[str, Any] = {}
+    if is_file:
+        config = read_definition((root / task).absolute()).config
+    elif task in names.groups and task not in names.tasks:
+        config = load_yaml(names.groups[task], resolve_func=False)
     if "group" not in config:
         return
     location = f"evaluate.tasks: {task}: aggregate_metric_list"

@@ -111,12 +111,17 @@ def record_sources() -> Iterator[list[DataSource]]:
 
     def load_and_record(path: str, name: str | None = None, *args: Any, **kwargs: Any) -> Any:
         dataset = load(path, name, *args, **kwargs)
-        data_files = kwargs.get("data_files")
+        splits = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+        locations: list[object] = []  # of everything that was downloaded; those on the Hub contain the commit
+        for split in splits:
+            locations += getattr(getattr(split, "info", None), "download_checksums", None) or {}
+            locations += [file.get("filename", "") for file in getattr(split, "cache_files", None) or ()]
+        commit = next((match[1] for text in locations if (match := search(_COMMIT, str(text)))), "")
         source = DataSource(
             path=str(path),
             name=None if name is None else str(name),
-            data_files=tuple(_file_names(data_files)),
-            revision=str(kwargs.get("revision") or _commit_of(dataset)),
+            data_files=tuple(data_file_names(kwargs.get("data_files"))),
+            revision=str(kwargs.get("revision") or commit),
         )
         if source not in sources:
             sources.append(source)
@@ -164,24 +169,12 @@ def revision_now(source: DataSource) -> str | None:
     return f"cache {digest([list(entry) for entry in entries])}" if entries else None
 
 
-def _commit_of(dataset: Any) -> str:
-    """Return the commit that a dataset was loaded from; empty if its metadata does not contain it."""
-    splits = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-    for split in splits:
-        checksums = getattr(getattr(split, "info", None), "download_checksums", None) or {}
-        cached = [str(file.get("filename", "")) for file in getattr(split, "cache_files", None) or ()]
-        for text in (*checksums, *cached):
-            if match := search(_COMMIT, str(text)):
-                return match.group(1)
-    return ""
-
-
-def _file_names(value: Any) -> list[str]:
+def data_file_names(value: Any) -> list[str]:
     """Return the names of data files, given as a name, a list, or either by split."""
     if value is None:
         return []
     if isinstance(value, Mapping):
-        return [name for inner in value.values() for name in _file_names(inner)]
-    return (
-        [name for inner in value for name in _file_names(inner)] if isinstance(value, (list, tuple)) else [str(value)]
-    )
+        return [name for inner in value.values() for name in data_file_names(inner)]
+    if isinstance(value, (list, tuple)):
+        return [name for inner in value for name in data_file_names(inner)]
+    return [str(value)]

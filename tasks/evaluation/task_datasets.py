@@ -72,8 +72,16 @@ def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None
     )
     path, reader, revision = dataset_path, "", str(kwargs.get("revision") or "")
     if any("://" in file or file.startswith("/") for _, file in files):
+        # Repository, revision and files in the repository; all empty if it is not a single one on the Hub.
         reader = dataset_path
-        path, revision, files = _repository_of(files)
+        matches = [(split, _ON_THE_HUB.fullmatch(file)) for split, file in files]
+        hits = [(split, match) for split, match in matches if match]
+        repositories = {(match["repo"] or match["web"], match["commit"] or match["branch"] or "") for _, match in hits}
+        path, revision, files = "", "", ()
+        if len(repositories) == 1 and len(hits) == len(matches):
+            ((path, branch),) = repositories
+            revision = "" if branch == "main" else branch
+            files = tuple((split, match["file"] or match["path"]) for split, match in hits)
     return TaskDataset(
         task=task,
         path=path,
@@ -85,16 +93,3 @@ def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None
         revision=revision,
         num_fewshot=config.get("num_fewshot"),
     )
-
-
-def _repository_of(addresses: tuple[tuple[str, str], ...]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Return repository, revision and files in the repository, all empty if it is not a single one on the Hub."""
-    matches = [(split, _ON_THE_HUB.fullmatch(file)) for split, file in addresses]
-    repositories = {
-        (match["repo"] or match["web"], match["commit"] or match["branch"] or "") for _, match in matches if match
-    }
-    if len(repositories) != 1 or not all(match for _, match in matches):
-        return "", "", ()
-    ((repository, revision),) = repositories
-    paths = tuple((split, match["file"] or match["path"]) for split, match in matches if match)
-    return repository, "" if revision == "main" else revision, paths

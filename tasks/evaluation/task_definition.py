@@ -22,7 +22,7 @@ from mergegate.tasks.evaluation.local_groups import group_members
 from mergegate.tasks.evaluation.mirror import find_datasets
 from mergegate.tasks.evaluation.settings import PromptSettings
 from mergegate.tasks.evaluation.splits import DocumentSet
-from mergegate.tasks.evaluation.task_data import DataSource, LoadedData, TaskData
+from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset, declared_dataset
 from mergegate.tasks.evaluation.task_file import Definition, read_task_file, resolve_definition
 from mergegate.tasks.sandbox import ProgramLimits
@@ -67,13 +67,6 @@ class EvalTask(BaseModel):
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
-
-    def with_data(self, loaded_data: LoadedData) -> EvalTask:
-        """Return the same task with the result of loading it."""
-        data = loaded_data.data
-        return self.model_copy(
-            update={"data_digest": data.digest, "sources": data.sources, "documents": loaded_data.documents}
-        )
 
     @property
     def is_local(self) -> bool:

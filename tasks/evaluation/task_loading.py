@@ -26,13 +26,13 @@ from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.checkpoints import TellProgress
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choices_of
-from mergegate.tasks.evaluation.code_metric import code_labels, confine_checks, confine_code_eval
+from mergegate.tasks.evaluation.code_metric import CHECK, CodeEval, confine_code_eval, functions_in
 from mergegate.tasks.evaluation.document_order import order_documents
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.lm_eval_tasks import DocumentText, judging_metrics, quiet, text_of
 from mergegate.tasks.evaluation.mirror import FoundDataset, find_datasets
 from mergegate.tasks.evaluation.mirror_loader import datasets_from
-from mergegate.tasks.evaluation.splits import DocumentSet
+from mergegate.tasks.evaluation.splits import DocumentSet, split_documents
 from mergegate.tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -42,7 +42,7 @@ from mergegate.tasks.evaluation.task_data import (
     revision_now,
 )
 from mergegate.tasks.evaluation.task_definition import EvalTask, digest_definition, named_data, read_definition
-from mergegate.tasks.evaluation.task_file import function_dumper
+from mergegate.tasks.evaluation.task_file import as_list, function_dumper
 from mergegate.tasks.sandbox import ProgramLimits
 
 _MAX_CLUSTER_NAME = 64  # longest cluster name, in characters, that is stored as text
@@ -90,8 +90,11 @@ def load_task(task: EvalTask) -> LoadedTask:
         with record_sources() as sources, confine_code_eval(task.code):
             leaves = _load_leaves(task, Path(scratch.name))
         for name, leaf in leaves.items():
-            if task.code is not None:
-                confine_checks(leaf, task.code)
+            if task.code is not None:  # confine the functions with which a task runs programs itself
+                for function in functions_in(leaf.config.to_dict(keep_callable=True)):
+                    namespace = getattr(function, "__globals__", {})
+                    if callable(namespace.get(CHECK)):
+                        namespace[CHECK] = CodeEval(task.code).check
             if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
                 is_member = name != task.in_lm_eval
                 raise InvalidInput(
@@ -247,12 +250,13 @@ def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> Loa
             if task.cluster_field:
                 for document in islice(leaf.eval_docs, 1):
                     cluster_of(name, document, task.cluster_field)
-            code_names = code_labels(leaf)
-            directions = {
-                label: higher
-                for metric, higher in judging_metrics(name, leaf, leaf.aggregation()).items()
-                for label in code_names.get(metric, (metric,))
-            }
+            # Scores of generated code have other names: `pass_at_k` with `k: [1, 8]` yields `pass@1` and `pass@8`.
+            kwargs = getattr(leaf, "_metric_fn_kwargs", {}) if getattr(leaf, "UNSAFE_CODE", False) else {}
+            directions: dict[str, bool] = {}
+            for metric, higher in judging_metrics(name, leaf, leaf.aggregation()).items():
+                counts = as_list(kwargs[metric]["k"]) if "k" in kwargs.get(metric, {}) else None
+                labels = [metric] if counts is None else [f"pass@{k}" for k in counts]
+                directions |= dict.fromkeys(labels, higher)
             filters = [str(getattr(each, "name", "none")) for each in getattr(leaf, "_filters", None) or ()] or ["none"]
             metrics[name] = {f"{metric},{label}": higher for label in filters for metric, higher in directions.items()}
             if len(leaf.eval_docs) and choices_of(leaf, leaf.eval_docs[0]) is not None:
@@ -274,7 +278,8 @@ def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple
             for name, leaf in loaded_task.leaves.items()
             for position, document in enumerate(leaf.eval_docs)
         )
-        loaded_task.sets[task.only] = task.only.among(documents, f"task {task.name}")
+        sets = split_documents(documents, task.only.division, f"task {task.name}")
+        loaded_task.sets[task.only] = sets[task.only.name]
     return loaded_task.sets[task.only]
 
 

@@ -32,7 +32,24 @@ def missing_requirements(files: Sequence[Path]) -> Requirements:
     needs = [_requirements_of(file) for file in files]
     packages = {name for need in needs for name in need.packages if importlib.util.find_spec(name) is None}
     resources = {name for need in needs for name in need.nltk_data} if "nltk" not in packages else set()
-    return Requirements(tuple(sorted(packages)), tuple(name for name in sorted(resources) if not _has_nltk_data(name)))
+    missing_data = []
+    for resource in sorted(resources):
+        from nltk import data  # type: ignore[import-untyped]  # ships no types
+
+        names = (resource, f"{resource}.zip")
+        if "/" not in resource:  # the directory that names the kind of data is unknown
+            if not any(list(Path(root).glob(f"*/{name}")) for root in data.path for name in names):
+                missing_data.append(resource)
+            continue
+        for name in names:
+            try:
+                data.find(name)
+                break
+            except LookupError:
+                continue
+        else:
+            missing_data.append(resource)
+    return Requirements(tuple(sorted(packages)), tuple(missing_data))
 
 
 @lru_cache(maxsize=1024)
@@ -84,21 +101,6 @@ def _required_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
             any(isinstance(statement, ast.Raise) for statement in handler.body) for handler in node.handlers
         ):
             yield from _required_modules([*node.body, *node.orelse])
-
-
-def _has_nltk_data(resource: str) -> bool:
-    from nltk import data  # type: ignore[import-untyped]  # ships no types
-
-    if "/" not in resource:  # the directory that names the kind of data is unknown
-        directories = [Path(root) for root in data.path]
-        return any(list(root.glob(f"*/{resource}")) + list(root.glob(f"*/{resource}.zip")) for root in directories)
-    for name in (resource, f"{resource}.zip"):
-        try:
-            data.find(name)
-        except LookupError:
-            continue
-        return True
-    return False
 
 
 def install_command(packages: Sequence[str]) -> str:

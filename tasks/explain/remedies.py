@@ -89,80 +89,74 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
     """Return remedies for a merge that did not pass, the one with the strongest reason first; possibly none."""
     if diagnosis.verdict.outcome == "pass" or diagnosis.recipe.get("merge_method") not in merge_methods():
         return ()
-    return tuple(
-        remedy
-        for rule in (
-            _reduce_movement,
-            _leave_one_out,
-            _resolve_conflict,
-            _lower_density,
-            _raise_weight,
-            _use_named_base,
-            _reduce_movement_for_perplexity,
-        )
-        for remedy in rule(diagnosis)
-    )
-
-
-def _reduce_movement(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    ratio, strength = relative_movement(diagnosis.tally), _strength(diagnosis)
-    if ratio is None or strength is None or ratio <= _TOO_FAR:
-        return
-    yield Remedy(
-        change={"lambda": float(f"{strength / ratio:.2g}")},
-        reason=f"The merge moved {ratio:.1f} times as far as the parent that moved farthest; "
-        "this moves it back to the distance of its parents.",
-    )
-
-
-def _leave_one_out(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    models = diagnosis.recipe.get("models")
-    if diagnosis.tally.vectors < 3 or not isinstance(models, Sequence):
-        return
-    for index, (name, ref) in enumerate(zip(diagnosis.names, diagnosis.refs, strict=True)):
-        other_cosines = [
-            diagnosis.tally.cosine(index, neighbor) for neighbor in range(diagnosis.tally.vectors) if neighbor != index
-        ]
-        cosines = [cosine for cosine in other_cosines if cosine is not None]
-        remaining = [entry for entry in models if isinstance(entry, Mapping) and entry.get("model") != ref]
-        if cosines and max(cosines) < _OPPOSED and len(remaining) == len(models) - 1:
-            yield Remedy(
-                change={"models": remaining},
-                reason=f"The task vector of {name} opposes all others (largest cosine {max(cosines):.2f}); without it, "
-                "fewer changes cancel.",
+    method, verdict, ratio = _method(diagnosis), diagnosis.verdict, relative_movement(diagnosis.tally)
+    remedies: list[Remedy] = []
+    # Factor of the merged task vector; None if the method has none, or it is not a single number.
+    factor = (diagnosis.recipe.get("parameters") or {}).get("lambda", 1.0) if method.parameter("lambda") else None
+    strength = float(factor) if isinstance(factor, (int, float)) else None
+    moved_too_far = ratio is not None and ratio > _TOO_FAR
+    if strength is not None and ratio is not None and moved_too_far:
+        remedies.append(
+            Remedy(
+                change={"lambda": float(f"{strength / ratio:.2g}")},
+                reason=f"The merge moved {ratio:.1f} times as far as the parent that moved farthest; "
+                "this moves it back to the distance of its parents.",
             )
+        )
+    models, count = diagnosis.recipe.get("models"), diagnosis.tally.vectors
+    for index, name in enumerate(diagnosis.names if count >= 3 and isinstance(models, Sequence) else ()):
+        neighbors = (diagnosis.tally.cosine(index, neighbor) for neighbor in range(count) if neighbor != index)
+        cosines = [cosine for cosine in neighbors if cosine is not None]
+        ref = diagnosis.refs[index]
+        remaining = [entry for entry in models or () if isinstance(entry, Mapping) and entry.get("model") != ref]
+        if cosines and max(cosines) < _OPPOSED and len(remaining) == len(models or ()) - 1:
+            remedies.append(
+                Remedy(
+                    change={"models": remaining},
+                    reason=f"The task vector of {name} opposes all others (largest cosine {max(cosines):.2f}); "
+                    "without it, fewer changes cancel.",
+                )
+            )
+    for rule in (_resolve_conflict, _raise_weight, _use_named_base):
+        remedies += rule(diagnosis)
+    if verdict.drift is not None and verdict.drift.outcome == "fail" and strength is not None and not moved_too_far:
+        remedies.append(
+            Remedy(
+                change={"lambda": float(f"{0.7 * strength:.2g}")},
+                reason="Perplexity rose above the limit although the merge moved no farther than its parents; "
+                "a smaller movement preserves more of what they share.",
+            )
+        )
+    return tuple(remedies)
 
 
 def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    """Propose methods that resolve conflicts, in place of a method in which opposed task vectors cancel."""
+    """Propose methods that resolve conflicts, in place of one in which opposed task vectors cancel; or a lower density.
+
+    With a lower density, fewer changes overlap.
+    """
     method, conflict = _method(diagnosis), diagnosis.tally.conflict
-    if not method.traits.adds_up or not diagnosis.has_base or "models" not in diagnosis.recipe:
-        return
     if conflict is None or conflict < _HIGH_CONFLICT:
         return
-    for alternative in merge_methods().values():
-        remedy_traits = alternative.traits.conflict_remedy
-        if remedy_traits is None or alternative is method:
-            continue
-        additions = {name: value for name, value in remedy_traits.additions.items() if method.parameter(name) is None}
-        yield Remedy(
-            change={"merge_method": alternative.name, **remedy_traits.settings, **additions},
-            reason=f"{_conflict_words(diagnosis.tally)}; {method.name} adds opposed changes, which cancel, "
-            f"while {alternative.name} {remedy_traits.reason}.",
-        )
-
-
-def _lower_density(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    conflict = diagnosis.tally.conflict
-    if not _method(diagnosis).traits.sparse or conflict is None or conflict < _HIGH_CONFLICT:
-        return
+    share = f"{100 * conflict:.0f} % of the weights that several parents change have opposite signs"
+    words = share if diagnosis.tally.vectors > 2 else f"{share} ({100 * CHANCE:.0f} % by chance)"
+    if method.traits.adds_up and diagnosis.has_base and "models" in diagnosis.recipe:
+        for alternative in merge_methods().values():
+            traits = alternative.traits.conflict_remedy
+            if traits is None or alternative is method:
+                continue
+            additions = {name: value for name, value in traits.additions.items() if method.parameter(name) is None}
+            yield Remedy(
+                change={"merge_method": alternative.name, **traits.settings, **additions},
+                reason=f"{words}; {method.name} adds opposed changes, which cancel, "
+                f"while {alternative.name} {traits.reason}.",
+            )
     current = max(_numbers(diagnosis.recipe, "density"), default=1.0)
     lower = next((density for density in _DENSITIES if density < current - 0.05), None)
-    if lower is not None:
+    if method.traits.sparse and lower is not None:
         yield Remedy(
             change={"density": lower},
-            reason=f"{_conflict_words(diagnosis.tally)}; with density {lower:g} instead of {current:g}, "
-            "fewer changes overlap.",
+            reason=f"{words}; with density {lower:g} instead of {current:g}, fewer changes overlap.",
         )
 
 
@@ -221,17 +215,6 @@ def _use_named_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
             reason=f"{worst.task} lost {worst.drop:.1f} points in an average of the models; their cards name "
             f"{diagnosis.named_base} as their base, and {alternative.name} with this base {remedy_traits.reason}.",
         )
-
-
-def _reduce_movement_for_perplexity(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    drift, strength, ratio = diagnosis.verdict.drift, _strength(diagnosis), relative_movement(diagnosis.tally)
-    if drift is None or drift.outcome != "fail" or strength is None or (ratio is not None and ratio > _TOO_FAR):
-        return
-    yield Remedy(
-        change={"lambda": float(f"{0.7 * strength:.2g}")},
-        reason="Perplexity rose above the limit although the merge moved no farther than its parents; "
-        "a smaller movement preserves more of what they share.",
-    )
 
 
 def drop_tried_remedies(
@@ -303,24 +286,11 @@ def _method(diagnosis: Diagnosis) -> Method:
     return merge_methods()[diagnosis.recipe["merge_method"]]
 
 
-def _strength(diagnosis: Diagnosis) -> float | None:
-    """Return the factor of the merged task vector; None if the method has none, or it is not a single number."""
-    if _method(diagnosis).parameter("lambda") is None:
-        return None
-    value = (diagnosis.recipe.get("parameters") or {}).get("lambda", 1.0)
-    return float(value) if isinstance(value, (int, float)) else None
-
-
 def _weight(entry: Mapping[str, Any]) -> float | None:
     """Return the weight of one model of a recipe; None if it is not a single number of its own."""
     parameters = entry.get("parameters")
     weight = parameters.get("weight") if isinstance(parameters, Mapping) else None
     return float(weight) if isinstance(weight, (int, float)) else None
-
-
-def _conflict_words(tally: Tally) -> str:
-    share = f"{100 * (tally.conflict or 0):.0f} % of the weights that several parents change have opposite signs"
-    return share if tally.vectors > 2 else f"{share} ({100 * CHANCE:.0f} % by chance)"
 
 
 def _numbers(value: object, key: str, inside: bool = False) -> Iterator[float]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.analysis import Interference, measure_interference
 from mergegate.merge_core.errors import ChangedInput, InvalidInput, MergegateError
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.checkpoints import Model, PinnedRecipe
 from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
 from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_remedies
 from mergegate.tasks.gate import GateVerdict, GuardVerdict
@@ -226,7 +226,9 @@ def explain_merge(
         scores: Scores by model, with the merge under its own name; any number of parts per task.
         tasks: Tasks that were scored.
     """
-    origin, parents = origin_of(pinned_recipe.parents)
+    # Task vectors begin at the base or, without a base, at the first model. They end at all other models.
+    origin = next((parent for parent in pinned_recipe.parents if parent.is_base), pinned_recipe.parents[0])
+    parents = tuple(parent for parent in pinned_recipe.parents if parent is not origin)
     interference: Interference | None = None
     try:
         interference = explain(origin, parents, merge).value.interference if parents else None
@@ -259,15 +261,6 @@ def explain_merge(
         lost=_lost_documents(verdict.guards, merge.name, scores, tasks),
         remedies=remedies,
     )
-
-
-def origin_of(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]]:
-    """Return the model where task vectors begin, and the models at their ends.
-
-    The origin is the base or, without a base, the first model. The ends are all other models.
-    """
-    origin = next((parent for parent in parents if parent.is_base), parents[0])
-    return origin, tuple(parent for parent in parents if parent is not origin)
 
 
 def named_base(models: Iterable[Path], directory: Path) -> str | None:

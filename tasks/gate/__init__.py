@@ -4,7 +4,6 @@ from mergegate.tasks.gate.alpha_spending import (
     anchor_confidence,
     count_refusals,
     damaged_anchor_records,
-    is_refused_by_anchor,
     record_refusal,
 )
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
@@ -79,7 +78,6 @@ __all__ = [
     "gate_power",
     "graded_difference",
     "graded_documents_needed",
-    "is_refused_by_anchor",
     "needs_champion",
     "normal_quantile",
     "order_by_information",

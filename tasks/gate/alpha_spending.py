@@ -18,21 +18,12 @@ import json
 from pathlib import Path
 
 from mergegate.merge_core.files import Damaged, locked, read_state, set_aside_damaged, state_directory, write_state
-from mergegate.tasks.gate.settings import ANCHOR
-from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.stage import home
 
 
 def anchor_confidence(confidence: float, refusals: int) -> float:
     """Return the one-sided confidence of a comparison with an anchor that has refused this many merges."""
     return 1 - (1 - confidence) / ((refusals + 1) * (refusals + 2))
-
-
-def is_refused_by_anchor(verdict: GateVerdict) -> bool:
-    """Return whether any comparison with the anchor did not pass."""
-    suites = [suite.outcome for suite in verdict.suites if suite.reference == ANCHOR]
-    guards = [guard.outcome for guard in verdict.guards if guard.reference == ANCHOR]
-    return any(outcome != "pass" for outcome in (*suites, *guards))
 
 
 def count_refusals(anchor: str, except_merge: str = "") -> int:

@@ -106,33 +106,24 @@ def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Sc
     means = {name: fmean(scored.values()) for name, scored in by_model.items()}
     reference = guard.guarded_by if guard.guarded_by in by_model else max(means, key=means.__getitem__)
     reference_scores = by_model.pop(reference)
-    pairs = {
-        name: (len(reference_scores.keys() & scored.keys()), _exchanged_share(reference_scores, scored))
-        for name, scored in by_model.items()
-    }
-    comparable = {name: (n, share) for name, (n, share) in pairs.items() if share is not None}
-    if not comparable:
+    shares: dict[str, tuple[float, int]] = {}  # Share and number of documents, by model.
+    for name, scored in by_model.items():
+        shared = reference_scores.keys() & scored.keys()
+        if len(shared) < MIN_DOCUMENTS:
+            continue
+        sums = [math.fsum(values[document] for document in shared) for values in (reference_scores, scored)]
+        if min(sums) < _COMPARABLE * max(sums):
+            continue
+        # Documents that are lost in one direction and won in the other, plus one as in ``find_past_discordance``.
+        differences = [reference_scores[document] - scored[document] for document in shared]
+        won = math.fsum(change**2 for change in differences if change > 0)
+        lost = math.fsum(change**2 for change in differences if change < 0)
+        shares[name] = (2 * min(won, lost) + 0.5) / (len(shared) + 1), len(shared)
+    if not shares:
         return Discordance(share=guess)
-    nearest = min(comparable, key=lambda name: comparable[name][1])
-    documents, share = comparable[nearest]
+    nearest = min(shares, key=lambda name: shares[name][0])
+    share, documents = shares[nearest]
     return Discordance(share=share, documents=documents, models=(reference, nearest))
-
-
-def _exchanged_share(first: DocumentValues, second: DocumentValues) -> float | None:
-    """Return the share of documents that are lost in one direction and won in the other, or None if not comparable.
-
-    Adds one document, as ``find_past_discordance`` does.
-    """
-    shared = first.keys() & second.keys()
-    if len(shared) < MIN_DOCUMENTS:
-        return None
-    differences = [first[document] - second[document] for document in shared]
-    lower, higher = sorted(math.fsum(scored[document] for document in shared) for scored in (first, second))
-    if lower < _COMPARABLE * higher:
-        return None
-    won = math.fsum(change**2 for change in differences if change > 0)
-    lost = math.fsum(change**2 for change in differences if change < 0)
-    return (2 * min(won, lost) + 0.5) / (len(shared) + 1)
 
 
 def _read_scores(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, ...], float]:

@@ -68,7 +68,22 @@ def judge_drift(
     # Bits per byte are comparable across tokenizers, because every model has scored the same text.
     reference = min(finite, key=lambda name: (finite[name].value.bits_per_byte, name))
     parent = finite[reference]
-    _require_comparable(reference, parent, merge)
+    location = f"perplexity: merge against {reference}"
+    if parent.value.window != merge.value.window:
+        raise InvalidInput(
+            location,
+            found=f"windows of {parent.value.window} and {merge.value.window} tokens",
+            expected="the same window for all models",
+            remedy=f"set perplexity.max_length: {min(w for w in (parent.value.window, merge.value.window) if w)}",
+        )
+    documents = [[(document.doc_id, document.bytes) for document in side.documents] for side in (parent, merge)]
+    if documents[0] != documents[1]:
+        raise InvalidInput(location, found="different documents on each side", expected="the same documents")
+    if len(documents[0]) < 2:
+        raise InvalidInput(
+            location, found="1 document", expected="2 or more, preferably 500", remedy="add held-out text"
+        )
+
     unit: Literal["token", "byte"] = "token" if parent.value.vocabulary == merge.value.vocabulary else "byte"
     max_ratio, warn_ratio = 1 + limits.max_increase, 1 + limits.warn_increase
     ratio = low = high = None
@@ -98,34 +113,15 @@ def judge_drift(
     return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
-def _require_comparable(reference: str, parent: ModelLikelihoods, merge: ModelLikelihoods) -> None:
-    location = f"perplexity: merge against {reference}"
-    if parent.value.window != merge.value.window:
-        raise InvalidInput(
-            location,
-            found=f"windows of {parent.value.window} and {merge.value.window} tokens",
-            expected="the same window for all models",
-            remedy=f"set perplexity.max_length: {min(w for w in (parent.value.window, merge.value.window) if w)}",
-        )
-    documents = [[(document.doc_id, document.bytes) for document in side.documents] for side in (parent, merge)]
-    if documents[0] != documents[1]:
-        raise InvalidInput(location, found="different documents on each side", expected="the same documents")
-    if len(documents[0]) < 2:
-        raise InvalidInput(
-            location, found="1 document", expected="2 or more, preferably 500", remedy="add held-out text"
-        )
-
-
 def _sentence(verdict: DriftVerdict) -> str:
     """Return ``perplexity: 1.031 times base's [1.012, 1.050], limit 1.05``."""
     if verdict.ratio is None or verdict.low is None or verdict.high is None:
         return "perplexity: not finite, the merge is broken"
-    ratio, low, high = (_format_ratio(value) for value in (verdict.ratio, verdict.low, verdict.high))
+    ratio, low, high = (
+        f"{value:.3f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
+        for value in (verdict.ratio, verdict.low, verdict.high)
+    )
     per_byte = " per byte" if verdict.unit == "byte" else ""
     undecided = f": undecided after {verdict.documents:,} documents" if verdict.outcome == "inconclusive" else ""
     interval = f"{ratio} times {verdict.reference}'s{per_byte} [{low}, {high}], limit {verdict.max_ratio:g}"
     return f"perplexity: {interval}{undecided}"
-
-
-def _format_ratio(ratio: float) -> str:
-    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.1e}"

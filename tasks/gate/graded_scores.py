@@ -103,7 +103,13 @@ def refuted(
     hypotheses = np.broadcast_to(hypotheses, shape)
     largest = _MAX_BET_SHARE / (1 - hypotheses)
     per_sample = columns.shape[1] > 1
-    spread = _spreads(columns)
+    # Estimate the standard deviation of a difference before each document.
+    before = np.zeros((2, *columns.shape))
+    np.cumsum(columns[:-1], axis=0, out=before[0, 1:])
+    np.cumsum(columns[:-1] ** 2, axis=0, out=before[1, 1:])
+    count = np.arange(len(columns))[:, None]
+    squares = np.maximum(0.0, before[1] - before[0] ** 2 / np.maximum(count, 1))
+    spread = np.sqrt((_PRIOR_VARIANCE + squares) / (count + 1))
     target = -math.log(_TARGET_FACTOR)
     for t in range(len(columns)):
         column, sigma = (columns[t][open_indices], spread[t][open_indices]) if per_sample else (columns[t], spread[t])
@@ -164,18 +170,6 @@ def _upper_bound(values: NDArray[np.float64], confidence: float, schedule: tuple
     return float(above[last]) if last < len(above) else 1.0
 
 
-def _spreads(columns: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the estimated standard deviation of a difference before each document, shaped like ``columns``."""
-    n = len(columns)
-    seen = np.arange(n)[:, None]
-    before = np.zeros((2, *columns.shape))
-    np.cumsum(columns[:-1], axis=0, out=before[0, 1:])
-    np.cumsum(columns[:-1] ** 2, axis=0, out=before[1, 1:])
-    squares = np.maximum(0.0, before[1] - before[0] ** 2 / np.maximum(seen, 1))
-    spreads: NDArray[np.float64] = np.sqrt((_PRIOR_VARIANCE + squares) / (seen + 1))
-    return spreads
-
-
 @lru_cache(maxsize=4)  # 14 MB for 14,042 documents.
 def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]:
     """Return the bet on each document per standard deviation, by log(``alpha * W``) at ``_LOG_P``, as ``[n, p]``.
@@ -197,11 +191,21 @@ def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]
             steepness = np.exp(-0.5 * z**2 - _LOG_P)[None, :] / math.sqrt(2 * math.pi)
         else:
             knots = np.unique(np.geomspace(1, span, 24).round())
-            steepness = _between(
-                np.log(remaining),
-                np.log(knots),
-                np.stack([_steepness(float(knot), bound, look.documents, after) for knot in knots]),
-            )
+            # At each knot, ``d log V / dS`` at ``_LOG_P``, times the root of the remaining documents.
+            rows = np.empty((len(knots), len(_LOG_P)))
+            for index, knot in enumerate(knots):
+                promise = _value(float(knot), bound, look.documents, after)
+                height = np.log(promise.value)
+                row = np.interp(_LOG_P, height, np.gradient(height, promise.sums))
+                rows[index] = row * math.sqrt(float(knot))
+            # Interpolate linearly between the knots, on a logarithmic scale.
+            if len(knots) == 1:
+                steepness = np.repeat(rows, span, axis=0)
+            else:
+                positions, log_knots = np.log(remaining), np.log(knots)
+                lower = np.clip(np.searchsorted(log_knots, positions, side="right") - 1, 0, len(knots) - 2)
+                share = ((positions - log_knots[lower]) / (log_knots[lower + 1] - log_knots[lower]))[:, None]
+                steepness = (1 - share) * rows[lower] + share * rows[lower + 1]
         slopes[first : look.documents] = np.clip(steepness / np.sqrt(remaining)[:, None], 0.0, _LARGEST_BET)
         after = _value(float(span), bound, look.documents, after)
     return slopes
@@ -212,26 +216,6 @@ class _Value(NamedTuple):
 
     sums: NDArray[np.float64]
     value: NDArray[np.float64]
-
-
-def _steepness(remaining: float, bound: float, documents: int, after: _Value) -> NDArray[np.float64]:
-    """Return ``d log V / dS`` at ``_LOG_P``, times the root of the remaining documents."""
-    promise = _value(remaining, bound, documents, after)
-    height = np.log(promise.value)
-    slopes: NDArray[np.float64] = np.interp(_LOG_P, height, np.gradient(height, promise.sums))
-    return slopes * math.sqrt(remaining)
-
-
-def _between(
-    positions: NDArray[np.float64], knots: NDArray[np.float64], rows: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Interpolate linearly between the rows of a table; the result is ``[at, columns]``."""
-    if len(knots) == 1:
-        return np.repeat(rows, len(positions), axis=0)
-    lower = np.clip(np.searchsorted(knots, positions, side="right") - 1, 0, len(knots) - 2)
-    share = ((positions - knots[lower]) / (knots[lower + 1] - knots[lower]))[:, None]
-    mixed: NDArray[np.float64] = (1 - share) * rows[lower] + share * rows[lower + 1]
-    return mixed
 
 
 def _value(remaining: float, bound: float, documents: int, after: _Value | None) -> _Value:

@@ -39,12 +39,12 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import PairedScores, TaskData
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, find_look, plan_looks
+from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, plan_looks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
+    POWER,
     Difference,
     binary_difference,
-    detectable_difference,
     documents_needed,
     normal_quantile,
 )
@@ -127,7 +127,16 @@ class GuardEvidence:
         Raises:
             InvalidInput: If no look was planned after this number of documents.
         """
-        return find_look(self.documents, self.schedule, confidence, f"task {self.guard.task}")
+        for look in plan_looks(self.schedule, confidence):
+            if look.documents == self.documents:
+                return look
+        # The plan exists to prevent stopping whenever it suits.
+        raise InvalidInput(
+            f"task {self.guard.task}",
+            found=f"{self.documents:,} evaluated documents",
+            expected=f"the number of documents of a planned look: {', '.join(f'{n:,}' for n in self.schedule)}",
+            remedy="evaluate up to the next look",
+        )
 
     def interval(self, confidence: float, level: float | None = None) -> Difference:
         """Return the interval of the mean difference at the current look, one-sided in each direction.
@@ -296,6 +305,9 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         chance_left = _chance_left(evidence, estimate, confidence, alarm, as_suite=as_suite)
         alarming = drop > guard.max_drop and not as_suite
         needed = _documents_to_decide(evidence, estimate, alarm if alarming else confidence, as_suite=as_suite)
+    # The smallest true difference that these documents would have shown with ``POWER``.
+    quantiles = normal_quantile(alarm_look.confidence) + normal_quantile(POWER)
+    detectable_drop = quantiles * math.sqrt(estimate.variance / n)
     verdict = GuardVerdict(
         task=guard.task,
         metric=evidence.metric,
@@ -314,7 +326,7 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         outcome=outcome,
         reason="",
         documents_needed=needed,
-        detectable_drop=100 * detectable_difference(estimate.variance, n, alarm_look.confidence),
+        detectable_drop=100 * detectable_drop,
         look=look,
         documents_left=evidence.schedule[-1] - evidence.documents,
         alarm_confidence=alarm,

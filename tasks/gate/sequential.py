@@ -20,20 +20,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-
-from mergegate.merge_core.errors import InvalidInput
 
 EXPONENT = 2.0  # Exponent of the spending function.
 FUTILE = 0.02  # Chance of a decision below which no more documents are evaluated.
 
 _NEARLY_SURE = 1 - 1e-12  # A probability of 1 has no quantile.
+_leggauss = cache(np.polynomial.legendre.leggauss)  # Cached because computing the nodes takes a while.
 _FAR = 9.0  # Standard deviations beyond which a normal density is negligible.
 
 
@@ -64,23 +62,6 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
     )
 
 
-def find_look(documents: int, schedule: Sequence[int], confidence: float, location: str) -> InterimLook:
-    """Return the look that is reached with this number of documents.
-
-    Raises:
-        InvalidInput: If no look was planned there. The plan exists to prevent stopping whenever it suits.
-    """
-    for look in plan_looks(schedule, confidence):
-        if look.documents == documents:
-            return look
-    raise InvalidInput(
-        location,
-        found=f"{documents:,} evaluated documents",
-        expected=f"the number of documents of a planned look: {', '.join(f'{planned:,}' for planned in schedule)}",
-        remedy="evaluate up to the next look",
-    )
-
-
 @lru_cache(maxsize=1024)
 def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ...]:
     """Return the one-sided confidence of the interval at each look.
@@ -101,13 +82,21 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
     The sum ``S = z * sqrt(share)`` is a Brownian motion. The density of paths below all earlier bounds is carried from
     look to look on Gauss-Legendre nodes below the last bound.
     """
+    from scipy.special import ndtr
+
     bounds: list[float] = []
-    all_nodes, weights = _quadrature()
+    all_nodes, weights = _leggauss(400)
     nodes, mass = np.zeros(1), np.ones(1)  # Before the first look S is 0; mass is density times weight.
     last_share, spent_before = 0.0, 0.0
     for share, spent_until in zip(shares, spent, strict=True):
         step = math.sqrt(share - last_share)
-        bound = _find_bound(spent_until - spent_before, nodes, mass, step)
+        # Find by bisection the value that the next sum exceeds with the probability to spend.
+        bound_from, bound_to = -_FAR, _FAR + float(nodes.max())
+        for _ in range(60):
+            middle = (bound_from + bound_to) / 2
+            is_exceeded = float(mass @ ndtr((nodes - middle) / step)) > spent_until - spent_before
+            bound_from, bound_to = (middle, bound_to) if is_exceeded else (bound_from, middle)
+        bound = (bound_from + bound_to) / 2
         bounds.append(bound / math.sqrt(share))
         low = -_FAR * math.sqrt(share)
         new_nodes = low + (bound - low) * (all_nodes + 1) / 2
@@ -115,25 +104,6 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
         nodes, mass = new_nodes, (kernel @ mass) * weights * (bound - low) / 2
         last_share, spent_before = share, spent_until
     return bounds
-
-
-@lru_cache(maxsize=1)
-def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return Gauss-Legendre nodes and weights on [-1, 1], computed on first use because that takes a while."""
-    nodes, weights = np.polynomial.legendre.leggauss(400)
-    return nodes, weights
-
-
-def _find_bound(probability: float, nodes: NDArray[np.float64], mass: NDArray[np.float64], step: float) -> float:
-    """Find by bisection the value that the next sum exceeds with ``probability``."""
-    from scipy.special import ndtr
-
-    low, high = -_FAR, _FAR + float(nodes.max())
-    for _ in range(60):
-        middle = (low + high) / 2
-        above = float(mass @ ndtr((nodes - middle) / step))
-        low, high = (middle, high) if above > probability else (low, middle)
-    return (low + high) / 2
 
 
 def chance_to_decide(drop: float, error: float, share: float, pass_below: float, fail_above: float) -> float:

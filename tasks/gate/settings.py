@@ -7,11 +7,11 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mergegate.merge_core.errors import suggest
 from mergegate.tasks.evaluation import (
     EvaluationSettings,
     MeanOver,
     PromptSettings,
-    require_evaluated,
     resolve_prompt_settings,
 )
 
@@ -183,7 +183,10 @@ class EvaluateSettings(EvaluationSettings, GateRule):
 
     @model_validator(mode="after")
     def _check_allow_code(self) -> Self:
-        require_evaluated(self.allow_code, [guard.task for guard in self.tasks])
+        tasks = [guard.task for guard in self.tasks]
+        if name := next((name for name in self.allow_code if name not in tasks), None):
+            advice = f"; {near}" if (near := suggest(name, tasks)) else ""
+            raise ValueError(f"{name!r} is allowed to run code but not evaluated{advice}")
         return self
 
     @model_validator(mode="after")

@@ -138,6 +138,8 @@ def selection_bias(scores: Sequence[Sequence[float]]) -> float:
     Args:
         scores: Score of each document, by model; ``[K][n]``.
     """
+    from scipy.special import ndtr
+
     table = np.asarray(scores, dtype=np.float64)
     models, n = table.shape
     if models < 2 or n < 2:
@@ -146,16 +148,11 @@ def selection_bias(scores: Sequence[Sequence[float]]) -> float:
     covariance = np.cov(table)
     own = float(np.trace(covariance)) / models
     shared = (float(covariance.sum()) - float(np.trace(covariance))) / (models * (models - 1))
-    return expected_maximum(models) * math.sqrt(max(0.0, own - shared) / n)
-
-
-def expected_maximum(count: int) -> float:
-    """Return the mean of the largest of ``count`` standard normals: ``integral of 1 - F^K - (1 - F)^K`` over x > 0."""
-    from scipy.special import ndtr
-
+    # The mean of the largest of ``K`` standard normals is the integral of ``1 - F^K - (1 - F)^K`` over x > 0.
     x = np.linspace(0.0, 9.0, 2001)
     below = ndtr(x)
-    return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
+    expected_maximum = float(np.trapezoid(1 - below**models - (1 - below) ** models, x))
+    return expected_maximum * math.sqrt(max(0.0, own - shared) / n)
 
 
 def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confidence: float) -> Ratio:
@@ -194,11 +191,6 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
         variance
     )
     return math.ceil((spread / distance) ** 2)
-
-
-def detectable_difference(variance: float, n: int, confidence: float, power: float = POWER) -> float:
-    """Return the smallest true difference that ``n`` paired documents would have shown with ``power``."""
-    return (normal_quantile(confidence) + normal_quantile(power)) * math.sqrt(variance / n)
 
 
 def _exp(x: float) -> float:

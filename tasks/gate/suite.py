@@ -93,7 +93,19 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
     Raises:
         InvalidInput: If tasks have been evaluated to a point where no look was planned.
     """
-    look = reached_look(measured, confidence)
+    # The tasks of a suite are extended together while they have documents.
+    documents = {evidence.guard.task: evidence.documents for evidence in measured}
+    planned = _steps({evidence.guard.task: evidence.schedule for evidence in measured})
+    if documents not in planned:
+        raise InvalidInput(
+            "evaluate.tasks",
+            found=f"tasks at different looks: {_format_counts(documents)}",
+            expected=f"all tasks of a suite at the same look: {' or '.join(map(_format_counts, planned))}",
+            remedy="evaluate up to the next look, or set rule: each",
+        )
+    number = planned.index(documents)
+    level = look_levels(suite_information(measured), confidence)[number]
+    look = InterimLook(number=number + 1, of=len(planned), documents=sum(documents.values()), confidence=level)
     estimates = [100 * np.asarray(evidence.interval(confidence, look.confidence)[:3]) for evidence in measured]
     mean_interval = mean_drop(
         [_task_drop(evidence, *estimate) for evidence, estimate in zip(measured, estimates, strict=True)]
@@ -133,26 +145,6 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
         }
         verdict = verdict.model_copy(update=update)
     return verdict.model_copy(update={"reason": _sentence(verdict)})
-
-
-def reached_look(measured: Sequence[GuardEvidence], confidence: float) -> InterimLook:
-    """Return the look that the suite has reached. Its tasks are extended together while they have documents.
-
-    Raises:
-        InvalidInput: If the tasks have been evaluated to different looks.
-    """
-    documents = {evidence.guard.task: evidence.documents for evidence in measured}
-    planned = _steps({evidence.guard.task: evidence.schedule for evidence in measured})
-    levels = look_levels(suite_information(measured), confidence)
-    for number, (step, level) in enumerate(zip(planned, levels, strict=True), start=1):
-        if step == documents:
-            return InterimLook(number=number, of=len(planned), documents=sum(documents.values()), confidence=level)
-    raise InvalidInput(
-        "evaluate.tasks",
-        found=f"tasks at different looks: {_format_counts(documents)}",
-        expected=f"all tasks of a suite at the same look: {' or '.join(map(_format_counts, planned))}",
-        remedy="evaluate up to the next look, or set rule: each",
-    )
 
 
 def suite_information(measured: Sequence[GuardEvidence]) -> tuple[float, ...]:

@@ -12,19 +12,17 @@ The judge is optional and off by default. For practice and limits of LLM judges 
 orders.
 """
 
-from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, Order
+from mergegate.tasks.judge.comparison import ORDERS, SCORES, JudgeVerdict, Judgment, Order, settle
 from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
-from mergegate.tasks.judge.questions import (
-    RecordedAnswerPair,
-    judge_digest,
-    judge_recorded_pairs,
-    score_pair,
-)
+from mergegate.tasks.judge.questions import RecordedAnswerPair, judge_recorded_pairs
+from mergegate.tasks.judge.rubric import INSTRUCTIONS
 from mergegate.tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
 from mergegate.tasks.judge.stage import judge_models
 
 __all__ = [
+    "INSTRUCTIONS",
     "ORDERS",
+    "SCORES",
     "JudgePrompts",
     "JudgeRule",
     "JudgeServer",
@@ -34,9 +32,8 @@ __all__ = [
     "JudgmentSettings",
     "Order",
     "RecordedAnswerPair",
-    "judge_digest",
     "judge_models",
     "judge_recorded_pairs",
     "pin_prompts",
-    "score_pair",
+    "settle",
 ]

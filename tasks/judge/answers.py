@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -98,11 +99,23 @@ def _answer_all(
                 remedy="chat_template: false",
             )
         for turn in range(max(len(prompt.turns) for prompt in prompts)):
-            questions = [
-                _Question(row, _encode(loaded.tokenizer, prompt, answers[row], generation.chat_template))
-                for row, prompt in enumerate(prompts)
-                if turn < len(prompt.turns)
-            ]
+            questions: list[_Question] = []
+            for row, prompt in enumerate(prompts):
+                if turn >= len(prompt.turns):
+                    continue
+                # The conversation so far, which begins and ends with a message of the user.
+                messages = [*chain.from_iterable(zip(prompt.turns, answers[row], strict=False)), prompt.turns[turn]]
+                if generation.chat_template:
+                    roles = cycle(("user", "assistant"))
+                    text = loaded.tokenizer.apply_chat_template(
+                        [{"role": role, "content": text} for role, text in zip(roles, messages, strict=False)],
+                        tokenize=False,
+                        add_generation_prompt=True,
+                    )
+                    encoded = loaded.tokenizer(text, add_special_tokens=False)  # The template contains special tokens.
+                else:
+                    encoded = loaded.tokenizer("\n\n".join(text for text in messages if text))
+                questions.append(_Question(row, list(encoded.input_ids)))
             # Batches of similar length, longest first, so that memory runs out immediately or never.
             questions.sort(key=lambda question: len(question.tokens), reverse=True)
             for start in range(0, len(questions), generation.batch_size):
@@ -117,21 +130,6 @@ def _answer_all(
     return [
         ConversationAnswers(prompt.id, tuple(answers[row]), tuple(cut_off[row])) for row, prompt in enumerate(prompts)
     ]
-
-
-def _encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str], chat_template: bool) -> list[int]:
-    """Return the tokens of the conversation up to and including the turn to answer."""
-    turns = prompt.turns[: len(answers) + 1]
-    if not chat_template:
-        pieces = [piece for pair in zip(turns, [*answers, ""], strict=True) for piece in pair if piece]
-        return list(tokenizer("\n\n".join(pieces)).input_ids)
-    messages: list[dict[str, str]] = []
-    for position, text in enumerate(turns):
-        messages.append({"role": "user", "content": text})
-        if position < len(answers):
-            messages.append({"role": "assistant", "content": answers[position]})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)  # The template already contains special tokens.
 
 
 def _generate(

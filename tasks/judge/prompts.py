@@ -96,7 +96,22 @@ def read_prompts(prompts: Prompts, references: References | None = None) -> tupl
     """
     by_id: dict[str, Prompt] = {}
     for location, line in _lines(prompts.path, prompts.sha256):
-        prompt = _prompt(line, location)
+        if ("prompt" in line) == ("turns" in line):
+            problem = "both prompt and turns" if "prompt" in line else "neither prompt nor turns"
+            raise InvalidInput(location, found=problem, expected="a text under prompt, or a list of texts under turns")
+        turns = (line["prompt"],) if "prompt" in line else line["turns"]
+        if not (isinstance(turns, (list, tuple)) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
+            raise InvalidInput(
+                location, found=f"{turns!r:.80}", expected="a text under prompt, or a list of texts under turns"
+            )
+        reference = line.get("reference")
+        by_turn = reference if isinstance(reference, list) else [reference]
+        if len(by_turn) > len(turns) or not all(text is None or isinstance(text, str) for text in by_turn):
+            raise InvalidInput(
+                location, found=f"reference {reference!r:.80}", expected="a text, or a list with a text for each turn"
+            )
+        padded = (*(text or None for text in by_turn), *[None] * (len(turns) - len(by_turn)))
+        prompt = Prompt(_id(line), tuple(turns), padded, str(line.get("category", "")))
         if prompt.id in by_id:
             raise InvalidInput(location, found=f"a second prompt with id {prompt.id}", expected="unique ids")
         by_id[prompt.id] = prompt
@@ -131,27 +146,6 @@ def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not line.strip():
             continue
         yield line_location(path, number), {"id": number, **parse_line(line, path, number)}
-
-
-def _prompt(line: Mapping[str, Any], location: str) -> Prompt:
-    if ("prompt" in line) == ("turns" in line):
-        problem = "both prompt and turns" if "prompt" in line else "neither prompt nor turns"
-        raise InvalidInput(location, found=problem, expected="a text under prompt, or a list of texts under turns")
-    turns = (line["prompt"],) if "prompt" in line else line["turns"]
-    if not (isinstance(turns, (list, tuple)) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
-        raise InvalidInput(
-            location, found=f"{turns!r:.80}", expected="a text under prompt, or a list of texts under turns"
-        )
-    reference = line.get("reference")
-    references_by_turn = reference if isinstance(reference, list) else [reference]
-    if len(references_by_turn) > len(turns) or not all(
-        text is None or isinstance(text, str) for text in references_by_turn
-    ):
-        raise InvalidInput(
-            location, found=f"reference {reference!r:.80}", expected="a text, or a list with a text for each turn"
-        )
-    references = tuple([text or None for text in references_by_turn] + [None] * (len(turns) - len(references_by_turn)))
-    return Prompt(_id(line), tuple(turns), references, str(line.get("category", "")))
 
 
 def _id(line: Mapping[str, Any]) -> str:

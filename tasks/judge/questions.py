@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import NamedTuple
 
-from mergegate.tasks.judge.comparison import ORDERS, SCORES, Judgment, Order, Winner, settle
+from mergegate.tasks.judge.comparison import ORDERS, Judgment, Order, Winner
 from mergegate.tasks.judge.prompts import Prompt
 from mergegate.tasks.judge.rubric import INSTRUCTIONS, Choice, JudgedTurn, messages, parse_reply, response_format
 from mergegate.tasks.judge.server import ChatServer
 from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
-from mergegate.tasks.store import digest
 
 
 class JudgeQuestion(NamedTuple):
@@ -138,31 +137,3 @@ def judge_recorded_pairs(
         if (pair.id, question.order) not in judged_orders
     ]
     return ask_judge(questions, judging, server, INSTRUCTIONS)
-
-
-class PairScore(NamedTuple):
-    """Score of one pair after both orders, and whether the judge agreed with itself.
-
-    Args:
-        score: 1 if the merge's answer is better, 0 if the reference's is better, else 1/2.
-        consistent: Whether both orders led to the same choice.
-    """
-
-    score: float
-    consistent: bool
-
-
-def score_pair(judgments: Sequence[Judgment]) -> PairScore:
-    """Combine the two judgments of one pair into its score."""
-    (pair,) = settle(judgments)
-    return PairScore(SCORES[pair.winner], bool(pair.consistent))
-
-
-def judge_digest(judging: JudgmentSettings) -> str:
-    """Return 64 hex digits of everything that determines a judgment. A different digest means a different judge."""
-    return digest(
-        {
-            "judging": judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields)),
-            "instructions": INSTRUCTIONS,
-        }
-    )

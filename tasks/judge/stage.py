@@ -7,7 +7,7 @@ that was interrupted (for example because the server went away) resumes with the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.judge.answers import AnswerSummary, answer, read_answers
-from mergegate.tasks.judge.comparison import AnswerStatistics, JudgeVerdict, Judgment, answers_verdict, settle
+from mergegate.tasks.judge.comparison import AnswerStatistics, JudgeVerdict, Judgment, Order, answers_verdict, settle
 from mergegate.tasks.judge.prompts import JudgePrompts, Prompts, References, read_prompts
 from mergegate.tasks.judge.questions import JudgeQuestion, ask_judge, both_orders
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
@@ -113,7 +113,15 @@ def judge(
                 questions += both_orders(prompt, turn, first[: turn + 1], second[: turn + 1])
     _write(out / PAIRS, pairs)
     unfinished = out / _UNFINISHED
-    judgments = {judgment.key: judgment for judgment in _read_unfinished(unfinished)}
+    judgments: dict[tuple[str, int, Order], Judgment] = {}  # first those that an interrupted run recorded
+    recorded = unfinished.read_text(encoding="utf-8", errors="replace") if unfinished.is_file() else ""
+    for line in recorded.splitlines():
+        try:
+            judgment = Judgment.model_validate_json(line)
+        except ValidationError:
+            continue  # The line that was being written when the run was killed.
+        if judgment.winner is not None:  # An unreadable reply is requested once more.
+            judgments[judgment.key] = judgment
     _write(unfinished, (judgment.model_dump(mode="json") for judgment in judgments.values()))  # no truncated last line
     remaining = [question for question in questions if question.key not in judgments]
     with unfinished.open("a", encoding="utf-8") as record:
@@ -133,19 +141,6 @@ def judge(
         ties=sum(pair.winner == "tie" for pair in settled),
         losses=sum(pair.winner == "reference" for pair in settled),
     )
-
-
-def _read_unfinished(path: Path) -> Iterator[Judgment]:
-    """Yield the judgments that an interrupted run recorded."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            judgment = Judgment.model_validate_json(line)
-        except ValidationError:
-            continue  # The line that was being written when the run was killed.
-        if judgment.winner is not None:  # An unreadable reply is requested once more.
-            yield judgment
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -73,11 +73,12 @@ def measure(
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
     texts = read_texts(documents, windows.documents)
-
-    def is_record(record: object) -> bool:
-        return isinstance(record, list) and all(isinstance(value, float) for value in record)
-
-    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(location, is_record) as journal:
+    with (
+        load_model(model, dtype=windows.dtype, device=device) as loaded,
+        open_journal(
+            location, lambda record: isinstance(record, list) and all(isinstance(value, float) for value in record)
+        ) as journal,
+    ):
         reading = divide_documents(loaded, model, texts, windows)
         logliks = [0.0] * len(texts)
         done, total = 0, sum(reading.tokens)

@@ -22,7 +22,7 @@ from mergegate.merge_core.parsing import (
     plain_file,
     read_plain,
 )
-from mergegate.tasks.evaluation import DocumentSet
+from mergegate.tasks.evaluation import DocumentSet, split_documents
 from mergegate.tasks.store import NotInKey
 
 _MAX_CHECKED_LINES = 2000  # number of lines that are checked before anything is measured
@@ -83,7 +83,8 @@ def _selected(documents: HeldOutText, limit: int | None) -> list[tuple[int, OwnD
     entries = ((at, entry) for at, entry in enumerate(_split(content, documents)) if _text_in(entry).strip())
     if documents.only:
         all_entries = list(entries)
-        selected = documents.only.among([(at, _text_in(entry)) for at, entry in all_entries], "perplexity")
+        texts = [(at, _text_in(entry)) for at, entry in all_entries]
+        selected = split_documents(texts, documents.only.division, "perplexity")[documents.only.name]
         entries = ((at, entry) for at, entry in all_entries if at in selected)
     result = list(islice(entries, limit))
     if not result:

@@ -34,14 +34,15 @@ from mergegate.merge_core.files import (
     write_state,
 )
 from mergegate.tasks.judge import (
+    INSTRUCTIONS,
     ORDERS,
+    SCORES,
     JudgeServer,
     Judgment,
     JudgmentSettings,
     Order,
-    judge_digest,
     judge_recorded_pairs,
-    score_pair,
+    settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
 from mergegate.tasks.store import digest
@@ -160,7 +161,9 @@ class JudgedPairs:
             judge=vote["judge"],
         )  # fmt: skip
         if len(orders) == len(ORDERS):
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_pair(tuple(orders.values())))
+            (pair,) = settle(orders.values())
+            score = SCORES[pair.winner]
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], score, bool(pair.consistent))
 
 
 @contextmanager
@@ -197,7 +200,10 @@ def read_judged(directory: Path, profile: str, candidate: str, judging: Judgment
 
 
 def _journal_location(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JournalLocation:
-    key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge_digest(judging)})
+    # Everything that determines a judgment: a different digest means a different judge.
+    settings = judging.model_dump(mode="json", include=set(JudgmentSettings.model_fields))
+    judge = digest({"judging": settings, "instructions": INSTRUCTIONS})
+    key = digest({"format": _FORMAT, "candidate": candidate, "judge": judge})
     return JournalLocation(directory / f"{profile}.{key[:_NAME]}.judged", key)
 
 

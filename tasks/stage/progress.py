@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.wording import format_duration
@@ -39,12 +39,15 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 _running: ContextVar[tuple[str, str, str]] = ContextVar("running", default=("", "", ""))
 
 
+W = TypeVar("W", bound=Watcher)
+
+
 @contextmanager
-def progress_watcher(watcher: Watcher) -> Iterator[None]:
-    """Report every stage inside the block to ``watcher``."""
+def progress_watcher(watcher: W) -> Iterator[W]:
+    """Report every stage inside the block to ``watcher``, and yield it."""
     token = _watcher.set(watcher)
     try:
-        yield
+        yield watcher
     finally:
         _watcher.reset(token)
 
@@ -201,18 +204,6 @@ class RecordedProgress(RelayedProgress):
     def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages.append(StageEnd(stage, subject, status, seconds, summary))
         super().on_end(stage, subject, status, seconds, summary)
-
-
-@contextmanager
-def recorded_stages(default: Callable[[], Watcher]) -> Iterator[RecordedProgress]:
-    """Record the ends of the stages inside the block, and forward all reports to the current watcher.
-
-    Args:
-        default: Function that creates a watcher if none is set.
-    """
-    recorder = RecordedProgress(current_watcher(default))
-    with progress_watcher(recorder):
-        yield recorder
 
 
 def relay_progress(stages: Iterable[StageEnd]) -> None:

@@ -51,7 +51,7 @@ from mergegate.tasks.stage.input_guard import pinned_inputs, read_pinned, requir
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 from mergegate.tasks.stage.progress import StageStatus, report_stage
 from mergegate.tasks.stage.project import home, shared_store
-from mergegate.tasks.stage.usage import note_artifact, record_stage
+from mergegate.tasks.stage.usage import record_stage, running_flow_id, runs_directory
 from mergegate.tasks.store import (
     Artifact,
     BuildCallbacks,
@@ -62,6 +62,7 @@ from mergegate.tasks.store import (
     digest,
     directory_bytes,
     family_prefix,
+    record_created,
     stage_key,
 )
 
@@ -190,7 +191,8 @@ class DeclaredStage(Generic[P, V, A]):
             task_run_name="{call.label}",
             cache_policy=NO_CACHE,
             persist_result=False,
-            retry_condition_fn=_is_retryable,
+            # Do not retry errors that a user can cause, because they would occur again.
+            retry_condition_fn=lambda task, run, state: state.name not in ("Refused", "Invalid"),
             **self._options,
         )
 
@@ -257,8 +259,8 @@ class DeclaredStage(Generic[P, V, A]):
                 raise WorkRequired(f"{call.label}: {miss}") from None
         else:
             artifact, status = self._build(call)
-        if status != "cached" and isinstance(artifact, Artifact):
-            note_artifact(directory_bytes(artifact.directory))
+        if status != "cached" and isinstance(artifact, Artifact) and (run := running_flow_id()) is not None:
+            record_created(runs_directory(), run, directory_bytes(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status
 
@@ -311,10 +313,12 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         assert self._apart is not None  # Only a stage with this argument has families.
         subject = self._subject_of(inputs)
 
-        def record_read(name: str) -> None:
-            record_stage(self.name, name, subject, in_run_only=True)
-
-        candidates = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=record_read)
+        candidates = store().family(
+            self.name,
+            self._prefix(inputs),
+            self.value_type,
+            about_to_read=lambda name: record_stage(self.name, name, subject, in_run_only=True),
+        )
         # Another family may have the same prefix, so compare whole keys.
         members = [
             artifact
@@ -557,11 +561,6 @@ def _digests(value: object) -> set[str]:
             case list() as inner:
                 pending += inner
     return digests
-
-
-def _is_retryable(task: object, run: object, state: State[Any]) -> bool:
-    """Return whether a retry may help. Errors that a user can cause would occur again."""
-    return state.name not in ("Refused", "Invalid")
 
 
 def _result_of(state: Any) -> Any:

@@ -29,7 +29,6 @@ from mergegate.tasks.store import (
     forget_runs,
     open_run,
     read_runs,
-    record_created,
     record_use,
     store_bytes,
 )
@@ -78,26 +77,23 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
         in_run_only: Whether to record nothing outside of a flow, for callers that only read the artifact.
     """
     runs = runs_directory()
-    run = _running_flow()
+    run = running_flow_id()
     if run is not None and record_use(runs, run, stage, key, subject):
         return
     if run is None and not in_run_only:
-        record_use(runs, _lease_of_process(runs), stage, key, subject)
-
-
-def note_artifact(size: int) -> None:
-    """Record that the running flow has created an artifact.
-
-    Args:
-        size: Total size of its files in bytes.
-    """
-    if (run := _running_flow()) is not None:
-        record_created(runs_directory(), run, size)
+        # Outside of a flow, a run represents this process. Its record is deleted on exit.
+        if (process := (os.getpid(), runs)) not in _leases:
+            stack = ExitStack()
+            lease = f"process-{os.getpid()}-{secrets.token_hex(8)}"
+            stack.enter_context(open_run(runs, lease, "command", ""))
+            atexit.register(stack.close)
+            _leases[process] = lease
+        record_use(runs, _leases[process], stage, key, subject)
 
 
 def created_bytes() -> int:
     """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
-    run = _running_flow()
+    run = running_flow_id()
     return sum(record.bytes_created for record in read_runs(runs_directory(), run)) if run is not None else 0
 
 
@@ -129,7 +125,7 @@ def keep_quota() -> str:
     return summary
 
 
-def _running_flow() -> str | None:
+def running_flow_id() -> str | None:
     """Return the ID of the flow run that this thread works for, on this machine or on a cluster worker."""
     if "prefect" not in sys.modules:
         return None
@@ -144,14 +140,3 @@ def _running_flow() -> str | None:
 
 
 _leases: dict[tuple[int, Path], str] = {}
-
-
-def _lease_of_process(runs: Path) -> str:
-    """Return the ID of a run that represents this process outside of a flow. Its record is deleted on exit."""
-    if (process := (os.getpid(), runs)) not in _leases:
-        stack = ExitStack()
-        run = f"process-{os.getpid()}-{secrets.token_hex(8)}"
-        stack.enter_context(open_run(runs, run, "command", ""))
-        atexit.register(stack.close)
-        _leases[process] = run
-    return _leases[process]

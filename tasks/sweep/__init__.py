@@ -12,7 +12,7 @@ from mergegate.tasks.sweep.ledger import Ledger, open_ledger, study_key
 from mergegate.tasks.sweep.objective import TEXT, MetricKey, Term, make_objective
 from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard
 from mergegate.tasks.sweep.race import cumulative_shares
-from mergegate.tasks.sweep.recipes import format_recipe, relocate_recipe
+from mergegate.tasks.sweep.recipes import relocate_recipe
 from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import count_layers, enumerate_recipes, make_space, recipe_key, start_recipe
@@ -45,7 +45,6 @@ __all__ = [
     "count_layers",
     "cumulative_shares",
     "enumerate_recipes",
-    "format_recipe",
     "make_objective",
     "make_space",
     "open_ledger",

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.gate import POWER, normal_quantile
@@ -80,8 +79,17 @@ def confirmation_power(
     """
     squared = 0.0
     for term in objective.terms:
-        spreads = [difference_variance(term.numbers(table), correlation) for table in tables]
-        squared += term.weight**2 * sum(spreads) / len(spreads) / documents[term.key]
+        # Variance of one document's score difference between two recipes that are as good as each hand-written one.
+        variances = []
+        for numbers in (term.numbers(table) for table in tables):
+            if np.isin(numbers, (0.0, 1.0)).all():
+                # Even if all answers are right, the next one might have been wrong, so the rate is not exactly 0 or 1.
+                least = 1 / (len(numbers) + 2)
+                right = min(max(float(numbers.mean()), least), 1 - least)
+                variances.append(2 * (right - both_right(right, correlation)))
+            else:
+                variances.append(2 * (1 - correlation) * float(numbers.var()))
+        squared += term.weight**2 * sum(variances) / len(variances) / documents[term.key]
     error, normal_bound = max(math.sqrt(squared), 1e-12), normal_quantile(confidence)
     detectable = (normal_bound + normal_quantile(POWER)) * error
     in_points = all(term.key.measure in ("exact", "probability") for term in objective.terms)
@@ -94,16 +102,6 @@ def confirmation_power(
         correlation=correlation,
         in_points=in_points,
     )
-
-
-def difference_variance(numbers: NDArray[np.float64], correlation: float) -> float:
-    """Return the variance of one document's score difference between two recipes as good as this one."""
-    n = len(numbers)
-    if not np.isin(numbers, (0.0, 1.0)).all():
-        return 2 * (1 - correlation) * float(numbers.var())
-    # Even if all answers are right, the next one might have been wrong, so the rate stays away from 0 and 1.
-    right = min(max(float(numbers.mean()), 1 / (n + 2)), 1 - 1 / (n + 2))
-    return 2 * (right - both_right(right, correlation))
 
 
 def both_right(right: float, correlation: float) -> float:

@@ -98,10 +98,6 @@ class Ledger:
         """Wall time spent searching this study, in seconds, summed over all runs."""
         return self._used + self._clock() - self._opened
 
-    def note_time(self) -> None:
-        """Record the time used so far, for time that no trial accounts for."""
-        self._journal.append({"study": self._study, "used": self.used})
-
 
 @contextmanager
 def open_ledger(
@@ -129,7 +125,8 @@ def open_ledger(
         try:
             yield ledger
         finally:
-            ledger.note_time()
+            # Record the time that no trial accounts for.
+            journal.append({"study": study, "used": ledger.used})
 
 
 def study_key(space: Space, settings: SweepSettings) -> str:

@@ -62,42 +62,45 @@ class StudyView:
         with quiet_optuna(self._optuna):
             recorded = {item.user_attrs.get("number") for item in self._study.get_trials(deepcopy=False)}
             new = [trial for trial in trials if trial.number not in recorded and trial.point]
-            self._study.add_trials([self._to_optuna(trial) for trial in new])
+            added = []
+            for trial in new:
+                failed = bool(trial.problem) or any(math.isnan(score) for score in trial.scores)
+                values, kinds, distributions = {}, self._optuna.distributions, {}
+                for coordinate in self._coordinates:
+                    name, free, value = coordinate.name, coordinate.free, trial.point[coordinate.name]
+                    if free.type == "category":
+                        # Take the choice itself, because a point that was read from a file may have an equal value.
+                        values[name] = free.choices[int(coordinate.encode(value) * coordinate.choices)]
+                        distributions[name] = kinds.CategoricalDistribution(free.choices)
+                    elif free.type == "integer":
+                        values[name] = int(value)
+                        distributions[name] = kinds.IntDistribution(int(coordinate.low), int(coordinate.high))
+                    else:
+                        values[name] = float(value)
+                        distributions[name] = kinds.FloatDistribution(
+                            coordinate.low, coordinate.high, log=free.type == "log"
+                        )
+                attributes = {
+                    "number": trial.number,
+                    "generation": trial.generation,
+                    "origin": trial.origin,
+                    "documents": trial.documents,
+                    "dropped": trial.dropped,
+                    "seconds": trial.seconds,
+                    **({"problem": trial.problem} if trial.problem else {}),
+                }
+                state = self._optuna.trial.TrialState
+                frozen = self._optuna.trial.create_trial(
+                    state=state.FAIL if failed else state.COMPLETE,
+                    values=None if failed else list(trial.scores),
+                    params=values,
+                    distributions=distributions,
+                    user_attrs=attributes,
+                    constraints={_CONSTRAINTS: trial.violation} if self._objective.limits and not failed else None,
+                )
+                added.append(frozen)
+            self._study.add_trials(added)
         return len(new)
-
-    def _to_optuna(self, trial: Trial) -> Any:
-        failed = bool(trial.problem) or any(math.isnan(score) for score in trial.scores)
-        values, kinds, distributions = {}, self._optuna.distributions, {}
-        for coordinate in self._coordinates:
-            name, free, value = coordinate.name, coordinate.free, trial.point[coordinate.name]
-            if free.type == "category":
-                # Take the choice itself, because a point that was read from a file may have an equal value.
-                values[name] = free.choices[int(coordinate.encode(value) * coordinate.choices)]
-                distributions[name] = kinds.CategoricalDistribution(free.choices)
-            elif free.type == "integer":
-                values[name] = int(value)
-                distributions[name] = kinds.IntDistribution(int(coordinate.low), int(coordinate.high))
-            else:
-                values[name] = float(value)
-                distributions[name] = kinds.FloatDistribution(coordinate.low, coordinate.high, log=free.type == "log")
-        attributes = {
-            "number": trial.number,
-            "generation": trial.generation,
-            "origin": trial.origin,
-            "documents": trial.documents,
-            "dropped": trial.dropped,
-            "seconds": trial.seconds,
-            **({"problem": trial.problem} if trial.problem else {}),
-        }
-        state = self._optuna.trial.TrialState
-        return self._optuna.trial.create_trial(
-            state=state.FAIL if failed else state.COMPLETE,
-            values=None if failed else list(trial.scores),
-            params=values,
-            distributions=distributions,
-            user_attrs=attributes,
-            constraints={_CONSTRAINTS: trial.violation} if self._objective.limits and not failed else None,
-        )
 
     def importances(self, evaluator: Evaluator) -> Mapping[str, float]:
         """Return Optuna's importances. With several objectives they are those of the weighted sum."""

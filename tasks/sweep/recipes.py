@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from mergegate.merge_core.errors import InvalidInput
 
@@ -98,28 +95,18 @@ def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[
     Only paths of directories that exist relative to ``before`` are rewritten.
     """
 
-    def relocate_path(text: str) -> str:
-        if not text or Path(text).is_absolute() or not (before / text).is_dir():
-            return text
-        return os.path.relpath((before / text).absolute(), now.absolute())
-
     def relocate(node: Any, key: str = "") -> Any:
         if isinstance(node, Mapping):
             return {name: relocate(value, str(name)) for name, value in node.items()}
         if isinstance(node, (list, tuple)):
             return [relocate(item, key) for item in node]
         if isinstance(node, str) and key in _PATH_KEYS:
-            return "+".join(map(relocate_path, node.split("+", 1)))  # a model and its adapter
+            return "+".join(
+                os.path.relpath((before / path).absolute(), now.absolute())
+                if path and not Path(path).is_absolute() and (before / path).is_dir()
+                else path
+                for path in node.split("+", 1)  # A model and its adapter.
+            )
         return node
 
     return {name: relocate(value, str(name)) for name, value in recipe.items()}
-
-
-def format_recipe(recipe: Mapping[str, Any], comment: str) -> str:
-    """Return the recipe as YAML, with a comment above it that states its origin."""
-    lines = "\n".join(textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# "))
-    return (
-        lines
-        + "\n"
-        + yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
-    )

@@ -131,7 +131,16 @@ class _Search:
         sampler = make_sampler(self.space, self.objective, self.settings)
         baseline = RandomSearch(self.space, self.settings.seed + _BASELINE_SEED, 1)
         self.used_before = self.ledger.used
-        self._score_hand_written()
+        results = score_hand_written(self.problem, self.score_all, self.ledger)
+        start_table = results[0].table
+        self.references = {**self.problem.references, HAND_WRITTEN: start_table}
+        self.sizes = {key: len(start_table[key]) for key in self.objective.metric_keys}
+        for number, (hand_written, scores) in enumerate(zip(self.problem.hand_written, results, strict=True)):
+            point = self.space.start if number == 0 else {}
+            trial = Trial(number, -1, "hand-written", hand_written.label, point, ())
+            self._add(trial, TrialRequest(hand_written.recipe), scores)
+        self._report_progress(-1)
+
         start = self.trials[0]
         sampler.begin(TrialResult(self.space.start, start.scores, start.violation))
         stop_reason: SearchEnd | None = None
@@ -173,17 +182,6 @@ class _Search:
             spent=self._spent(),
             stop_reason=stop_reason or "trials",
         )
-
-    def _score_hand_written(self) -> None:
-        results = score_hand_written(self.problem, self.score_all, self.ledger)
-        start = results[0].table
-        self.references = {**self.problem.references, HAND_WRITTEN: start}
-        self.sizes = {key: len(start[key]) for key in self.objective.metric_keys}
-        for number, (hand_written, scores) in enumerate(zip(self.problem.hand_written, results, strict=True)):
-            point = self.space.start if number == 0 else {}
-            trial = Trial(number, -1, "hand-written", hand_written.label, point, ())
-            self._add(trial, TrialRequest(hand_written.recipe), scores)
-        self._report_progress(-1)
 
     def _baseline_due(self, proposed: int) -> int:
         """Return how many random search trials are due after ``proposed`` trials of the sampler."""
@@ -234,8 +232,20 @@ class _Search:
         keys = [recipe_key(request.recipe) for request in requests]
         new = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.first_of}
         is_halving = self.settings.racing.rule == "halving"
-        score = self._score_by_halving if is_halving else self._score
-        results = dict(zip(new, score(list(new.values()), generation), strict=True))
+        results: dict[str, TrialScores] = {}
+        if is_halving:
+            # Score in rounds with growing shares of the documents. A candidate that does not continue keeps the result
+            # of its last round.
+            continuing = list(new)
+            for race in halving_rounds(self.settings.racing):
+                round_results = self._score([replace(new[key], race=race) for key in continuing], generation)
+                results.update(zip(continuing, round_results, strict=True))
+                if race is not None:
+                    scores, violations = zip(*map(self._rate, round_results), strict=True) if continuing else ((), ())
+                    continuing = [continuing[i] for i in best_third(rank(scores, violations, self.objective))]
+        else:
+            results = dict(zip(new, self._score(list(new.values()), generation), strict=True))
+
         begin = len(self.trials)
         for (origin, point), key, request in zip(points_by_origin, keys, requests, strict=True):
             number = len(self.trials)
@@ -249,8 +259,16 @@ class _Search:
             )
             if first.number in self.tables:
                 self.tables[number], self.recipes[number] = self.tables[first.number], self.recipes[first.number]
-        if is_halving:
-            self._rank_dropped(begin)
+        # Rank trials that halving dropped below all others of their generation, by the difference to the best of them.
+        sound = [trial for trial in self.trials[begin:] if not trial.problem]
+        best = best_of(sound, self.objective)
+        if is_halving and best is not None and not self.objective.multi_objective:
+            lowest = min(trial.scores[0] for trial in sound if not trial.dropped)
+            race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
+            for trial in sound:
+                if trial.dropped and trial.number in self.tables:
+                    score = best.scores[0] + race.difference(self.tables[trial.number])
+                    self.trials[trial.number] = replace(trial, scores=(min(score, lowest),))
         for key, first in self.first_of.items():
             if first.number >= begin:
                 self.first_of[key] = self.trials[first.number]
@@ -274,34 +292,6 @@ class _Search:
         results = score_once(requests, self.score_all, self.ledger, directory=self.directory, on_scored=count)
         self.finished = 0
         return list(results)
-
-    def _score_by_halving(self, requests: Sequence[TrialRequest], generation: int) -> list[TrialScores]:
-        """Score candidates in rounds with growing shares of the documents.
-
-        A candidate that does not continue keeps the result of its last round.
-        """
-        results: dict[int, TrialScores] = {}
-        continuing = list(range(len(requests)))
-        for race in halving_rounds(self.settings.racing):
-            round_results = self._score([replace(requests[i], race=race) for i in continuing], generation)
-            results.update(zip(continuing, round_results, strict=True))
-            if race is not None:
-                scores, violations = zip(*map(self._rate, round_results), strict=True) if continuing else ((), ())
-                continuing = [continuing[i] for i in best_third(rank(scores, violations, self.objective))]
-        return [results[i] for i in range(len(requests))]
-
-    def _rank_dropped(self, begin: int) -> None:
-        """Rank dropped trials below all others of their generation, by the difference to the best of them."""
-        generation = [trial for trial in self.trials[begin:] if not trial.problem]
-        best = best_of(generation, self.objective)
-        if best is None or self.objective.multi_objective:
-            return
-        lowest = min(trial.scores[0] for trial in generation if not trial.dropped)
-        race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
-        for trial in generation:
-            if trial.dropped and trial.number in self.tables:
-                score = best.scores[0] + race.difference(self.tables[trial.number])
-                self.trials[trial.number] = replace(trial, scores=(min(score, lowest),))
 
     def _add(self, trial: Trial, request: TrialRequest, scores: TrialScores) -> None:
         """Add a trial with its scores. ``trial`` has everything else."""

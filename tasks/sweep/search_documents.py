@@ -141,8 +141,7 @@ class SearchDocuments:
                         input_tokens = (*context, *continuation)[:-1]
                         rows.setdefault(input_tokens, []).append((len(lengths), len(context) - 1, continuation))
                         lengths.append(len(continuation))
-            batches = tuple(_make_batch(group, rows) for group in _group_by_length(rows))
-            self._looks.append(_Look(parts, batches, tuple(lengths)))
+            self._looks.append(_Look(parts, tuple(_make_batches(rows)), tuple(lengths)))
             start = end
 
     def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
@@ -150,38 +149,31 @@ class SearchDocuments:
 
         The caller may stop after any look. ``alive`` is called after each batch.
         """
+        needs_entropy = any(key.measure == "entropy" for key in self._metric_keys)
         scores: dict[MetricKey, list[float]] = {key: [] for key in self._metric_keys}
         for look in self._looks:
-            for key, numbers in self._evaluate_look(loaded, look, alive).items():
-                scores[key] += numbers
+            answers = measure_answers(loaded.network, look.batches, len(look.lengths), alive, entropy=needs_entropy)
+            measures: dict[str, list[_Measures]] = {}
+            begin = 0
+            for name in self._likelihood_tasks:
+                measures[name] = []
+                for index in look.parts[name]:
+                    document = self._tasks[name].documents[index]
+                    part = slice(begin, begin + len(document.pairs))
+                    answer_scores = _AnswerScores(answers.sums[part], answers.greedy[part], answers.entropies[part])
+                    measures[name].append(_measure_document(document, answer_scores, look.lengths[part]))
+                    begin = part.stop
+            for key in self._metric_keys:
+                documents = look.parts[key.task]
+                if key.task == TEXT:
+                    assert self._text is not None, "a metric key requires it"
+                    scores[key] += self._text.likelihoods(loaded, documents)
+                elif key.measure == "metric":
+                    task = self._tasks[key.task]
+                    scores[key] += task.outcomes(loaded, key.metric, documents, alive) if documents else []
+                else:
+                    scores[key] += [getattr(values, key.measure) for values in measures[key.task]]
             yield {key: np.array(numbers, np.float64) for key, numbers in scores.items()}
-
-    def _evaluate_look(
-        self, loaded: LoadedModel, look: _Look, alive: Callable[[], None]
-    ) -> dict[MetricKey, list[float]]:
-        needs_entropy = any(key.measure == "entropy" for key in self._metric_keys)
-        answers = measure_answers(loaded.network, look.batches, len(look.lengths), alive, entropy=needs_entropy)
-        measures: dict[str, list[_Measures]] = {}
-        begin = 0
-        for name in self._likelihood_tasks:
-            measures[name] = []
-            for index in look.parts[name]:
-                document = self._tasks[name].documents[index]
-                part = slice(begin, begin + len(document.pairs))
-                answer_scores = _AnswerScores(answers.sums[part], answers.greedy[part], answers.entropies[part])
-                measures[name].append(_measure_document(document, answer_scores, look.lengths[part]))
-                begin = part.stop
-        scores: dict[MetricKey, list[float]] = {}
-        for key in self._metric_keys:
-            documents = look.parts[key.task]
-            if key.task == TEXT:
-                assert self._text is not None, "a metric key requires it"
-                scores[key] = self._text.likelihoods(loaded, documents)
-            elif key.measure == "metric":
-                scores[key] = self._tasks[key.task].outcomes(loaded, key.metric, documents, alive) if documents else []
-            else:
-                scores[key] = [getattr(values, key.measure) for values in measures[key.task]]
-        return scores
 
 
 class _AnswerScores(NamedTuple):
@@ -220,42 +212,38 @@ def _measure_document(document: TokenizedDocument, answers: _AnswerScores, lengt
     return _Measures(likely, math.exp(max(sums)), float(any(answers.greedy)), certainty)
 
 
-def _group_by_length(rows: _Rows) -> Iterator[list[tuple[int, ...]]]:
+def _make_batches(rows: _Rows) -> Iterator[_Batch]:
     """Yield batches of rows of similar length, longest first.
 
     Ties stay in insertion order, so no hash affects the batches.
     """
-    batch: list[tuple[int, ...]] = []
-    for row in sorted(rows, key=len, reverse=True):
-        if batch:
-            longest, tokens = len(batch[0]), len(batch) * len(batch[0])
-            if tokens + longest > _MAX_TOKENS or (len(row) < _MIN_LENGTH_SHARE * longest and tokens > _MIN_TOKENS):
-                yield batch
-                batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def _make_batch(inputs: Sequence[tuple[int, ...]], rows: _Rows) -> _Batch:
     import torch
 
-    longest = len(inputs[0])
-    tokens = torch.zeros((len(inputs), longest), dtype=torch.long)
-    row: list[int] = []
-    position: list[int] = []
-    target: list[int] = []
-    answer: list[int] = []
-    for number, input_tokens in enumerate(inputs):
-        tokens[number, : len(input_tokens)] = torch.tensor(input_tokens)
-        for answer_index, first, continuation in rows[input_tokens]:
-            row += [number] * len(continuation)
-            position += range(first, first + len(continuation))
-            target += continuation
-            answer += [answer_index] * len(continuation)
-    first_kept = min(position)
-    tensors = [torch.tensor(numbers, dtype=torch.long) for numbers in (row, position, target, answer)]
-    return _Batch(tokens, longest - first_kept, tensors[0], tensors[1] - first_kept, tensors[2], tensors[3])
+    groups: list[list[tuple[int, ...]]] = []
+    for input_tokens in sorted(rows, key=len, reverse=True):
+        longest, size = (len(groups[-1][0]), len(groups[-1]) * len(groups[-1][0])) if groups else (0, 0)
+        is_short = len(input_tokens) < _MIN_LENGTH_SHARE * longest
+        if not groups or size + longest > _MAX_TOKENS or (is_short and size > _MIN_TOKENS):
+            groups.append([])
+        groups[-1].append(input_tokens)
+
+    for group in groups:
+        longest = len(group[0])
+        tokens = torch.zeros((len(group), longest), dtype=torch.long)
+        row: list[int] = []
+        position: list[int] = []
+        target: list[int] = []
+        answer: list[int] = []
+        for number, input_tokens in enumerate(group):
+            tokens[number, : len(input_tokens)] = torch.tensor(input_tokens)
+            for answer_index, first, continuation in rows[input_tokens]:
+                row += [number] * len(continuation)
+                position += range(first, first + len(continuation))
+                target += continuation
+                answer += [answer_index] * len(continuation)
+        first_kept = min(position)
+        tensors = [torch.tensor(numbers, dtype=torch.long) for numbers in (row, position, target, answer)]
+        yield _Batch(tokens, longest - first_kept, tensors[0], tensors[1] - first_kept, tensors[2], tensors[3])
 
 
 def measure_answers(

@@ -304,9 +304,42 @@ def _require_parameter(placeholder: Placeholder, settings: SweepSettings) -> Non
 
 def _check_parameter(free: FreeParameter, location: str) -> None:
     if free.type == "category":
-        _check_category(free, location)
+        if free.low is not None or free.high is not None:
+            raise InvalidInput(location, found="low or high for a category", expected="choices under 'choices'")
+        if not free.choices:
+            raise InvalidInput(f"{location}.choices", found="no choices", expected="the choices of the category")
+        # Compare texts, because 1 and True are equal in Python.
+        texts = {_value_text(choice) for choice in free.choices}
+        if len(texts) < len(free.choices):
+            raise InvalidInput(f"{location}.choices", found=f"{list(free.choices)}", expected="each choice only once")
+        if _value_text(free.start) not in texts:
+            raise InvalidInput(
+                f"{location}.start",
+                found=repr(free.start),
+                expected="one of the choices",
+                remedy=suggest(str(free.start), [str(choice) for choice in free.choices]),
+            )
     else:
-        _check_range(free, location)
+        if free.choices:
+            raise InvalidInput(
+                f"{location}.choices",
+                found=f"choices for the type {free.type}",
+                expected="low and high, or type: category",
+            )
+        low, high, start = free.low, free.high, free.start
+        if low is None or high is None:
+            missing = "low" if low is None else "high"
+            raise InvalidInput(f"{location}.{missing}", found="nothing", expected=f"a bound for the type {free.type}")
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise InvalidInput(location, found=f"low {low:g} and high {high:g}", expected="low less than high")
+        if free.type == "log" and low <= 0:
+            raise InvalidInput(f"{location}.low", found=f"{low:g}", expected="a number above 0 for the type log")
+        if isinstance(start, (str, bool)):
+            raise InvalidInput(f"{location}.start", found=repr(start), expected="a number")
+        if free.type == "integer" and not all(float(x).is_integer() for x in (low, high, start)):
+            raise InvalidInput(location, found=f"low {low:g}, high {high:g}, start {start:g}", expected="whole numbers")
+        if not low <= start <= high:
+            raise InvalidInput(f"{location}.start", found=f"{start:g}", expected=f"a number from {low:g} to {high:g}")
     if free.layers and free.type not in ("float", "log"):
         raise InvalidInput(
             f"{location}.layers",
@@ -320,45 +353,6 @@ def _check_parameter(free: FreeParameter, location: str) -> None:
             found=", ".join(map(repr, free.filters)),
             expected="different parts of tensor names. All other tensors have a value of their own",
         )
-
-
-def _check_category(free: FreeParameter, location: str) -> None:
-    if free.low is not None or free.high is not None:
-        raise InvalidInput(location, found="low or high for a category", expected="choices under 'choices'")
-    if not free.choices:
-        raise InvalidInput(f"{location}.choices", found="no choices", expected="the choices of the category")
-    # Compare texts, because 1 and True are equal in Python.
-    texts = {_value_text(choice) for choice in free.choices}
-    if len(texts) < len(free.choices):
-        raise InvalidInput(f"{location}.choices", found=f"{list(free.choices)}", expected="each choice only once")
-    if _value_text(free.start) not in texts:
-        raise InvalidInput(
-            f"{location}.start",
-            found=repr(free.start),
-            expected="one of the choices",
-            remedy=suggest(str(free.start), [str(choice) for choice in free.choices]),
-        )
-
-
-def _check_range(free: FreeParameter, location: str) -> None:
-    if free.choices:
-        raise InvalidInput(
-            f"{location}.choices", found=f"choices for the type {free.type}", expected="low and high, or type: category"
-        )
-    low, high, start = free.low, free.high, free.start
-    if low is None or high is None:
-        missing = "low" if low is None else "high"
-        raise InvalidInput(f"{location}.{missing}", found="nothing", expected=f"a bound for the type {free.type}")
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise InvalidInput(location, found=f"low {low:g} and high {high:g}", expected="low less than high")
-    if free.type == "log" and low <= 0:
-        raise InvalidInput(f"{location}.low", found=f"{low:g}", expected="a number above 0 for the type log")
-    if isinstance(start, (str, bool)):
-        raise InvalidInput(f"{location}.start", found=repr(start), expected="a number")
-    if free.type == "integer" and not all(float(x).is_integer() for x in (low, high, start)):
-        raise InvalidInput(location, found=f"low {low:g}, high {high:g}, start {start:g}", expected="whole numbers")
-    if not low <= start <= high:
-        raise InvalidInput(f"{location}.start", found=f"{start:g}", expected=f"a number from {low:g} to {high:g}")
 
 
 def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[Coordinate]) -> list[tuple[int, ...]]:

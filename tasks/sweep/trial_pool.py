@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import files_fingerprint
-from mergegate.tasks.evaluation import clusters_in_child
+from mergegate.tasks.evaluation import call_with_task_data, clusters_in_order
 from mergegate.tasks.runners import Runner
 from mergegate.tasks.stage import require_pinned, store
 from mergegate.tasks.sweep.confirmation import Confirmation, NothingToConfirm, confirm, reason_not_to_confirm
@@ -118,7 +118,13 @@ class TrialPool:
         winner, reference = self._score_tables(requests, "the confirmation")
         tasks = {task.name: task for task in setting.sets["confirmation"].tasks}
         clusters = {
-            term.key: clusters_in_child(tasks[term.key.task], term.cluster_by, setting.scoring.seed)
+            term.key: call_with_task_data(
+                tasks[term.key.task],
+                clusters_in_order,
+                (tasks[term.key.task], term.cluster_by, setting.scoring.seed),
+                "its clusters",
+                None,
+            )
             for term in self._search.problem.objective.terms
             if term.cluster_by is not None
         }

@@ -178,7 +178,7 @@ def test_missing_nltk_data_is_reported_with_the_download_command(
 def test_groups_and_tags_stand_for_their_tasks() -> None:
     assert len(shipped_leaves("mmlu")) == 57
     assert [leaf.name for leaf in shipped_leaves("ai2_arc")] == ["arc_challenge", "arc_easy"]  # a tag
-    assert {"mmlu", "bbh", "leaderboard", "openllm", "gsm8k"} <= shipped_names()
+    assert {"mmlu", "bbh", "leaderboard", "openllm", "gsm8k"} <= set(shipped_names())
     assert {leaf.name for leaf in shipped_leaves("openllm")} >= {"arc_challenge", "gsm8k", "mmlu_virology"}
 
 
@@ -225,7 +225,7 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
     monkeypatch.setattr(_factory.TaskFactory, "_build_task", build_task)
     monkeypatch.setattr(_factory, "ConfigurableTask", _Loaded)
     manager = TaskManager()
-    assert shipped_names() == set(manager.all_tasks)
+    assert set(shipped_names()) == set(manager.all_tasks)
     different, unbuilt = [], []
     for name in manager.all_tasks:
         try:

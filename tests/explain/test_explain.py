@@ -24,7 +24,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import document_texts
-from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
+from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips
 from mergegate.tasks.gate.regression import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.store.store import Artifact
@@ -221,13 +221,6 @@ def test_weights_are_explained_layer_by_layer(parents: tuple[PinnedCheckpoint, .
     assert type(found).model_validate_json(found.model_dump_json()) == found
 
 
-def test_without_a_base_task_vectors_begin_at_the_first_parent(parents: tuple[PinnedCheckpoint, ...]) -> None:
-    base, *others = parents
-    plain = [parent.model_copy(update={"is_base": False}) for parent in others]
-    assert origin_of([plain[0], base, plain[1]]) == (base, (plain[0], plain[1]))
-    assert origin_of(plain) == (plain[0], tuple(plain[1:]))
-
-
 RECIPE: dict[str, Any] = {
     "merge_method": "task_arithmetic",
     "base_model": "family/base",
@@ -267,6 +260,21 @@ def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
     assert (letters.reference, [flip.doc_id for flip in letters.flips.examples]) == ("a", [3, 4, 5])
     assert found.remedies[0].change["merge_method"] == "ties"
     assert Explanation.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_without_a_base_task_vectors_begin_at_the_first_parent(parents: tuple[PinnedCheckpoint, ...]) -> None:
+    base, first, second, merge = parents
+    merged = Model(name="merge", digest=merge.digest, directory=merge.directory)
+
+    def vectors(*ancestors: PinnedCheckpoint) -> tuple[str, tuple[str, ...]]:
+        pinned = PinnedRecipe(load_recipe(RECIPE), ancestors)
+        found = explain_merge(pinned, merged, None, verdict("pass"), {}, [])
+        return found.origin, found.vectors
+
+    assert vectors(first, base, second) == ("base", ("a", "b"))
+    plain = [parent.model_copy(update={"is_base": False}) for parent in (second, base, first)]
+    assert vectors(*plain) == ("b", ("base", "a"))
 
 
 @pytest.mark.usefixtures("prefect_api", "home")

@@ -40,7 +40,7 @@ def round_of(place: Path, released: Path | None = None, **changes: Any) -> Clien
     def digest_of(directory: Path) -> str:
         return directory.name
 
-    return client_round({**DOCUMENT, **changes}, place, "profile", released=released, digest_of=digest_of)
+    return client_round({**DOCUMENT, **changes}, place, "profile", last_release=released, digest_of=digest_of)
 
 
 def names(found: ClientRound) -> list[str]:
@@ -146,7 +146,7 @@ def test_samples_are_weights_and_those_of_the_recipe_win(place: Path, method: st
 
 def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
     document = {key: value for key, value in DOCUMENT.items() if key != "merge_method"}
-    found = client_round(document, place, "profile", released=None, digest_of=lambda one: one.name)
+    found = client_round(document, place, "profile", last_release=None, digest_of=lambda one: one.name)
     assert found.documents[-1]["merge_method"] == "task_arithmetic"
     assert found.documents[-1]["parameters"] == {"normalize": True}
 
@@ -235,7 +235,7 @@ def test_an_adapter_is_late_by_its_own_bytes_whatever_it_was_applied_to(place: P
     (released / "provenance.json").write_text(json.dumps(statement))
     hashes = HashMemo(tmp_path / "hashes.db")
     found = client_round(
-        DOCUMENT, place, "profile", released=released, digest_of=lambda one: client_digest(one, hashes)
+        DOCUMENT, place, "profile", last_release=released, digest_of=lambda one: client_digest(one, hashes)
     )
     assert models(found) == ["releases/v1+clients/cleo"]
     assert [remark.partition(":")[0] for remark in found.remarks if "already includes" in remark] == [
@@ -321,7 +321,7 @@ def test_rounds_with_momentum_are_those_of_its_formula(tmp_path: Path, momentum:
         steps = {name: draw.normal(size=300) for name in samples}
         for name, step in steps.items():
             save_tiny(tmp_path / name, begin + step)
-        found = client_round(document, tmp_path, "profile", released=released, digest_of=digest_of)
+        found = client_round(document, tmp_path, "profile", last_release=released, digest_of=digest_of)
         assert len(found.documents) == (1 if number == 1 else 2)
         recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
         checkpoints = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
@@ -378,7 +378,7 @@ def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
         for name, step in steps.items():
             save_tiny(tmp_path / name, begin + step)
         found = client_round(
-            document, tmp_path, "profile", released=released, digest_of=digest_of, find_state=tmp_path.joinpath
+            document, tmp_path, "profile", last_release=released, digest_of=digest_of, find_state=tmp_path.joinpath
         )
         recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
         assert len(recipe.references()) == (3 if number == 1 else 5)
@@ -414,7 +414,12 @@ def adam_after(place: Path, **byproduct: Any) -> ClientRound:
 
     document = {**DOCUMENT, "adam": {"rate": 0.01}}
     return client_round(
-        document, place, "profile", released=released, digest_of=digest_of, find_state=lambda one: place_if(place / one)
+        document,
+        place,
+        "profile",
+        last_release=released,
+        digest_of=digest_of,
+        find_state=lambda one: place_if(place / one),
     )
 
 

@@ -34,9 +34,10 @@ from served_site import (
 from mergegate.flows.prefect_api import (
     Schedules,
     Site,
+    deployments_on_server,
     desired_deployments,
     desired_rules,
-    find_deployment,
+    page_of_run,
     require_site,
     sync_deployments,
     sync_rules,
@@ -123,7 +124,7 @@ def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> N
 
     without = served.deploy(nights({"profile": DEMO["profile"]}))
     assert without["release/demo"] == "changed"
-    there = find_deployment(served.client, "release/demo")
+    there = deployments_on_server(served.client).get("release/demo")
     assert there is not None
     assert there.schedules == []
 
@@ -131,7 +132,7 @@ def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> N
 def test_removing_a_schedule_removes_its_planned_runs(served: Served) -> None:
     """The server's scheduler may add runs during a deployment. The next deployment removes them."""
     served.deploy(nights({**DEMO, "schedule": "30 4 * * *"}))
-    there = find_deployment(served.client, "release/demo")
+    there = deployments_on_server(served.client).get("release/demo")
     assert there is not None
     mine = served.client.create_flow_run_from_deployment(
         there.id, state=Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
@@ -150,7 +151,7 @@ def test_removing_a_schedule_removes_its_planned_runs(served: Served) -> None:
 
 def test_a_deployment_has_a_readable_name_and_description(served: Served) -> None:
     served.deploy(nights(DEMO))
-    there = find_deployment(served.client, "release/demo")
+    there = deployments_on_server(served.client).get("release/demo")
     assert there is not None
     assert there.description == "demo · ties of 2 over base"
     assert set(there.tags) == {"mergegate", "release", "demo", "nightly"}
@@ -177,7 +178,7 @@ def test_what_the_form_cannot_mean_is_refused_before_a_run_exists(served: Served
 def test_prefects_own_deploy_works_as_well(served: Served) -> None:
     served.deploy(nights(DEMO))
     served.run("prefect", "--no-prompt", "deploy", "--all")
-    there = find_deployment(served.client, "release/release")
+    there = deployments_on_server(served.client).get("release/release")
     assert there is not None
     assert there.pull_steps == [{"prefect.deployments.steps.set_working_directory": {"directory": str(served.root)}}]
     assert there.work_pool_name == "mergegate"
@@ -216,7 +217,7 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
     """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
     file = nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])
     assert "made" in served.deploy(file).values()
-    deployment = find_deployment(served.client, "release/demo")
+    deployment = deployments_on_server(served.client).get("release/demo")
     assert deployment is not None
     runs = [served.client.create_flow_run_from_deployment(deployment.id) for _ in range(8)]
     endings = {
@@ -240,7 +241,7 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
         state: State[object] = State(type=kind, name=name, message=messages.get(name))
         served.client.set_flow_run_state(run.id, state, force=True)
     wanted = {
-        f"{text} · {served.site.run_page(run.id)}"
+        f"{text} · {page_of_run(run.id, served.site.address)}"
         for run, (_, text) in zip(runs, endings.values(), strict=True)
         if text
     }
@@ -297,7 +298,7 @@ def test_one_of_several_missed_scheduled_runs_is_made_up_for(served_alone: Serve
     """After two scheduled runs without a worker, one is executed and the other is cancelled."""
     served = served_alone
     served.deploy(nights({"profile": "profiles/demo-forbidden.yaml", "schedule": "0 3 * * *", "timezone": "UTC"}))
-    deployment = find_deployment(served.client, "release/demo-forbidden")
+    deployment = deployments_on_server(served.client).get("release/demo-forbidden")
     assert deployment is not None
     now = datetime.now(UTC)
     missed = {

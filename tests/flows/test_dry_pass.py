@@ -192,7 +192,7 @@ def test_a_run_without_work_needs_no_prefect_and_is_archived(own: Project, monke
     before = read_history(own.home / "reports").records
     log = own.root / "machines.jsonl"
     monkeypatch.setenv("MERGEGATE_LOG", str(log))
-    monkeypatch.setattr("mergegate.flows.prefect_api.has_server", lambda: False)
+    monkeypatch.setattr("mergegate.flows.prefect_api.configured_url", lambda: None)
     monkeypatch.setattr("mergegate.flows.prefect_api.local_api", None)  # Any call fails.
     printed = own.mergegate("run", PROFILE)
     assert printed.exit_code == 0, printed.output
@@ -215,7 +215,7 @@ def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Proje
 
 
 def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergegate.flows.prefect_api.has_server", lambda: True)
+    monkeypatch.setattr("mergegate.flows.prefect_api.configured_url", lambda: "http://127.0.0.1:4200/api")
     before = looked(own)
     monkeypatch.setattr(release, "run_release_dry_pass", lambda *_: pytest.fail("nobody is to look"))
     printed = own.mergegate("run", PROFILE, "--json")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from mergegate.flows.cli import progress
 from mergegate.flows.cli.app import app
-from mergegate.flows.cli.progress import TerminalProgress, fitted
+from mergegate.flows.cli.progress import TerminalProgress, fit_text
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.tasks.report import Row, ScoreTable
 from mergegate.tasks.stage import Pulse
@@ -110,11 +110,11 @@ def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool)
 
 
 def test_long_text_is_cut_at_a_part_or_a_word() -> None:
-    assert fitted("sign conflict 44 % · merge moved far", 40) == "sign conflict 44 % · merge moved far"
-    assert fitted("sign conflict 44 % · merge moved far", 30) == "sign conflict 44 % · …"
-    assert fitted("cached: base, reverser, shifter", 25) == "cached: base, reverser, …"
-    assert fitted("x" * 30, 10) == "x" * 9 + "…"
-    assert fitted("two\nlines", 20) == "two lines"
+    assert fit_text("sign conflict 44 % · merge moved far", 40) == "sign conflict 44 % · merge moved far"
+    assert fit_text("sign conflict 44 % · merge moved far", 30) == "sign conflict 44 % · …"
+    assert fit_text("cached: base, reverser, shifter", 25) == "cached: base, reverser, …"
+    assert fit_text("x" * 30, 10) == "x" * 9 + "…"
+    assert fit_text("two\nlines", 20) == "two lines"
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import time
@@ -13,13 +12,11 @@ import pytest
 from demo_project import Project, make_project
 from prefect import flow
 from prefect.client.schemas.objects import State
-from rich.console import Console
 
-from mergegate.flows.cli.history import print_history
-from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome, profile_name
+from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome
 from mergegate.flows.outcome.archive import prefect_page
 from mergegate.flows.outcome.run_names import run_name
-from mergegate.flows.profile import Profile
+from mergegate.flows.profile import Profile, profile_name
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.report import RunRecord, archive_run, read_history
 from mergegate.tasks.stage import StageValue, home, runs_directory, stage, value_stage
@@ -218,10 +215,8 @@ class TestTheCommand:
         return project
 
     def test_fits_eighty_columns_the_newest_first(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
-        console = Console(width=80, record=True, force_terminal=False, file=io.StringIO())
-        print_history(console, False)
-        lines = console.export_text().splitlines()
+        monkeypatch.setenv("COLUMNS", "80")
+        lines = project.mergegate("history").stdout.splitlines()
         assert all(len(line) <= 80 for line in lines[:4]), lines
         assert ["demo" in line for line in lines[1:4]] == [True, False, True]
         assert all("nothing new" in line and "1 h 06 m" in line for line in lines[1:4])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from demo_project import Printed, Project, make_project
+from demo_project import PROFILES, Printed, Project, make_project
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +84,14 @@ def test_an_unknown_key_is_refused_with_the_closest_key(tmp_path: Any) -> None:
     assert refused.exit_code == 2
     assert "did you mean 'documents'?" in refused.output
     assert "--set evaluate.documnts=100" in refused.output
+
+
+@pytest.mark.parametrize("file", sorted(PROFILES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_parsed_profile_can_be_overridden_like_its_file(file: Any) -> None:
+    override = "merge.seed=7"
+    from_value, from_file = load_profile(load_profile(file), [override]), load_profile(file, [override])
+    assert from_value == from_file
+    assert from_value.merge.seed == 7
 
 
 def test_a_profile_file_must_not_contain_overrides(tmp_path: Any) -> None:

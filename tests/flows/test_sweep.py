@@ -15,7 +15,7 @@ from demo_project import PROFILES, SOURCES, Printed, Project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
-from mergegate.flows.attempt import recipe_labels, sweep_candidates
+from mergegate.flows.attempt import sweep_candidates
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import open_checkpoint
@@ -231,4 +231,4 @@ def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
     profile = parse_profile({"root": tmp_path, "name": "two", "recipe": searched, "sweep": sweep}, "two.yaml")
     documents = [one.document for one in sweep_candidates(profile).by_hand]
     assert [one["parameters"] for one in documents if one] == [{"weight": 0.3}, {"weight": 0.6}]
-    assert recipe_labels(profile) == ["a/mean.yaml", "b/mean.yaml"]
+    assert sweep_candidates(profile).labels == ("a/mean.yaml", "b/mean.yaml")

@@ -12,7 +12,7 @@ from demo_project import PROFILES, Project, make_project
 
 from mergegate.flows.candidates import TuningSize, has_searchable_scale
 from mergegate.flows.preflight import pin_profile_evidence, pin_profile_sweep
-from mergegate.flows.profile import Profile, parse_profile
+from mergegate.flows.profile import Profile, load_profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import resolve_parents
@@ -70,6 +70,13 @@ def test_one_number_is_searched_around_what_is_written(recipe: dict[str, Any], s
     before, after = (one.candidates()[0].recipe for one in (profile(scaled(start)), found))
     assert before.canonical() == after.canonical()
     assert found.remedies == ()
+
+
+def test_a_profile_whose_search_was_prepared_can_be_loaded_and_changed() -> None:
+    prepared = profile(AVERAGE, remedies=[{"tune": "scale"}])
+    assert prepared.scale_search is not None
+    assert load_profile(prepared) == prepared
+    assert prepared.with_recipe(scaled(0.5)).remedies == ()
 
 
 def test_a_recipe_in_a_file_names_the_same_models(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mergegate.tasks.gate.sequential import look_levels
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate, undecided_tasks
 from mergegate.tasks.gate.statistics import binary_difference
-from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, reached_look
+from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops
 
 
 def evidence(
@@ -141,9 +141,23 @@ def test_a_suite_spends_its_error_by_the_information_in_the_mean() -> None:
     schedule = {"a": (500, 1000), "b": (100,)}
     at = [evidence("a", 5, 5, 500, schedule=schedule["a"]), evidence("b", 1, 1, 100, schedule=schedule["b"])]
     share = (1 / 1000 + 1 / 100) / (1 / 500 + 1 / 100)
-    assert reached_look(at, 0.95).confidence == pytest.approx(look_levels((share, 1.0), 0.95)[0])
+    look = judge_suite(at, 0.95).look
+    assert look is not None
+    assert look.confidence == pytest.approx(look_levels((share, 1.0), 0.95)[0])
     last = [evidence("a", 5, 5, 1000, schedule=schedule["a"]), at[1]]
-    assert (reached_look(last, 0.95).number, reached_look(last, 0.95).of) == (2, 2)
+    last_look = judge_suite(last, 0.95).look
+    assert last_look is not None
+    assert (last_look.number, last_look.of) == (2, 2)
+
+
+def test_a_look_is_found_by_its_number_of_documents() -> None:
+    assert evidence("gsm8k", 0, 0, 1000, schedule=(500, 1000, 1319)).look(0.95).number == 2
+
+
+def test_an_unplanned_look_is_rejected_with_the_plan() -> None:
+    with pytest.raises(InvalidInput, match="700 evaluated documents") as caught:
+        evidence("gsm8k", 0, 0, 700, schedule=(500, 1000, 1319)).look(0.95)
+    assert "500, 1,000, 1,319" in caught.value.expected
 
 
 def test_tasks_at_different_looks_are_rejected() -> None:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from samples import sampled
 from scipy import stats
 
-from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.sequential import InterimLook, find_look, plan_looks
+from mergegate.tasks.gate.sequential import InterimLook, plan_looks
 
 SCHEDULES = [(500, 1000), (500, 1000, 1319), (500, 1000, 2000, 4000, 8000, 14042), (100, 1000, 1001)]
 
@@ -68,16 +67,6 @@ def test_every_look_has_at_least_the_joint_confidence(total: int, first: int, co
 
 def test_a_look_at_few_documents_has_a_confidence_below_1() -> None:
     assert 0.999999 < plan_looks((1, 10**9), 0.95)[0].confidence < 1
-
-
-def test_a_look_is_found_by_its_number_of_documents() -> None:
-    assert find_look(1000, (500, 1000, 1319), 0.95, "gsm8k").number == 2
-
-
-def test_an_unplanned_look_is_rejected_with_the_plan() -> None:
-    with pytest.raises(InvalidInput, match="700 evaluated documents") as caught:
-        find_look(700, (500, 1000, 1319), 0.95, "task gsm8k")
-    assert "500, 1,000, 1,319" in caught.value.expected
 
 
 @pytest.mark.parametrize("schedule", [(), (0, 5), (5, 5), (10, 5)])

@@ -6,17 +6,17 @@ import math
 
 import numpy as np
 import pytest
+from gate_samples import paired
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.regression import decide_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
     binary_bounds,
     binary_difference,
-    detectable_difference,
     documents_needed,
-    expected_maximum,
     likelihood_ratio,
     score_statistic,
     selection_bias,
@@ -92,7 +92,9 @@ def test_the_binary_interval_covers_at_its_level(discordant: float, delta: float
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, 0.0), (2, 0.5642), (3, 0.8463), (5, 1.1630)])
 def test_the_expected_maximum_matches_the_tables(count: int, wanted: float) -> None:
-    assert expected_maximum(count) == pytest.approx(wanted, abs=1e-4)
+    # Each model is right on a document of its own, so half the squared difference of two has the variance 1 / (n - 1).
+    bias = selection_bias(np.eye(count).tolist())
+    assert bias * math.sqrt(count * (count - 1)) == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("models", [2, 3])
@@ -168,7 +170,8 @@ def test_the_needed_documents_decide_four_times_in_five() -> None:
 
 def test_the_detectable_drop_matches_the_published_table() -> None:
     # GSM8K at accuracy 0.75 and correlation 0.8 has discordance 0.075 and a standard error of 0.75 points.
-    assert 100 * detectable_difference(0.075, 1319, 0.95) == pytest.approx(1.87, abs=0.02)
+    measured = measure_guard(Guard(task="gsm8k", guarded_by="base"), "acc,none", paired(49, 48, 1319), True)
+    assert judge_guards([measured], 0.95)[0].detectable_drop == pytest.approx(1.87, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(pages, "cached_bytes", seen.cached)
     monkeypatch.setattr(pages, "PART_BYTES", PART)
     monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
-    monkeypatch.setattr(pages, "_is_fast", lambda _: True)
+    monkeypatch.setattr(pages, "_FAST_DISK", 0.0)
     return seen
 
 
@@ -132,9 +133,9 @@ def test_large_tensors_are_released_between_passes_and_read_again(
 def test_a_small_merge_or_a_slow_disk_keeps_all_pages_cached(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_is_fast", lambda _: False)
+    monkeypatch.setattr(pages, "_FAST_DISK", math.inf)
     merge_text(recipe_of("ties"), wide, "slow")
-    monkeypatch.setattr(pages, "_is_fast", lambda _: True)
+    monkeypatch.setattr(pages, "_FAST_DISK", 0.0)
     monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 1 << 30)
     merge_text(recipe_of("ties"), wide, "small")
     assert watched.gone == []

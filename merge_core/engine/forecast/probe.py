@@ -58,10 +58,23 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
     Raises:
         InvalidInput: The inputs cannot be read, or the directory cannot be written.
     """
+    noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may not store zeros at all.
+    busy = 0.0  # Time of a core for all writes.
     try:
         with tempfile.TemporaryFile(dir=output, prefix=".mergegate-probe-", buffering=0) as file:
-            write, copy, written = _write_rate(file.fileno())
-            read = None if inputs else _read_rate([(file.fileno(), written)])
+            fd = file.fileno()
+
+            def step(size: int) -> None:
+                nonlocal busy
+                began = time.thread_time()
+                for _ in range(size // len(noise)):
+                    os.write(fd, noise)
+                busy += time.thread_time() - began
+                os.fsync(fd)
+
+            write, written = _best_rate(step, (_SMALLEST_WRITE, _LARGEST_WRITE), _DISK_SECONDS)
+            copy = written / max(busy, 1e-9)
+            read = None if inputs else _read_rate([(fd, written)])
     except OSError as error:
         raise InvalidInput(
             str(output),
@@ -211,23 +224,6 @@ def _best_rate(step: Callable[[int], None], sizes: tuple[int, int], seconds: flo
         if 2 * size > largest or time.perf_counter() - began + 2 * spent > seconds:
             return best, total
         size *= 2
-
-
-def _write_rate(fd: int) -> tuple[float, float, int]:
-    """Return the bytes per second of durable writes, those per second of a core's time, and the bytes written."""
-    noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may not store zeros at all.
-    busy = 0.0
-
-    def step(size: int) -> None:
-        nonlocal busy
-        began = time.thread_time()
-        for _ in range(size // len(noise)):
-            os.write(fd, noise)
-        busy += time.thread_time() - began
-        os.fsync(fd)
-
-    rate, written = _best_rate(step, (_SMALLEST_WRITE, _LARGEST_WRITE), _DISK_SECONDS)
-    return rate, written / max(busy, 1e-9), written
 
 
 def _input_rate(inputs: Sequence[Path]) -> float:

@@ -5,6 +5,6 @@ All backends tokenize a prompt in the same way. A tokenizer that adds a begin-of
 """
 
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend
-from mergegate.tasks.evaluation.backends.registry import backend_names, find_backend
+from mergegate.tasks.evaluation.backends.registry import find_backend
 
-__all__ = ["CUT_OFF", "AnswerEnd", "Backend", "backend_names", "find_backend"]
+__all__ = ["CUT_OFF", "AnswerEnd", "Backend", "find_backend"]

@@ -210,11 +210,57 @@ def shared_prefix_type() -> type[Any]:
 
         @cached_property
         def _shares_exactly(self) -> bool:
-            return shares_exactly(self)
+            """Whether sequences in a row have the same logits as each sequence alone."""
+            import torch
+
+            if self.model.config.get_text_config().vocab_size <= 16:
+                return False
+            first, *further = ([*PROBE_TOKENS, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
+            in_rows = []
+            try:
+                for sequence in further:
+                    (row,) = token_rows([first, sequence], 64)
+                    path = row.paths[row.sequences.index(0)]
+                    in_rows.append(self.row_logits(row, path[-4:]).float())
+                with torch.inference_mode():
+                    logits = self.model(torch.tensor([first], device=self.device), use_cache=False).logits[0]
+            except _REFUSALS:
+                return False  # the network does not support such a mask, positions, or a selection of logits
+            with_second, with_third = in_rows
+            alone = logits[-4:].float()
+            return _are_close(with_second, alone, logits.dtype) and _are_close(with_second, with_third, logits.dtype)
 
         @cached_property
         def _writes_exactly(self) -> bool:
-            return self._shares_exactly and writes_exactly(self)
+            """Whether the logits after prompts with a shared cache are the same as after whole prompts."""
+            import torch
+
+            if not self._shares_exactly:
+                return False
+            usual = self.model.generation_config
+            if usual.get_generation_mode() not in ("greedy_search", "sample") or any(
+                getattr(usual, name) for name in _COUNTED
+            ):
+                return False  # several sequences per prompt, another cache, or token counts that start at the prompt
+            prompts = [[*PROBE_TOKENS * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
+            longest = max(map(len, prompts))
+            tokens, mask = (
+                torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=self.device)
+                for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
+            )
+            try:
+                cache = cache_prompts(self.model, tokens, mask, 64)
+                positions = mask.sum(1, keepdim=True) - 1
+                with torch.no_grad():
+                    arguments = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+                    written = self.model(tokens[:, -1:], **arguments, use_cache=True).logits[:, -1]
+                    alone = [
+                        self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[0, -1]
+                        for ids in prompts
+                    ]
+            except _REFUSALS:
+                return False  # the network keeps another kind of state
+            return _are_close(written, torch.stack(alone), written.dtype)
 
     return SharedPrefixLM
 
@@ -263,53 +309,6 @@ def max_shared_length(config: Mapping[str, Any]) -> int:
         )
         limits.append(own)
     return min((limit for limit in limits if type(limit) is int and limit > 0), default=1 << 31)
-
-
-def shares_exactly(lm: Any) -> bool:
-    """Return whether sequences in a row have the same logits as each sequence alone."""
-    import torch
-
-    if lm.model.config.get_text_config().vocab_size <= 16:
-        return False
-    first, *further = ([*PROBE_TOKENS, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
-    in_rows = []
-    try:
-        for sequence in further:
-            (row,) = token_rows([first, sequence], 64)
-            path = row.paths[row.sequences.index(0)]
-            in_rows.append(lm.row_logits(row, path[-4:]).float())
-        with torch.inference_mode():
-            logits = lm.model(torch.tensor([first], device=lm.device), use_cache=False).logits[0]
-    except _REFUSALS:
-        return False  # the network does not support such a mask, positions, or a selection of logits
-    with_second, with_third = in_rows
-    alone = logits[-4:].float()
-    return _are_close(with_second, alone, logits.dtype) and _are_close(with_second, with_third, logits.dtype)
-
-
-def writes_exactly(lm: Any) -> bool:
-    """Return whether the logits after prompts with a shared cache are the same as after whole prompts."""
-    import torch
-
-    usual = lm.model.generation_config
-    if usual.get_generation_mode() not in ("greedy_search", "sample") or any(getattr(usual, name) for name in _COUNTED):
-        return False  # several sequences per prompt, another cache, or token counts that start at the prompt
-    prompts = [[*PROBE_TOKENS * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
-    longest = max(map(len, prompts))
-    tokens, mask = (
-        torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=lm.device)
-        for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
-    )
-    try:
-        cache = cache_prompts(lm.model, tokens, mask, 64)
-        positions = mask.sum(1, keepdim=True) - 1
-        with torch.no_grad():
-            arguments = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
-            written = lm.model(tokens[:, -1:], **arguments, use_cache=True).logits[:, -1]
-            alone = [lm.model(torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1] for ids in prompts]
-    except _REFUSALS:
-        return False  # the network keeps another kind of state
-    return _are_close(written, torch.stack(alone), written.dtype)
 
 
 def _are_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -75,7 +75,8 @@ def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_to
     with torch.no_grad():
         prefix_cache = growing_cache()
         if start:
-            prefix_cache = read_once(network, torch.tensor(prompts[0][:start], device=tokens.device))
+            ids = torch.tensor([prompts[0][:start]], device=tokens.device)
+            network(input_ids=ids, past_key_values=prefix_cache, use_cache=True, logits_to_keep=1)
             for number in range(len(prompts)):
                 copy_states(number, prefix_cache, slice(0, start), 0)
         longer = [number for number, prompt in enumerate(prompts) if len(prompt) > start + 1]
@@ -84,16 +85,6 @@ def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_to
             for number, path in zip(row.sequences, row.paths, strict=True):
                 copy_states(longer[number], prefix_cache, torch.from_numpy(path + start).to(tokens.device), start)
             prefix_cache.crop(-len(row.tokens))
-    return cache
-
-
-def read_once(network: Any, start: torch.Tensor) -> Any:
-    """Return the key-value cache of a single sequence with the tokens ``start``, ``[length]``."""
-    import torch
-
-    cache = growing_cache()
-    with torch.no_grad():
-        network(input_ids=start[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
 

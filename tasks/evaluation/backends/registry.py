@@ -23,7 +23,7 @@ def find_backend(name: str) -> Backend:
     """
     backend = _OWN.get(name) or added_backends().get(name)
     if backend is None:
-        names = backend_names()
+        names = (*_OWN, *sorted(added_backends()))
         raise InvalidInput(
             "evaluate.backend",
             found=f"unknown backend {name!r}",
@@ -31,11 +31,6 @@ def find_backend(name: str) -> Backend:
             remedy=suggest(name, names),
         )
     return backend
-
-
-def backend_names() -> tuple[str, ...]:
-    """Return the names of all available backends. Raises InvalidInput as ``find_backend`` does."""
-    return (*_OWN, *sorted(added_backends()))
 
 
 @cache

@@ -79,34 +79,8 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         model.directory, local_files_only=True, trust_remote_code=model.runs_code
     )
     context = getattr(configuration.get_text_config(), "max_position_embeddings", None)
-    client = _client_type()(
-        model=endpoint.model,
-        base_url=url,
-        tokenizer=str(model.directory),
-        tokenizer_backend="huggingface",
-        tokenized_requests=True,
-        add_bos_token=None,
-        num_concurrent=max(2, server.concurrency),  # with 1, lm-eval takes a code path that mergegate does not support
-        batch_size=scoring.batch_size,
-        max_length=scoring.max_length or context or 2048,
-    )
-    _require_prompt_scores(client, model, endpoint, url)
-    import aiohttp
-
     try:
-        yield client
-    except (aiohttp.ClientError, TimeoutError) as error:  # after three attempts
-        raise InvalidInput(
-            f"evaluate.server: {client.base_url} for {model.name}",
-            found=f"the server stopped answering: {type(error).__name__}: {error}",
-            expected="a server that keeps answering",
-            remedy="check the server and run again; finished scores are stored",
-        ) from error
-
-
-def _client_type() -> type[Any]:
-    try:
-        import aiohttp  # noqa: F401  # without it, lm-eval fails much later
+        import aiohttp  # without it, lm-eval fails much later
         from lm_eval.models.openai_completions import LocalCompletionsAPI
     except ImportError as error:
         raise InvalidInput(
@@ -140,7 +114,27 @@ def _client_type() -> type[Any]:
             tokens = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
             return tokens[-left_truncate_len:] if left_truncate_len else tokens
 
-    return Client
+    client = Client(
+        model=endpoint.model,
+        base_url=url,
+        tokenizer=str(model.directory),
+        tokenizer_backend="huggingface",
+        tokenized_requests=True,
+        add_bos_token=None,
+        num_concurrent=max(2, server.concurrency),  # with 1, lm-eval takes a code path that mergegate does not support
+        batch_size=scoring.batch_size,
+        max_length=scoring.max_length or context or 2048,
+    )
+    _require_prompt_scores(client, model, endpoint, url)
+    try:
+        yield client
+    except (aiohttp.ClientError, TimeoutError) as error:  # after three attempts
+        raise InvalidInput(
+            f"evaluate.server: {client.base_url} for {model.name}",
+            found=f"the server stopped answering: {type(error).__name__}: {error}",
+            expected="a server that keeps answering",
+            remedy="check the server and run again; finished scores are stored",
+        ) from error
 
 
 def _ends_in(answer: Any) -> list[AnswerEnd]:

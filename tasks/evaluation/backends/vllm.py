@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.contract import AnswerEnd, AnswerReason, Backend, BackendScoring
 from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
@@ -60,8 +60,16 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super()._model_generate(*args, **kwargs)
             if kwargs.get("generate"):
-                limits = [params.max_tokens for params in kwargs["sampling_params"]]
-                self.answer_ends = deque(map(_answer_end, outputs, limits))
+                self.answer_ends = deque[AnswerEnd]()
+                for output, params in zip(outputs, kwargs["sampling_params"], strict=False):
+                    answer, limit = output.outputs[0], params.max_tokens
+                    tokens = len(answer.token_ids)
+                    reason: AnswerReason = ""
+                    if answer.finish_reason == "stop":  # by a text, a token id, or None for the model's own end token
+                        reason = "stop" if isinstance(answer.stop_reason, str) else "eos"
+                    elif answer.finish_reason == "length":
+                        reason = "context" if limit is not None and tokens < limit else "length"
+                    self.answer_ends.append(AnswerEnd(reason, tokens))
             return outputs
 
     settings = scoring.own_settings if isinstance(scoring.own_settings, VllmSettings) else VllmSettings()
@@ -85,17 +93,6 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         ) from error
     _engine = ((model.digest, scoring), lm)
     yield lm
-
-
-def _answer_end(output: Any, limit: int | None) -> AnswerEnd:
-    """Return how one of vLLM's answers ended; ``limit`` is the largest number of its tokens."""
-    answer = output.outputs[0]
-    tokens = len(answer.token_ids)
-    if answer.finish_reason == "stop":  # stop_reason is a text, a token id, or None for the model's own end token
-        return AnswerEnd("stop" if isinstance(answer.stop_reason, str) else "eos", tokens)
-    if answer.finish_reason == "length":
-        return AnswerEnd("context" if limit is not None and tokens < limit else "length", tokens)
-    return AnswerEnd("", tokens)
 
 
 BACKEND = Backend(
