@@ -6,7 +6,6 @@ name in the table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mergegate.merge_core.architecture.architecture import is_optional
@@ -31,7 +30,14 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
     family = find_family(donor.config)
     for layout in family.layouts if family else ():
         for pairs in (layout, [(new, old) for old, new in layout]):
-            names = {_replace_prefix(name, pairs): name for name in parent.tensors}
+            names = {}
+            for name in parent.tensors:
+                # Replace the longest old prefix. A name that already has the new prefix stays as it is, because
+                # 'model.' is also a prefix of 'model.language_model.'.
+                is_new = any(name.startswith(new) and new.startswith(old) for old, new in pairs)
+                fitting = [pair for pair in pairs if name.startswith(pair[0])] if not is_new else []
+                old, new = max(fitting, key=lambda pair: len(pair[0]), default=("", ""))
+                names[new + name.removeprefix(old)] = name
             if len(names) == len(parent.tensors) and needed <= names.keys():
                 return replace(parent, tensors={new: parent.tensors[name] for new, name in names.items()})
     donor_stacks, parent_stacks = stacks(donor.tensors).keys(), stacks(parent.tensors).keys()
@@ -51,14 +57,3 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
         if len(names) == len(parent.tensors):
             return replace(parent, tensors={new: parent.tensors[name] for new, name in names.items()})
     return parent
-
-
-def _replace_prefix(name: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Return ``name`` with its longest prefix among the ``(old, new)`` pairs replaced."""
-    # A name that already has the new prefix stays as it is. 'model.' is also a prefix of 'model.language_model.'.
-    if any(name.startswith(new) and new.startswith(old) for old, new in pairs):
-        return name
-    old, new = max(
-        (pair for pair in pairs if name.startswith(pair[0])), key=lambda pair: len(pair[0]), default=("", "")
-    )
-    return new + name.removeprefix(old)

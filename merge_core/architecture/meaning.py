@@ -206,6 +206,7 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
     usual = defaults.rope if defaults is not None else None
     if usual is None and not any(config.get(key) is not None for key in _ROPE_KEYS):
         return {}
+    default_values = defaults.values if defaults is not None else {}
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     stated = config.get(source) or {}
     groups = {key: value for key, value in stated.items() if isinstance(value, Mapping)}
@@ -231,25 +232,21 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
             result[f"{name} {label}"] = setting
         is_stated = bool(own.keys() - {"rope_theta", "partial_rotary_factor"}) or "rope_scaling" in config
         key = path.rstrip(".") if own else f"{prefix}rope_scaling"
-        value = _scaling(own if "type" in own else {**default, **own}, config, defaults)
-        result[f"rope_scaling {label}"] = ModelSetting(key, value, "stated" if is_stated else "default")
+        # The scaling consists of its type and the parameters that the type reads.
+        rope = own if "type" in own else {**default, **own}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        kind = _ROPE_TYPES.get(kind, kind)
+        ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_SCALING if kind == "default" else ())}
+        values = {key: value for key, value in rope.items() if key not in ignored and value is not None}
+        values = {key: value for key, value in values.items() if _SCALING.get(key) != value}
+        length, original = (config.get(key) or default_values.get(key) for key in _LENGTHS)
+        if kind in _WITH_ORIGINAL_LENGTH:
+            if _LENGTHS[1] in default_values:
+                values[_LENGTHS[1]] = original  # These families read the key outside the parameters.
+            values.setdefault(_LENGTHS[1], original or length)
+        if kind == "dynamic" or (kind in ("yarn", "longrope") and "factor" not in values):
+            values[_LENGTHS[0]] = length
+        scaling = {"rope_type": kind, **dict(sorted(values.items()))}
+        result[f"rope_scaling {label}"] = ModelSetting(key, scaling, "stated" if is_stated else "default")
     is_read = defaults is None or usual is not None
     return {name: replace(setting, is_read=is_read) for name, setting in result.items()}
-
-
-def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], defaults: FamilyDefaults | None) -> dict[str, Any]:
-    """Return the scaling of rotary positions: its type and the parameters that the type reads."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = _ROPE_TYPES.get(kind, kind)
-    skipped = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_SCALING if kind == "default" else ())}
-    values = {key: value for key, value in rope.items() if key not in skipped and value is not None}
-    values = {key: value for key, value in values.items() if _SCALING.get(key) != value}
-    default_values = defaults.values if defaults is not None else {}
-    length, original = (config.get(key) or default_values.get(key) for key in _LENGTHS)
-    if kind in _WITH_ORIGINAL_LENGTH:
-        if _LENGTHS[1] in default_values:
-            values[_LENGTHS[1]] = original  # These families read the key outside the parameters.
-        values.setdefault(_LENGTHS[1], original or length)
-    if kind == "dynamic" or (kind in ("yarn", "longrope") and "factor" not in values):
-        values[_LENGTHS[0]] = length
-    return {"rope_type": kind, **dict(sorted(values.items()))}

@@ -158,7 +158,17 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dr
             result[kind.spelt_in] = "".join(column)
     for kind in family.kinds:
         result = _with_kind(result, part, kind, columns[kind.name], location)
-    _verify_kinds(TextPart(part.key, result, family), required, location)
+    # Verify all kinds together, because settings for one property may affect another that reads the same keys.
+    for index, kinds in enumerate(required):
+        actual = layer_kinds(TextPart(part.key, result, family), index, len(required), _RESULT)
+        for name, value in kinds.items():
+            if actual[name] != value:
+                raise InvalidInput(
+                    f"{location}: {_keys_of(family, name)}",
+                    found=f"layer {index} of the result would be {_format_kind(actual[name])}",
+                    expected=f"{_format_kind(value)}, as in its parent",
+                    remedy=_KEEP_PATTERN,
+                )
     if part.key is not None:
         # Older files repeat the settings of the text part at the top level.
         repeated = {key: value for key, value in result.items() if key in config and part.config.get(key) != value}
@@ -215,20 +225,6 @@ def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str,
         first, beyond = (numbers[0], depth) if numbers else (depth, depth + 1)
         period = numbers[1] - first if len(numbers) > 1 else beyond
         yield {form.period: period, **({form.offset: first % period} if form.offset else {}), **also}
-
-
-def _verify_kinds(part: TextPart, required: Sequence[Mapping[str, Any]], location: str) -> None:
-    """Verify all kinds together, because settings for one property may affect another that reads the same keys."""
-    for index, kinds in enumerate(required):
-        actual = layer_kinds(part, index, len(required), _RESULT)
-        for name, value in kinds.items():
-            if actual[name] != value:
-                raise InvalidInput(
-                    f"{location}: {_keys_of(part.family, name)}",
-                    found=f"layer {index} of the result would be {_format_kind(actual[name])}",
-                    expected=f"{_format_kind(value)}, as in its parent",
-                    remedy=_KEEP_PATTERN,
-                )
 
 
 def _keys_of(family: Family | None, name: str) -> str:

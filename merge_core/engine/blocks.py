@@ -273,7 +273,9 @@ class JobInputs:
         for row in range(offset // width, (offset + len(part) // dtype.size - 1) // width + 1):
             begin = max(row * width, offset) - offset
             piece = part[begin * dtype.size : ((row + 1) * width - offset) * dtype.size]
-            if item.rows is not None and not item.rows.keeps(row):  # Otherwise it is counted in the lender's own pass.
+            # A row that the result uses for the lender itself is counted in the lender's own pass.
+            rows = item.rows
+            if rows is not None and not np.any((rows.lender == rows.own) & (rows.row == row)):
                 # Copied for alignment: a row may start anywhere in the block.
                 counts[index] += count_non_finite(piece.copy(), dtype, fused=False)
 

@@ -6,13 +6,14 @@ it is alone and may prepare the directory, or clean up at the end. Locks end wit
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
-from mergegate.merge_core.files import MARK_CONTENT, lock_file, unlock_file
+from mergegate.merge_core.files import MARK_CONTENT, lock_file
 
 NAME = f"merge{PARTIAL}"
 FINISHING = f"finishing{PARTIAL}"
@@ -60,7 +61,8 @@ def join_merge(
     try:
         yield
         # Other participants still need the files that tidy removes, so all wait until the last one is done.
-        unlock_file(fd)
+        with suppress(OSError):  # A file system without locks has no lock to release.
+            fcntl.flock(fd, fcntl.LOCK_UN)
         if lock_file(fd, path, required=False):
             tidy()
             (out / FINISHING).unlink(missing_ok=True)

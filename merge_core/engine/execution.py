@@ -67,8 +67,19 @@ class ExecutedPlan:
 
 def require_prepared(plan: MergePlan) -> None:
     """Raise InvalidInput unless all values that the recipe must compute in advance are available."""
-    if missing := plan.recipe.missing_preparation():
-        raise InvalidInput(plan.recipe.location, found=missing, expected="a recipe that was prepared before its plan")
+    for document in (*plan.recipe.steps, plan.recipe):
+        mixture, missing = document.mixture, ""
+        if document.align_experts and not document.experts_in_order:
+            missing = "align_experts: the experts have not been matched"
+        elif mixture is not None and mixture.needs_prompts and mixture.gates is None:
+            missing = f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
+        elif document.needs_distances and document.distances is None:
+            missing = f"{document.merge_method}: the distances between the models have not been measured"
+        elif document.texts and document.measured is None:
+            missing = f"{document.merge_method}: the models have not read their texts"
+        if missing:
+            expected = "a recipe that was prepared before its plan"
+            raise InvalidInput(plan.recipe.location, found=missing, expected=expected)
 
 
 @contextmanager

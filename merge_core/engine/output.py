@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,7 +14,7 @@ from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import fsync, has_mark
 from mergegate.merge_core.parsing import parse_json_object
-from mergegate.merge_core.plan import MergePlan, index_text, requires_index, serialize_config
+from mergegate.merge_core.plan import MergePlan, requires_index, serialize_config
 
 CONFIG = "config.json"
 
@@ -70,7 +71,10 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
     if requires_index(plan.shards):
-        contents[INDEX_NAME] = index_text(plan.shards).encode()
+        weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.stored}
+        total = sum(shard.size - len(shard.header) for shard in plan.shards)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        contents[INDEX_NAME] = f"{json.dumps(index, indent=2)}\n".encode()
     contents[CONFIG] = serialize_config(dict(plan.config))
     # Remove the fields in which libraries record the path of the loaded model.
     for name, content in contents.items():

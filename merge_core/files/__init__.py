@@ -14,7 +14,7 @@ from mergegate.merge_core.files.hashing import (
     require_unchanged,
     sha256_file,
 )
-from mergegate.merge_core.files.locks import lock_file, locked, try_open_locked, unlock_file
+from mergegate.merge_core.files.locks import lock_file, locked, try_open_locked
 from mergegate.merge_core.files.new_directory import (
     MARK,
     MARK_CONTENT,
@@ -86,6 +86,5 @@ __all__ = [
     "sqlite_fault",
     "state_directory",
     "try_open_locked",
-    "unlock_file",
     "write_state",
 ]

@@ -109,7 +109,7 @@ class HashMemo:
     def sha256(self, path: Path, *, trust: bool = True) -> str:
         """Return the sha256 of ``path``, from the table if the file is unchanged and ``trust`` is true."""
         identity = file_identity(path)
-        if trust and (cached := self._recall(identity)):
+        if trust and (cached := self.recall(path)):
             return cached
         self._before_read(path)
         _wait_for_tick(identity)
@@ -119,11 +119,16 @@ class HashMemo:
             self._remember(identity, sha256)
         return sha256
 
-    def cached_sha256(self, path: Path) -> str | None:
-        """Return the sha256 of ``path`` if it is in the table, without reading the file; otherwise None."""
+    def recall(self, path: Path) -> str | None:
+        """Return the sha256 of ``path`` if it is in the table, without reading the file; else None."""
         if not (self._database.is_file() and path.is_file()):
             return None
-        return self._recall(file_identity(path))
+        identity = file_identity(path)
+        condition = " AND ".join(f"{column}=?" for column in _COLUMNS)
+        statement = f"SELECT sha256 FROM hashes WHERE {condition}"
+        row = self._query(lambda connection: connection.execute(statement, _stored(identity)).fetchone())
+        sha256 = str(row[0])[:64] if row is not None else ""
+        return sha256 if row is not None and row[0] == _hash_with_checksum(identity, sha256) else None
 
     def remember(self, path: Path, sha256: str) -> None:
         """Record a hash that was computed while the file was written, so that the file need not be read again."""
@@ -147,13 +152,6 @@ class HashMemo:
                 connection.executemany("DELETE FROM hashes WHERE device=? AND inode=?", inodes)
 
         self._query(delete)
-
-    def _recall(self, identity: FileIdentity) -> str | None:
-        condition = " AND ".join(f"{column}=?" for column in _COLUMNS)
-        statement = f"SELECT sha256 FROM hashes WHERE {condition}"
-        row = self._query(lambda connection: connection.execute(statement, _stored(identity)).fetchone())
-        sha256 = str(row[0])[:64] if row is not None else ""
-        return sha256 if row is not None and row[0] == _hash_with_checksum(identity, sha256) else None
 
     def _remember(self, identity: FileIdentity, sha256: str) -> None:
         def insert(connection: sqlite3.Connection) -> None:

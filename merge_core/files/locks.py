@@ -19,7 +19,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
@@ -81,12 +81,6 @@ def lock_file(descriptor: int, path: Path, *, shared: bool = False, wait: bool =
     except BlockingIOError:
         return False
     return _is_linked(descriptor, path)
-
-
-def unlock_file(descriptor: int) -> None:
-    """Release the lock on an open file without closing it."""
-    with suppress(OSError):  # A file system without locks has no lock to release.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _open_locked(path: Path, flags: int, operation: int, required: bool) -> int:

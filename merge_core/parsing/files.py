@@ -177,12 +177,6 @@ def check_entries(directory: Path, names: Iterable[str]) -> None:
             continue
 
 
-def is_special(path: Path) -> bool:
-    """Return whether ``path`` itself is neither a plain file nor a directory, but a link, a pipe or the like."""
-    mode = path.lstat().st_mode
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-
 def parse_path(text: str) -> Path:
     """Return ``text`` as a path.
 

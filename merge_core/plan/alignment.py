@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture import has_vocabulary_rows, parse_layer_place, with_vocabulary
+from mergegate.merge_core.architecture import has_vocabulary_rows, parse_layer_place
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint
 from mergegate.merge_core.checkpoint.vocabulary import (
     JoinedTokenizer,
@@ -32,7 +32,7 @@ from mergegate.merge_core.checkpoint.vocabulary import (
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
-from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, follow_tokens, serialize_config
+from mergegate.merge_core.plan.special_ids import SPECIAL_KEYS, follow_tokens
 from mergegate.merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
 if TYPE_CHECKING:
@@ -87,6 +87,16 @@ class Alignment:
             self._cache[names] = _build_maps(self, names)
         return self._cache[names]
 
+    def translate(self, content: Mapping[str, Any], model: str) -> tuple[dict[str, Any], list[str]]:
+        """Return settings of ``model`` with the result's token ids, and the keys whose tokens the result lacks.
+
+        The ids of the begin, end and padding tokens come from the model that provides the tokenizer. Every other id
+        follows its token, as do those three if that model does not define them.
+        """
+        moved, unmatched_keys = follow_tokens(content, self.vocabularies[model].ids, self.ids)
+        special_ids = {key: self.tokenizer.config[key] for key in SPECIAL_KEYS if key in self.tokenizer.config}
+        return {**moved, **special_ids}, [key for key in unmatched_keys if key not in special_ids]
+
 
 def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> Alignment | None:
     """Return the alignment of a recipe with ``tokenizer_source`` or ``tokenizer``; None for other recipes.
@@ -125,15 +135,13 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
             )
         sizes[name] = row_counts.pop()
     target = vocabularies[tokenizer_name]
-    joined = _join_tokenizers(choice, vocabularies, tokenizer_name, merged)
+    joined, ids, size = _result_vocabulary(choice, vocabularies, sizes, tokenizer_name, merged)
     tokenizer = checkpoints[tokenizer_name]
-    ids = target.ids if joined is None else joined.ids
     rewritten = rewritten_files(joined, target, tuple(tokenizer.companions)) if joined is not None else {}
     remarks = [
         Finding("info", choice.location, found=text, expected="", remedy="")
         for text in (joined.remarks if joined else ())
     ]
-    size = _table_size(choice, ids, vocabularies, sizes, merged, tokenizer_name)
     for row in choice.tokens:
         if row.origin is not None and row.origin.model is not None:
             name, location = str(row.origin.model), f"{choice.location}: tokens.{row.token}"
@@ -185,58 +193,18 @@ def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding
     )
 
 
-def aligned_config(
-    config: Mapping[str, Any], alignment: Alignment, donor: str, location: str
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Return the configuration with the result's token ids, and findings about it.
+def _result_vocabulary(
+    choice: TokenizerChoice,
+    vocabularies: Mapping[str, TokenizerDefinition],
+    sizes: Mapping[str, int],
+    tokenizer_name: str,
+    merged: Sequence[str],
+) -> tuple[JoinedTokenizer | None, Mapping[str, int], int]:
+    """Return the tokenizer to build (None if an existing one suffices), the token ids and the rows of the result.
 
-    The ids of the begin, end and padding tokens come from the model that provides the tokenizer. Every other id follows
-    its token, as do those three if that model does not define them.
+    The number of rows is at least that of the model that provides the tokenizer, and covers each token that has a row
+    in some model. An id past the table of every model that knows it needs no row; some tokenizers have such ids.
     """
-    tokenizer_config = alignment.tokenizer.config
-    findings: list[Finding] = []
-    if donor == alignment.tokenizer_name:
-        return with_vocabulary(config, alignment.size), findings
-    moved, unmatched_keys = follow_tokens(config, alignment.vocabularies[donor].ids, alignment.ids)
-    for key in SPECIAL_KEYS:
-        if key in tokenizer_config:
-            moved[key] = tokenizer_config[key]
-    for key in unmatched_keys:
-        if key in SPECIAL_KEYS and key in tokenizer_config:
-            continue
-        field_name = key.rpartition(".")[2]
-        findings.append(
-            Finding(
-                "warn" if field_name in SPECIAL_KEYS else "block",
-                f"{donor}: config.json: {key}",
-                found="the result's tokenizer lacks this token",
-                expected="tokens of the result",
-                remedy=f"set tokenizer: {{source: union}} in {location}, or add the token under tokenizer: tokens",
-            )
-        )
-    return with_vocabulary(moved, alignment.size), findings
-
-
-def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str) -> dict[str, bytes | None]:
-    """Return the donor's ``generation_config.json`` with the result's token ids.
-
-    The result is empty if the model that provides the tokenizer has this file or is the donor.
-    """
-    is_provided = donor_name == alignment.tokenizer_name or GENERATION in alignment.tokenizer.companions
-    if is_provided or GENERATION not in donor.companions:
-        return {}
-    content, donor_ids = donor.companions.json(GENERATION) or {}, alignment.vocabularies[donor_name].ids
-    moved, _ = follow_tokens(content, donor_ids, alignment.ids)
-    for key in SPECIAL_KEYS:
-        if key in alignment.tokenizer.config:
-            moved[key] = alignment.tokenizer.config[key]
-    return {GENERATION: serialize_config(moved)}
-
-
-def _join_tokenizers(
-    choice: TokenizerChoice, vocabularies: Mapping[str, TokenizerDefinition], tokenizer_name: str, merged: Sequence[str]
-) -> JoinedTokenizer | None:
-    """Return the tokenizer that must be built, or None if an existing one suffices."""
     target = vocabularies[tokenizer_name]
     other_tokenizers = (
         {name: vocabularies[name] for name in merged if name != tokenizer_name} if choice.source == "union" else {}
@@ -248,32 +216,16 @@ def _join_tokenizers(
                 definition.added[row.token] for definition in vocabularies.values() if row.token in definition.added
             ]
             extra_tokens[row.token] = kinds[0] if kinds else _NEW_TOKEN
-    joined = join_tokenizers(target, other_tokenizers, choice.strangers, choice.location, extra_tokens)
-    if not (joined.new_added or joined.model_changed):
-        return None
-    if not target.has_pipeline:
+    built = join_tokenizers(target, other_tokenizers, choice.strangers, choice.location, extra_tokens)
+    joined = built if built.new_added or built.model_changed else None
+    if joined is not None and not target.has_pipeline:
         raise InvalidInput(
             choice.location,
             found=f"{tokenizer_name} has no tokenizer.json, so mergegate cannot add tokens to its tokenizer",
             expected="a tokenizer file that includes the rules for splitting text",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
         )
-    return joined
-
-
-def _table_size(
-    choice: TokenizerChoice,
-    ids: Mapping[str, int],
-    vocabularies: Mapping[str, TokenizerDefinition],
-    sizes: Mapping[str, int],
-    merged: Sequence[str],
-    tokenizer_name: str,
-) -> int:
-    """Return the number of rows of the result.
-
-    It is at least that of the model that provides the tokenizer, and covers each token that has a row in some model. An
-    id past the table of every model that knows it needs no row; some tokenizers have such ids.
-    """
+    ids = target.ids if joined is None else joined.ids
     rows_with_origin = {row.token for row in choice.tokens if row.origin is not None}
     size = sizes[tokenizer_name]
     beyond_table = [(token, number) for token, number in ids.items() if number >= size]
@@ -282,7 +234,7 @@ def _table_size(
         if has_row or token in rows_with_origin:
             size = max(size, number + 1)
     multiple = choice.pad_to_multiple_of or 1
-    return -(-size // multiple) * multiple
+    return joined, ids, -(-size // multiple) * multiple
 
 
 def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, RowMap]:

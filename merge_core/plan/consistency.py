@@ -34,6 +34,8 @@ _PACKED = re.compile(
     r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
     r"|W_q)$|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
 )
+# Cached because a table of 50,000 names has only a handful of suffixes.
+_packed_suffix = lru_cache(maxsize=1024)(_PACKED.search)
 _DEQUANTIZE = "merge the unquantized models, or dequantize this one; then quantize the result"
 # Suffixes of the class names of models that need an output head.
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
@@ -96,7 +98,7 @@ def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     packed_tensors = (
         disk_name(tensor)
         for tensor in checkpoint.tensors.values()
-        if _is_packed_suffix(tensor.name.rpartition(".")[2])
+        if _packed_suffix(tensor.name.rpartition(".")[2])
         or ".quant_state." in tensor.name
         or (tensor.dtype.code in _BYTES and len(tensor.shape) > 1)
     )
@@ -133,12 +135,6 @@ def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             expected="unquantized weights",
             remedy=_DEQUANTIZE,
         )
-
-
-# Cached because a table of 50,000 names has only a handful of suffixes.
-@lru_cache(maxsize=1024)
-def _is_packed_suffix(suffix: str) -> bool:
-    return bool(_PACKED.search(suffix))
 
 
 def unused_tensors(

@@ -8,7 +8,6 @@ its bytes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,11 +112,3 @@ def _pack(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[Di
 def requires_index(shards: Sequence[Shard]) -> bool:
     """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME`; a single file needs none."""
     return len(shards) > 1
-
-
-def index_text(shards: Sequence[Shard]) -> str:
-    """Return the content of the index file."""
-    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.stored}
-    total = sum(shard.size - len(shard.header) for shard in shards)
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(content, indent=2) + "\n"

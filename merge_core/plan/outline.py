@@ -105,7 +105,8 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     """Return the specs of all output tensors.
 
     Raises:
-        InvalidInput: A module does not exist, or no module covers a part of the network.
+        InvalidInput: A module does not exist, no module covers a part of the network, or it is unknown whether a tensor
+            is before or after the cut layers.
     """
     specs: list[OutputSpec] = []
     for module, stack, names in _split_modules(recipe, donor):
@@ -151,9 +152,22 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
     if recipe.modules[0].name is None:
         return [(recipe.modules[0], None, list(donor.tensors))]
     depths = stacks(donor.tensors)
-    stack_by_module = {
-        module.name: _find_stack(module, depths, f"{recipe.location}: modules") for module in recipe.modules
-    }
+    stack_by_module: dict[str | None, str] = {}
+    for module in recipe.modules:
+        names = (str(module.name), *_ALIASES.get(str(module.name), ()))
+        candidates = [[stack for stack in depths if stack == name or name in stack.split(".")] for name in names]
+        if module.name == "default":  # mergekit's name for the only part of a plain language model.
+            candidates.insert(0, list(depths))
+        own_stacks = next((found for found in candidates if len(found) == 1), None)
+        if own_stacks is None:
+            parts = {part for stack in depths for part in stack.split(".")} - {"model", "layers", "blocks", "block"}
+            raise InvalidInput(
+                f"{recipe.location}: modules.{module.name}",
+                found=f"no part of the network has this name; layers are in {', '.join(depths) or 'no part'}",
+                expected="the name of a part of this network",
+                remedy=suggest(str(module.name), sorted(parts)) if parts else "use 'models'",
+            )
+        stack_by_module[module.name] = own_stacks[0]
     prefixes = {name: stack.rsplit(".", 1)[0] + "." if "." in stack else "" for name, stack in stack_by_module.items()}
     for stack in depths:
         if not any(stack.startswith(prefix) for prefix in prefixes.values()):
@@ -174,23 +188,6 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
     return [(module, stack_by_module[module.name], tensors_by_module[module.name]) for module in recipe.modules]
 
 
-def _find_stack(module: Module, depths: Mapping[str, int], location: str) -> str:
-    if module.name == "default" and len(depths) == 1:  # mergekit's name for the only part of a plain language model.
-        return next(iter(depths))
-    names = (str(module.name), *_ALIASES.get(str(module.name), ()))
-    for name in names:
-        matching = [stack for stack in depths if stack == name or name in stack.split(".")]
-        if len(matching) == 1:
-            return matching[0]
-    parts = sorted({part for stack in depths for part in stack.split(".")} - {"model", "layers", "blocks", "block"})
-    raise InvalidInput(
-        f"{location}.{module.name}",
-        found=f"no part of the network has this name; layers are in {', '.join(depths) or 'no part'}",
-        expected="the name of a part of this network",
-        remedy=suggest(str(module.name), parts) if parts else "use 'models'",
-    )
-
-
 def _sliced_specs(
     module: Module, stack: str, names: Sequence[str], donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> list[OutputSpec]:
@@ -200,7 +197,18 @@ def _sliced_specs(
     if not with_predictions:
         predictions = prediction_tensors(donor)
         outer_names = [name for name in outer_names if name not in predictions]
-    positions = _outer_positions(outer_names, module, stack, donor)
+    # A tensor of unknown position counts as after the layers if the first and the last slice have the same models.
+    positions: dict[str, str] = dict(positions_outside_layers(outer_names, stack, donor))
+    end_models = {tuple(source.model for source in cut.sources) for cut in (first, last)}
+    for name in [name for name, position in positions.items() if position == "unknown"]:
+        if len(end_models) > 1 and not is_optional(name):
+            raise InvalidInput(
+                f"{first.location}: {name}",
+                found="neither its name nor its family shows whether it is before or after the layers",
+                expected="a tensor of the embeddings, the norm or the head",
+                remedy="use the same models in the first and last slice, or merge whole models ('models')",
+            )
+        positions[name] = "after"
     specs = [_outer_spec(name, module, first) for name in outer_names if positions[name] == "before"]
     parts: dict[str, dict[int, list[str]]] = {}  # Parts of each layer, such as ``mlp.up_proj.weight``, by model.
     for model in {str(cut.sources[0].model) for cut in module.slices}:
@@ -246,28 +254,6 @@ def keeps_predictions(module: Module, stack: str, checkpoints: Mapping[str, Chec
 
 def _outer_spec(name: str, module: Module, cut: Slice) -> OutputSpec:
     return OutputSpec(name, module, cut, (name,) * len(cut.sources), 0.0)
-
-
-def _outer_positions(names: Sequence[str], module: Module, stack: str, donor: Checkpoint) -> dict[str, str]:
-    """Return the position of each tensor relative to the layers: ``before``, ``after`` or ``beside``.
-
-    Raises:
-        InvalidInput: A position is unknown and matters, because the first and the last slice have different models.
-    """
-    positions: dict[str, str] = dict(positions_outside_layers(names, stack, donor))
-    end_models = {tuple(source.model for source in cut.sources) for cut in (module.slices[0], module.slices[-1])}
-    for name, position in positions.items():
-        if position != "unknown":
-            continue
-        if len(end_models) > 1 and not is_optional(name):
-            raise InvalidInput(
-                f"{module.slices[0].location}: {name}",
-                found="neither its name nor its family shows whether it is before or after the layers",
-                expected="a tensor of the embeddings, the norm or the head",
-                remedy="use the same models in the first and last slice, or merge whole models ('models')",
-            )
-        positions[name] = "after"
-    return positions
 
 
 def _sources(module: Module) -> list[Source]:

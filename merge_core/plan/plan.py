@@ -24,6 +24,7 @@ from mergegate.merge_core.architecture import (
     parse_layer_place,
     rename_to_layout,
     with_dtype,
+    with_vocabulary,
 )
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
@@ -40,7 +41,7 @@ from mergegate.merge_core.checkpoint import (
     with_chat_templates,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
+from mergegate.merge_core.plan.alignment import Alignment, align, unknown_rows
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
@@ -49,6 +50,7 @@ from mergegate.merge_core.plan.layout import OutputTensor, lay_out
 from mergegate.merge_core.plan.mixture import plan_mixture
 from mergegate.merge_core.plan.outline import OutputSpec, outline, with_head
 from mergegate.merge_core.plan.rows import RowMap
+from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, serialize_config
 from mergegate.merge_core.plan.stacking import config_of_slices, differing_kinds
 from mergegate.merge_core.plan.turn_ends import with_turn_ends
 from mergegate.merge_core.plan.values import ValueTable, lost_filters
@@ -168,10 +170,30 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     all_jobs = [_job(document, spec) for spec in outline(recipe, donor, checkpoints)]
     jobs = [job for job in all_jobs if job is not None]
     problems += lost_filters(recipe, jobs)
-    config = _with_class(with_dtype(structure, bulk_dtype(jobs)), donor, checkpoints.values())
+    config: Mapping[str, Any] = with_dtype(structure, bulk_dtype(jobs))
+    # If the donor declares no class, take that of a model that has the same tensors outside the layers.
+    for candidate in checkpoints.values() if not donor.class_name else ():
+        differs_in_head = bool(candidate.class_name) and class_difference(donor, candidate) == "head"
+        if differs_in_head and _outside_layers(candidate) == _outside_layers(donor):
+            config = {**config, "architectures": [candidate.class_name]}
+            break
     if alignment is not None:
-        config, id_findings = aligned_config(config, alignment, name, recipe.location)
-        problems += [*id_findings, *alignment.remarks]
+        unmatched_keys: list[str] = []
+        if name != alignment.tokenizer_name:
+            config, unmatched_keys = alignment.translate(config, name)
+        config = with_vocabulary(config, alignment.size)
+        problems += (
+            Finding(
+                "warn" if key.rpartition(".")[2] in SPECIAL_KEYS else "block",
+                f"{name}: config.json: {key}",
+                found="the result's tokenizer lacks this token",
+                expected="tokens of the result",
+                remedy=f"set tokenizer: {{source: union}} in {recipe.location}, or add the token under tokenizer: "
+                "tokens",
+            )
+            for key in unmatched_keys
+        )
+        problems += alignment.remarks
     return _build_plan(recipe, donor, jobs, config, checkpoints, alignment)
 
 
@@ -187,8 +209,12 @@ def _build_plan(
     donor_name = str(recipe.donor)
     tokenizer, rewritten = checkpoints[donor_name], dict[str, bytes | None]()
     if alignment is not None:
-        tokenizer = alignment.tokenizer
-        rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[donor_name], donor_name)}
+        tokenizer, rewritten = alignment.tokenizer, dict(alignment.rewritten)
+        files = checkpoints[donor_name].companions
+        is_provided = donor_name == alignment.tokenizer_name or GENERATION in tokenizer.companions
+        if GENERATION in files and not is_provided:  # The donor's settings get the result's token ids.
+            settings, _ = alignment.translate(files.json(GENERATION) or {}, donor_name)
+            rewritten[GENERATION] = serialize_config(settings)
     shards = lay_out([job.output for job in jobs], donor)
     jobs_by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
@@ -410,21 +436,7 @@ def _same_shape(name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems:
     return same
 
 
-def _with_class(config: Mapping[str, Any], donor: Checkpoint, checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any]:
-    """Return the config with a model class.
-
-    If the donor declares none, the class comes from a model that has the same tensors outside the layers.
-    """
-
-    def outside(checkpoint: Checkpoint) -> set[str]:
-        names = (name for name in checkpoint.tensors if parse_layer_place(name) is None)
-        return {name for name in names if is_head(name) or not is_optional(name)}
-
-    for candidate in checkpoints if not donor.class_name else ():
-        if (
-            candidate.class_name
-            and class_difference(donor, candidate) == "head"
-            and outside(candidate) == outside(donor)
-        ):
-            return {**config, "architectures": [candidate.class_name]}
-    return config
+def _outside_layers(checkpoint: Checkpoint) -> set[str]:
+    """Return the tensors outside the layers that every model of a class has."""
+    names = (name for name in checkpoint.tensors if parse_layer_place(name) is None)
+    return {name for name in names if is_head(name) or not is_optional(name)}

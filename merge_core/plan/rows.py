@@ -68,10 +68,6 @@ class RowMap:
         single = {self.models[number] for number in np.unique(self.lender).tolist() if number >= 0}
         return frozenset(single | {self.models[number] for rows in self.shared for number, _ in rows})
 
-    def keeps(self, row: int) -> bool:
-        """Return whether the output uses the model's own ``row`` for the model itself."""
-        return bool(np.any((self.lender == self.own) & (self.row == row)))
-
 
 def map_rows(
     own: int, ids: NDArray[np.int64], preferred: int | None

@@ -25,7 +25,7 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.outline import keeps_predictions, sliced_module
-from mergegate.merge_core.recipe import Module, Recipe
+from mergegate.merge_core.recipe import Recipe
 
 
 def config_of_slices(
@@ -41,7 +41,25 @@ def config_of_slices(
         return None
     location = f"{recipe.location}: slices"
     stack = main_stack(donor, location)
-    layers = list(_layer_origins(module, stack, checkpoints))
+    models = {str(source.model) for cut in module.slices for source in cut.sources}
+    depths = {model: main_depth(checkpoints[model], stack) for model in models}
+    layers: list[tuple[LayerOrigin, ...]] = []
+    for cut in module.slices:
+        ranges = [(str(source.model), *(source.layers or (0, 0))) for source in cut.sources]
+        for model, _, end in ranges:
+            if end > depths[model]:
+                raise InvalidInput(
+                    f"{cut.location}: layer_range of {model}",
+                    found=f"end {end}",
+                    expected=f"at most {depths[model]} layers",
+                )
+        _, start, end = ranges[0]
+        for index in range(end - start):
+            origins = (
+                LayerOrigin(model, checkpoints[model].config, first + index, depths[model])
+                for model, first, _ in ranges
+            )
+            layers.append(tuple(origins))
     warnings = []
     if not keeps_predictions(module, stack, checkpoints):
         for model in dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources):
@@ -86,28 +104,6 @@ def differing_kinds(donor_name: str, donor: Checkpoint, model: str, parent: Chec
                     return
     except InvalidInput as error:
         yield Finding("warn", error.where, error.found, error.expected, error.remedy)
-
-
-def _layer_origins(
-    module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]
-) -> Iterator[tuple[LayerOrigin, ...]]:
-    models = {str(source.model) for cut in module.slices for source in cut.sources}
-    depths = {model: main_depth(checkpoints[model], stack) for model in models}
-    for cut in module.slices:
-        ranges = [(str(source.model), *(source.layers or (0, 0))) for source in cut.sources]
-        for model, _, end in ranges:
-            if end > depths[model]:
-                raise InvalidInput(
-                    f"{cut.location}: layer_range of {model}",
-                    found=f"end {end}",
-                    expected=f"at most {depths[model]} layers",
-                )
-        _, start, end = ranges[0]
-        for index in range(end - start):
-            yield tuple(
-                LayerOrigin(model, checkpoints[model].config, first + index, depths[model])
-                for model, first, _ in ranges
-            )
 
 
 def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:

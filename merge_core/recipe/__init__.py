@@ -20,7 +20,6 @@ from mergegate.merge_core.recipe.recipe import (
 from mergegate.merge_core.recipe.reference import (
     CheckpointRef,
     expand_user_path,
-    is_foreign_path,
     name_in_path,
     parse_reference,
     resolve_local,
@@ -49,7 +48,6 @@ __all__ = [
     "apply_overrides",
     "expand_user_path",
     "fit_to_method",
-    "is_foreign_path",
     "load_recipe",
     "name_in_path",
     "parse_reference",

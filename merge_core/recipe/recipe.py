@@ -20,7 +20,7 @@ from mergegate.merge_core.methods import UPCYCLING, Method, find_method
 from mergegate.merge_core.recipe.adapter_output import AdapterOutput
 from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
 from mergegate.merge_core.recipe.mixture import Mixture
-from mergegate.merge_core.recipe.parameters import Condition, Parameters, Setting, value_for
+from mergegate.merge_core.recipe.parameters import Condition, Parameters, Setting
 from mergegate.merge_core.recipe.reference import CheckpointRef
 from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice
 
@@ -163,12 +163,6 @@ class Recipe:
         """Reasons for leaving models out, by model. It is empty until the distances have been measured."""
         return {model: item.left_out for model, item in (self.distances or {}).items() if item.left_out}
 
-    def model_weight(self, model: str) -> float:
-        """Return the weight that the recipe gives to an entire model, regardless of tensor and layer."""
-        weight = self.method.parameter("weight")
-        scopes = next(source.parameters for source in self.sources if str(source.model) == model), self.parameters
-        return float(value_for(weight, scopes, "", 0.0)) if weight else 1.0
-
     @property
     def texts(self) -> dict[CheckpointRef, str]:
         """Calibration texts of this document, by model."""
@@ -198,20 +192,6 @@ class Recipe:
         """Return the recipe with ``change`` applied to each document, or the recipe itself if nothing changes."""
         steps, own = tuple(change(step) for step in self.steps), change(self)
         return self if own is self and steps == self.steps else replace(own, steps=steps)
-
-    def missing_preparation(self) -> str:
-        """Return which measurement of the weights is still missing before the merge, or an empty string."""
-        for document in (*self.steps, self):
-            if document.align_experts and not document.experts_in_order:
-                return "align_experts: the experts have not been matched"
-            mixture = document.mixture
-            if mixture is not None and mixture.needs_prompts and mixture.gates is None:
-                return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
-            if document.needs_distances and document.distances is None:
-                return f"{document.merge_method}: the distances between the models have not been measured"
-            if document.texts and document.measured is None:
-                return f"{document.merge_method}: the models have not read their texts"
-        return ""
 
     @property
     def states(self) -> tuple[str, ...]:

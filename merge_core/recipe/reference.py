@@ -154,11 +154,6 @@ def expand_user_path(text: str) -> Path:
         ) from None
 
 
-def is_foreign_path(text: str) -> bool:
-    """Return whether a model name found in a model's files can only be a path, possibly on another machine."""
-    return text.startswith(("/", ".", "~")) or "\\" in text or text.count("/") > 1 or _DRIVE.match(text) is not None
-
-
 def name_in_path(text: str) -> str:
     r"""Return the model name at the end of a path, possibly from another machine: ``base`` for ``E:\models\base``.
 

@@ -1,6 +1,6 @@
 """Format and parse quantities for users (``units``), and report details of the work in progress (``details``)."""
 
-from mergegate.merge_core.wording.details import detail, detail_listener, has_detail_listener, without_secrets
+from mergegate.merge_core.wording.details import detail, detail_listener, has_detail_listener
 from mergegate.merge_core.wording.units import (
     format_bytes,
     format_duration,
@@ -20,5 +20,4 @@ __all__ = [
     "has_detail_listener",
     "parse_bytes",
     "parse_duration",
-    "without_secrets",
 ]

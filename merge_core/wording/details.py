@@ -34,7 +34,13 @@ def detail(message: str, *arguments: object) -> None:
     if not _listeners:
         return
     with suppress(Exception):
-        line = to_printable(without_secrets(message % arguments))
+        line = message % arguments
+        # Mask the values of environment variables that hold secrets, user names and passwords in URLs, and the values
+        # of options whose names sound like secrets.
+        for name, value in os.environ.items():
+            if len(value) >= _SHORTEST and _SECRET.search(name):
+                line = line.replace(value, "***")
+        line = to_printable(_OPTION.sub(r"\1***", _IN_ADDRESS.sub("***@", line)))
         for listener in tuple(_listeners):
             listener(line)
 
@@ -52,15 +58,3 @@ def detail_listener(listener: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
-
-
-def without_secrets(text: str) -> str:
-    """Return ``text`` with secrets masked.
-
-    These are the values of environment variables that hold secrets, user names and passwords in URLs, and the values of
-    options whose names sound like secrets.
-    """
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST and _SECRET.search(name):
-            text = text.replace(value, "***")
-    return _OPTION.sub(r"\1***", _IN_ADDRESS.sub("***@", text))

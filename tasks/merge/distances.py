@@ -25,7 +25,7 @@ from mergegate.merge_core.analysis import (
 from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, read_into
 from mergegate.merge_core.engine import count_non_finite
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import RelativeDistance, select_models
+from mergegate.merge_core.recipe import RelativeDistance, select_models, value_for
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.stage import StageValue, advance, value_stage
 from mergegate.tasks.store import NotInKey, StoredValue
@@ -184,7 +184,12 @@ def _apply_distances(recipe: Recipe, refs: Sequence[str], distances: ModelDistan
     if recipe.method.traits.weights_by_distance:
         rows = [distances.sound.index(index) for index in remaining_indices]
         gram = [[distances.gram[i][j] for j in rows] for i in rows]
-        weights = [recipe.model_weight(refs[index]) for index in remaining_indices]
+        # The weight that the recipe gives to an entire model, regardless of tensor and layer.
+        weight, own = recipe.method.parameter("weight"), {str(item.model): item.parameters for item in recipe.sources}
+        weights = [
+            float(value_for(weight, (own[refs[index]], recipe.parameters), "", 0.0)) if weight else 1.0
+            for index in remaining_indices
+        ]
         shares = dict(zip([refs[index] for index in remaining_indices], geometric_median(gram, weights), strict=True))
     lengths = normalized_lengths_and_distances(distances.gram) if distances.gram else []
     measured = dict(zip(distances.sound, lengths, strict=True))

@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from mergegate.merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.analysis import find_outliers, geometric_median
+from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.recipe import Source
 from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import prepare_recipe, select_named_parents
 
@@ -151,9 +153,11 @@ HONEST = ("client-0", "client-1", "client-2", "client-3")
 def test_outliers_and_broken_models_are_left_out(clients: Path, prepare: Home, method: str) -> None:
     more = {"parameters": {"weight": 0.2}} if method == "task_arithmetic" else {}
     recipe = recipe_of(clients, *HONEST, "turned", "broken", merge_method=method, leave_out_beyond=5, **more)
-    assert "distances" in recipe.missing_preparation()
+    checkpoints = {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()}
+    with pytest.raises(InvalidInput, match="distances between the models have not been measured"):
+        require_prepared(plan_merge(recipe, checkpoints))
     found = prepare(recipe)
-    assert found.missing_preparation() == ""
+    require_prepared(plan_merge(found, checkpoints))
     assert set(found.left_out) == {str(clients / "turned"), str(clients / "broken")}
     assert "times as long" in found.left_out[str(clients / "turned")]
     assert "2 numbers" in found.left_out[str(clients / "broken")]
@@ -182,9 +186,16 @@ def test_a_rule_that_leaves_no_model_out_only_adds_the_distances(clients: Path, 
     assert found.modules == recipe.modules
 
 
+def weight_of(source: Source) -> float:
+    """Return the weight that the prepared recipe gives to a model."""
+    setting = source.parameters.get("weight")
+    assert setting is not None
+    return float(setting.conditions[0].values[0])
+
+
 def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home) -> None:
     found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="geometric_median"))
-    shares = {Path(one.model.path).name: found.model_weight(str(one.model)) for one in found.sources[:-1]}
+    shares = {Path(one.model.path).name: weight_of(one) for one in found.sources[:-1]}
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["turned"] < 0.05
     assert all(shares[name] > 0.2 for name in HONEST)
@@ -194,7 +205,7 @@ def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home
     louder = prepare(
         load_recipe({"base_model": str(DEMO / "base"), "models": twice, "merge_method": "geometric_median"})
     )
-    voices = {Path(one.model.path).name: louder.model_weight(str(one.model)) for one in louder.sources[:-1]}
+    voices = {Path(one.model.path).name: weight_of(one) for one in louder.sources[:-1]}
     assert voices["client-0"] > 2 * voices["client-1"]
 
 
@@ -208,9 +219,7 @@ def test_a_client_of_nan_is_left_out_without_effect_on_others(clients: Path, pre
     alone = prepare(recipe_of(clients, *HONEST, merge_method="geometric_median", leave_out_beyond=5))
     found = prepare(recipe_of(clients, *HONEST, "nothing", merge_method="geometric_median", leave_out_beyond=5))
     assert [Path(ref).name for ref in found.left_out] == ["nothing"]
-    assert [found.model_weight(str(one.model)) for one in found.sources] == [
-        alone.model_weight(str(one.model)) for one in alone.sources
-    ]
+    assert [weight_of(one) for one in found.sources[:-1]] == [weight_of(one) for one in alone.sources[:-1]]
 
 
 def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:

@@ -19,6 +19,7 @@ import transformers
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
+from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
@@ -233,8 +234,8 @@ def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path, monkeypatc
 
     done = prepare_recipe(wanted, find)
     assert len(asked) == 2
-    assert done.missing_preparation() == ""
     plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
+    require_prepared(plan)
     measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
     assert len(measured) == 7 * 3  # Three layers with seven matrices each.
     assert prepare_recipe(done, find) is done

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.merge_core.files import lock_file, locked, try_open_locked, unlock_file
+from mergegate.merge_core.files import lock_file, locked, try_open_locked
 
 FLAGS = os.O_RDWR | os.O_CREAT
 
@@ -89,7 +89,7 @@ def test_shared_locks_only_exclude_exclusive_locks(path: Path) -> None:
     assert lock_file(one, path, shared=True)
     assert lock_file(other, path, shared=True)
     assert not lock_file(one, path, wait=False)
-    unlock_file(other)
+    fcntl.flock(other, fcntl.LOCK_UN)
     assert lock_file(one, path, wait=False)
     os.close(one)
     os.close(other)

@@ -61,7 +61,7 @@ def test_a_release_holds_every_file_and_latest_points_to_it(
 
 def test_a_published_file_is_not_hashed_again(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     place = publish_directory(files, tmp_path / "releases", "v1", hashes).location
-    assert {file.name: hashes.cached_sha256(Path(place) / file.name) for file in files} == {
+    assert {file.name: hashes.recall(Path(place) / file.name) for file in files} == {
         file.name: file.sha256 for file in files
     }
 

@@ -152,7 +152,22 @@ Piece: TypeAlias = StoredPiece | DerivedPiece
 def split_experts(checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with each expert of its fused tensors as a separate tensor, unchanged if none are fused."""
     names = expert_names(checkpoint.config)
-    fused = _fused_modules(checkpoint.tensors)
+    candidates: dict[str, dict[str, AnyTensor]] = {}
+    if any(len(tensor.shape) == 3 for tensor in checkpoint.tensors.values()):
+        for name, tensor in checkpoint.tensors.items():
+            if (module_and_part := _split(name)) is not None:
+                module, part = module_and_part
+                candidates.setdefault(module, {})[part] = tensor
+    # A module has fused experts if all its three-dimensional tensors have the same first dimension.
+    fused: dict[str, _Module] = {}
+    for module, parts in candidates.items():
+        sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
+        if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
+            # A tensor with one number per expert belongs to the router and has the same name in both layouts.
+            per_expert = {
+                part: item for part, item in parts.items() if len(item.shape) > 1 and item.shape[0] == experts
+            }
+            fused[module] = _Module(per_expert, experts)
     if not fused and not names.renamed:
         return checkpoint
     size = next((part["hidden_size"] for part in config_parts(checkpoint.config) if "hidden_size" in part), None)
@@ -186,27 +201,6 @@ def _split(name: str) -> tuple[str, str] | None:
     if match := _LINEAR.match(name):
         return match["module"], _LINEAR_PARTS[match["part"]]
     return None
-
-
-def _fused_modules(tensors: Mapping[str, AnyTensor]) -> dict[str, _Module]:
-    """Return the modules with fused experts. All their three-dimensional tensors have the same first dimension."""
-    if not any(len(tensor.shape) == 3 for tensor in tensors.values()):
-        return {}
-    candidates: dict[str, dict[str, AnyTensor]] = {}
-    for name, tensor in tensors.items():
-        if (module_and_part := _split(name)) is not None:
-            module, part = module_and_part
-            candidates.setdefault(module, {})[part] = tensor
-    modules = {}
-    for module, parts in candidates.items():
-        sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
-        if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
-            # A tensor with one number per expert belongs to the router and has the same name in both layouts.
-            fused = {
-                part: tensor for part, tensor in parts.items() if len(tensor.shape) > 1 and tensor.shape[0] == experts
-            }
-            modules[module] = _Module(fused, experts)
-    return modules
 
 
 def _pieces(
@@ -296,34 +290,28 @@ def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor:
     for name, (dtype, shape) in outputs.items():
         if name in written_names:
             continue
-        form = forms.get(_key(name)) if forms else None
-        disk = _fuse(name, form, outputs) if form else None
-        disk_tensors.append(disk := disk or DiskTensor(name, dtype, shape, (name,)))
+        disk = DiskTensor(name, dtype, shape, (name,))
+        if forms and (location := forms.get(_key(name))) is not None:
+            whole, form = location.whole, location.form
+            if (layer := parse_layer_place(name)) is not None:  # Use the form of the donor's layer for this layer.
+                whole = _in_layer(whole, layer.index)
+                form = tuple(_in_layer(part, layer.index) for part in form)
+            if form == (name,):
+                disk = DiskTensor(whole, dtype, shape, form)
+            elif "*" in form[0]:
+                experts = 0
+                while all(part.replace("*", str(experts)) in outputs for part in form):
+                    experts += 1
+                pieces = [part.replace("*", str(expert)) for expert in range(experts) for part in form]
+                dtypes = {outputs[piece][0] for piece in pieces}
+                has_one_shape = all(outputs[piece][1] == shape for piece in pieces)
+                has_one_format = len(dtypes) == 1 or all(piece_dtype.kind == "float" for piece_dtype in dtypes)
+                if name in pieces and has_one_shape and has_one_format:
+                    rows = (len(form) * shape[0], *shape[1:]) if len(form) > 1 else shape
+                    disk = DiskTensor(whole, promote(dtypes), (experts, *rows), tuple(pieces))
+        disk_tensors.append(disk)
         written_names.update(disk.pieces)
     return disk_tensors
-
-
-def _fuse(name: str, location: DiskLocation, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
-    """Return the tensor that contains ``name``, or None if one of its pieces is missing or does not fit."""
-    layer, target = parse_layer_place(name), location
-    if layer is not None:  # Use the form of the donor's layer for this layer.
-        form = tuple(_in_layer(part, layer.index) for part in location.form)
-        target = DiskLocation(_in_layer(location.whole, layer.index), form)
-    dtype, shape = outputs[name]
-    if "*" not in target.form[0]:
-        return DiskTensor(target.whole, dtype, shape, target.form) if target.form == (name,) else None
-    experts = 0
-    pieces: list[str] = []
-    while all(part.replace("*", str(experts)) in outputs for part in target.form):
-        pieces += [part.replace("*", str(experts)) for part in target.form]
-        experts += 1
-    if name not in pieces or any(outputs[piece][1] != shape for piece in pieces):
-        return None
-    dtypes = {outputs[piece][0] for piece in pieces}
-    if len(dtypes) > 1 and any(piece_dtype.kind != "float" for piece_dtype in dtypes):
-        return None
-    rows = (len(target.form) * shape[0], *shape[1:]) if len(target.form) > 1 else shape
-    return DiskTensor(target.whole, promote(dtypes), (experts, *rows), tuple(pieces))
 
 
 def _key(name: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.recipe import is_foreign_path, name_in_path
+from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
@@ -147,7 +147,9 @@ def read_licenses(
     look_up = look_up or hub_ancestors()
 
     def find(name: str, descendant: CardSource) -> CardSource | NotRead:
-        if name not in sources_by_name and is_foreign_path(name):
+        has_drive = name[:1].isascii() and name[:1].isalpha() and name[1:3] == ":/"
+        is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or has_drive
+        if name not in sources_by_name and is_path:
             # This is a path on the machine that trained the descendant. A parent of that name is taken for it; the
             # parent's license binds the merge in any case.
             path_name = name_in_path(name)

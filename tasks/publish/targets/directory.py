@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import finish_directory, fsync, fsync_directories, locked, new_directory
-from mergegate.merge_core.parsing import LocalPath, is_special, open_plain, read_plain
+from mergegate.merge_core.parsing import LocalPath, open_plain, read_plain
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES, PROVENANCE, ReleaseFile, is_content_version
 from mergegate.tasks.publish.targets.contract import (
     FIRST,
@@ -182,7 +183,8 @@ class DirectoryRelease:
             folders[:] = sorted(set(folders) - set(links))
             for name in [*links, *names]:
                 relative = (parent / name).relative_to(self.directory).as_posix()
-                if relative != _FOREIGN_FILE or is_special(parent / name):
+                # ``names`` has no directories, so anything that is not a plain file is a link, a pipe or the like.
+                if relative != _FOREIGN_FILE or not stat.S_ISREG((parent / name).lstat().st_mode):
                     identities[relative] = self._identity(parent / name)
         return dict(sorted(identities.items()))
 
