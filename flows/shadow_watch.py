@@ -178,7 +178,7 @@ class Watch:
 
     def _sample(self, ledger: JudgedPairs, limit: int) -> Sample:
         recorded = partial(self.records.pairs, self.routing.candidate, None)
-        return sample_pairs(recorded, judged=ledger.by_session, half_judged=ledger.half_judged, limit=limit)
+        return sample_pairs(recorded, judged_requests=ledger.by_session, half_judged=ledger.half_judged, limit=limit)
 
     def _evidence(self, ledger: JudgedPairs, sample: Sample, lost_pairs: Sequence[LostPair]) -> LookEvidence:
         start = time.time() - _ARMS_PERIOD_S

@@ -12,7 +12,7 @@ from mergegate.merge_core.adapters.adapter import (
     is_own_text,
     open_adapter,
 )
-from mergegate.merge_core.adapters.application import adapter_findings, apply_adapter
+from mergegate.merge_core.adapters.application import apply_adapter
 from mergegate.merge_core.adapters.combination import Combined, changes_of, combine_adapters
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
 from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
@@ -34,7 +34,6 @@ __all__ = [
     "NewAdapter",
     "StoredNames",
     "adapter_files",
-    "adapter_findings",
     "apply_adapter",
     "changes_of",
     "combine_adapters",

@@ -6,7 +6,7 @@ missing change looks correct. :mod:`.names` maps module names to weights, :mod:`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,7 @@ from mergegate.merge_core.checkpoint import (
     read_chat_templates,
     with_chat_templates,
 )
-from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.recipe import name_in_path
+from mergegate.merge_core.errors import InvalidInput
 
 _NAME_BASE = "name the model that the adapter was trained on"
 _USE_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and name the saved model"
@@ -79,19 +78,6 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
 def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
     """Return whether a module of a model stores its weight as [in, out]."""
     return config.get("model_type") in _CONV1D_MODELS and module.rpartition(".")[2] in _CONV1D_PARTS
-
-
-def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
-    """Yield a warning if the adapter names a different base than ``base``, the reference of the model."""
-    declared_base = adapter.config.base
-    if declared_base and name_in_path(declared_base) != name_in_path(base.partition("@")[0]):
-        yield Finding(
-            "warn",
-            f"{adapter.config.location}: base_model_name_or_path",
-            found=declared_base,
-            expected=f"{base}, to which the adapter is applied",
-            remedy="make sure that the adapter was trained on these weights. mergegate can only compare shapes",
-        )
 
 
 class _Application:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # at least _FEWEST_ROWS rows.
 _TILE_ELEMENTS = 1 << 18
 _FEWEST_ROWS = 16
-_CACHED_BYTES = 64 << 20
 # From this size on, the compiled addition is worth loading. For smaller tensors, torch gives the same result.
 _COMPILED_FROM_ELEMENTS = 1 << 20
 _scratch = threading.local()
@@ -156,26 +155,6 @@ class Product:
         if self.scale != 1:
             product.mul_(self.scale)
         return product.T if self.transposed else product
-
-
-def cache_elements(tensor: DerivedTensor, elements: ReadElements) -> ReadElements:
-    """Return a reader that computes elements once, for methods that need several passes over a tensor.
-
-    Tensors of more than 64 MiB are computed again, so that memory does not grow with the model.
-    """
-    if not 0 < tensor.nbytes <= _CACHED_BYTES:
-        return elements
-    cache: dict[int, Any] = {}  # Blocks by their first element. They are the same in every pass.
-
-    def read_cached(first: int, into: Any) -> None:
-        block = cache.get(first)
-        if block is not None and len(block) == len(into):
-            into[:] = block
-            return
-        elements(first, into)
-        cache[first] = into.copy()
-
-    return read_cached
 
 
 def add_product(

@@ -15,7 +15,6 @@ from mergegate.merge_core.adapters.arithmetic import (
     Product,
     add_product,
     as_torch,
-    cache_elements,
     elements_of,
     high_format,
     read_factor,
@@ -26,6 +25,8 @@ from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElemen
 
 if TYPE_CHECKING:
     import torch
+
+_CACHED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,22 @@ class AdaptedWeight(DerivedTensor):
             # For methods with several passes over a tensor, computing it again is faster than caching it.
             return add_product(self.source, elements, product, grid, round_change=self.round_change)
         magnitude = read_factor(self.magnitude, read, numeric).reshape(-1)
-        return cache_elements(self, scale_directions(self.source, elements, product, grid, magnitude))
+        changed = scale_directions(self.source, elements, product, grid, magnitude)
+        # Methods need several passes over a tensor, so blocks are computed once. They are the same in every pass. Large
+        # tensors are computed again, so that memory does not grow with the model.
+        if not 0 < self.nbytes <= _CACHED_BYTES:
+            return changed
+        blocks: dict[int, Any] = {}  # By their first element.
+
+        def read_cached(first: int, into: Any) -> None:
+            block = blocks.get(first)
+            if block is not None and len(block) == len(into):
+                into[:] = block
+                return
+            changed(first, into)
+            blocks[first] = into.copy()
+
+        return read_cached
 
 
 @dataclass(frozen=True)

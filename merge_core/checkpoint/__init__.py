@@ -47,7 +47,6 @@ from mergegate.merge_core.checkpoint.dtypes import (
     numbers,
     patterns,
     promote,
-    recipe_dtype,
 )
 from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
 from mergegate.merge_core.checkpoint.measurements import (
@@ -134,7 +133,6 @@ __all__ = [
     "read_header",
     "read_into",
     "read_pickled",
-    "recipe_dtype",
     "render_header",
     "select_chat_templates",
     "ties_embeddings",

@@ -10,8 +10,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.merge_core.errors import InvalidInput, suggest
-
 
 @dataclass(frozen=True)
 class DType:
@@ -94,23 +92,6 @@ def numbers(patterns: NDArray[Any], dtype: DType) -> NDArray[Any]:
     if dtype.code == "BF16":
         return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return patterns.view(dtype.torch_name)
-
-
-def recipe_dtype(text: object, location: str) -> DType:
-    """Parse ``dtype`` or ``out_dtype`` of a recipe, for example ``bfloat16`` or ``torch.bfloat16``.
-
-    Raises:
-        InvalidInput: ``text`` is not the name of a float format.
-    """
-    name = text.removeprefix("torch.") if isinstance(text, str) else ""
-    if name not in RECIPE_NAMES:
-        raise InvalidInput(
-            location,
-            found=f"{text!r}",
-            expected=f"one of {', '.join(RECIPE_NAMES)}",
-            remedy=suggest(str(text), RECIPE_NAMES),
-        )
-    return BY_TORCH_NAME[name]
 
 
 def promote(dtypes: Iterable[DType]) -> DType:

@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.checkpoint import DType, recipe_dtype
-from mergegate.merge_core.errors import FindingLog, InvalidInput
+from mergegate.merge_core.checkpoint import BY_TORCH_NAME, RECIPE_NAMES, DType
+from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import UPCYCLING, Method, find_method, merge_methods
 from mergegate.merge_core.parsing import parse_yaml, read_yaml
 from mergegate.merge_core.recipe.adapter_output import parse_output
@@ -297,8 +297,19 @@ def _mixture_of(written: Mapping[str, Any], location: str, directory: Path | Non
 
 
 def _format(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> DType | None:
+    if key not in content:
+        return None
     with log.collect():
-        return recipe_dtype(content[key], f"{location}: {key}") if key in content else None
+        text = content[key]  # For example ``bfloat16`` or ``torch.bfloat16``.
+        name = text.removeprefix("torch.") if isinstance(text, str) else ""
+        if name not in RECIPE_NAMES:
+            raise InvalidInput(
+                f"{location}: {key}",
+                found=f"{text!r}",
+                expected=f"one of {', '.join(RECIPE_NAMES)}",
+                remedy=suggest(str(text), RECIPE_NAMES),
+            )
+        return BY_TORCH_NAME[name]
     return None
 
 

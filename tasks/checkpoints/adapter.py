@@ -10,9 +10,10 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core import Checkpoint
-from mergegate.merge_core.adapters import Adapter, adapter_files, adapter_findings, apply_adapter, open_adapter
+from mergegate.merge_core.adapters import Adapter, adapter_files, apply_adapter, open_adapter
 from mergegate.merge_core.checkpoint import nested_names
 from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints.hub.headers import read_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
@@ -62,8 +63,19 @@ class ResolvedAdapter(BaseModel):
         return apply_adapter(base, self.open())
 
     def findings(self, base: str) -> tuple[Finding, ...]:
-        """Return the findings about applying the adapter to ``base``, the name of a model in a recipe."""
-        return tuple(adapter_findings(base, self.open()))
+        """Return a warning if the adapter names a different base than ``base``, the reference of the model."""
+        config = self.open().config
+        if not config.base or name_in_path(config.base) == name_in_path(base.partition("@")[0]):
+            return ()
+        return (
+            Finding(
+                "warn",
+                f"{config.location}: base_model_name_or_path",
+                found=config.base,
+                expected=f"{base}, to which the adapter is applied",
+                remedy="make sure that the adapter was trained on these weights. mergegate can only compare shapes",
+            ),
+        )
 
 
 class PinnedAdapter(BaseModel):

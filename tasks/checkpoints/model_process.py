@@ -189,15 +189,10 @@ def _end() -> None:
             running.child.end()
 
 
-def _end_slot(number: int) -> None:
-    if (process := _slot_processes.get(number)) is not None:
-        process.end()
-
-
 on_unload(end_model_process)
 on_input_change(unload_models)
 on_input_change(end_model_process)
-on_slot_end(_end_slot)
+on_slot_end(lambda number: _slot_processes[number].end() if number in _slot_processes else None)
 
 
 @dataclasses.dataclass(frozen=True)

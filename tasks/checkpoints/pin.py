@@ -144,7 +144,32 @@ def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
         for reference in recipe.references()
     }
     problems = [location for location in located.values() if isinstance(location, MergegateError)]
-    return ParentSearch(tuple(_resolved_parents(recipe, located) for recipe in recipes), tuple(problems))
+    parents_of_recipes = []
+    for recipe in recipes:
+        references, merged, states = recipe.references(), set(recipe.merged_references()), set(recipe.states)
+        parents = []
+        counts = Counter(map(_name, references))
+        for reference in references:
+            location = located[reference, recipe.directory]
+            if isinstance(location, MergegateError):
+                continue
+            directory, snapshot, adapter = location
+            parents.append(
+                ResolvedCheckpoint(
+                    # A name that is not unique is replaced by the full reference.
+                    name=_name(reference) if counts[_name(reference)] == 1 else str(reference),
+                    ref=str(reference),
+                    directory=directory,
+                    revision=snapshot.commit if snapshot else None,
+                    is_base=recipe.base is not None and str(reference) == str(recipe.base),
+                    is_merged=reference in merged,
+                    is_state=str(reference) in states,
+                    snapshot=snapshot,
+                    adapter=adapter,
+                )
+            )
+        parents_of_recipes.append(tuple(parents))
+    return ParentSearch(tuple(parents_of_recipes), tuple(problems))
 
 
 def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
@@ -421,35 +446,6 @@ def _find_snapshot_or_error(repo: str, revision: str | None, is_adapter: bool) -
         return find_snapshot(repo, revision, adapter=is_adapter)
     except MergegateError as error:
         return error
-
-
-def _resolved_parents(
-    recipe: Recipe, located: Mapping[tuple[CheckpointRef, Path | None], Located]
-) -> tuple[ResolvedCheckpoint, ...]:
-    references, merged, states = recipe.references(), set(recipe.merged_references()), set(recipe.states)
-    parents = []
-    counts = Counter(map(_name, references))
-    for reference in references:
-        # A name that is not unique is replaced by the full reference.
-        name = _name(reference) if counts[_name(reference)] == 1 else str(reference)
-        location = located[reference, recipe.directory]
-        if isinstance(location, MergegateError):
-            continue
-        directory, snapshot, adapter = location
-        parents.append(
-            ResolvedCheckpoint(
-                name=name,
-                ref=str(reference),
-                directory=directory,
-                revision=snapshot.commit if snapshot else None,
-                is_base=recipe.base is not None and str(reference) == str(recipe.base),
-                is_merged=reference in merged,
-                is_state=str(reference) in states,
-                snapshot=snapshot,
-                adapter=adapter,
-            )
-        )
-    return tuple(parents)
 
 
 def _substitute(value: object, digests: Mapping[str, str]) -> object:

@@ -22,7 +22,7 @@ from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
-def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> tuple[Finding, ...]:
+def custom_code_findings(plan: MergePlan, accepted_code: Collection[str] | None) -> tuple[Finding, ...]:
     """Return one finding for each code file and each reference. A finding blocks unless its code is accepted.
 
     ``accepted`` is the code that the profile accepts. None means that no profile exists, so code leads only to a
@@ -41,9 +41,9 @@ def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> t
             code += _auto_map_references(f"{owner}: {name}", content)
     return tuple(
         Finding("info", location, f"the code {name}, which the profile accepts")
-        if accepted is not None and name in accepted
+        if accepted_code is not None and name in accepted_code
         else Finding(
-            "warn" if accepted is None else "block",
+            "warn" if accepted_code is None else "block",
             location,
             found=f"the code {name}, which would be part of the release",
             expected="a model without code of its own",

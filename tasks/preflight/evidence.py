@@ -133,7 +133,7 @@ def pin_evidence(
     return evidence
 
 
-def with_supported_dtype(evidence: Evidence, stored: Collection[str], without_units: Collection[str]) -> Evidence:
+def with_supported_dtype(evidence: Evidence, model_dtypes: Collection[str], without_units: Collection[str]) -> Evidence:
     """Replace ``auto`` by float32 for all models, if one is stored in a format that this machine cannot compute in.
 
     Models that a server loads elsewhere are not affected.
@@ -141,7 +141,7 @@ def with_supported_dtype(evidence: Evidence, stored: Collection[str], without_un
     ``stored`` holds the storage formats of the measured models. ``without_units`` holds the formats that this machine
     converts for each sum, which is slower than float32 and no more precise.
     """
-    slow = sorted(set(stored) & set(without_units))
+    slow = sorted(set(model_dtypes) & set(without_units))
     if not slow:
         return evidence
     scoring, windows, answers = evidence.scoring, evidence.windows, evidence.answers
@@ -198,11 +198,11 @@ def overlap_findings(
         InvalidInput: If data of a task cannot be loaded.
     """
 
-    def overlap(location: str, shared: int, documents: int, first: str) -> Finding:
+    def overlap(location: str, shared_count: int, documents: int, first: str) -> Finding:
         return Finding(
             "block",
             location,
-            found=f"{shared:,} of {documents:,} documents also occur in the calibration texts: {first[:60]!r}",
+            found=f"{shared_count:,} of {documents:,} documents also occur in the calibration texts: {first[:60]!r}",
             expected="evaluation documents that the merge was not fitted to",
             remedy="remove them from the calibration texts, or evaluate on other documents",
         )

@@ -127,15 +127,15 @@ def _findings(compatibility: Compatibility, machine: Machine, device: str, dtype
         )
 
 
-def _memory_shortage(location: str, capacity: Capacity | None, needed: int, remedy: str) -> Iterator[Finding]:
-    if capacity is None or capacity.available >= needed:
+def _memory_shortage(location: str, capacity: Capacity | None, needed_bytes: int, remedy: str) -> Iterator[Finding]:
+    if capacity is None or capacity.available >= needed_bytes:
         return
-    is_permanent = capacity.total < needed
+    is_permanent = capacity.total < needed_bytes
     size, when = (capacity.total, "in total") if is_permanent else (capacity.available, "available now")
     yield Finding(
         severity="block" if is_permanent else "warn",
         where=location,
         found=f"{format_bytes(size)} {when}",
-        expected=f"about {format_bytes(needed)} for merging",
+        expected=f"about {format_bytes(needed_bytes)} for merging",
         remedy=remedy if is_permanent else "stop other programs first",
     )

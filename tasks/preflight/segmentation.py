@@ -23,14 +23,14 @@ _TIME_LIMIT = 300.0  # Seconds.
 Shares = tuple[float, float]
 
 
-def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
+def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
     """Return the findings of a plan, adding the share of differently segmented sample text to tokenizer differences.
 
     This costs nothing if no tokenizers differ.
     """
-    pairs = planned.tokenizer_pairs[:_MAX_PAIRS]
+    pairs = planned_merge.tokenizer_pairs[:_MAX_PAIRS]
     if not pairs:
-        return planned.findings
+        return planned_merge.findings
     texts = tuple(
         tuple(json.dumps(side, ensure_ascii=False) for side in (pair.original, pair.result)) for pair in pairs
     )
@@ -62,7 +62,7 @@ def add_segmentation_shares(planned: PlannedMerge) -> tuple[Finding, ...]:
                 f"{lines:.0%} of the lines"
             )
         updated[pair.finding] = replace(pair.finding, found=f"{pair.finding.found}; {effect}")
-    return worst_first(updated.get(finding, finding) for finding in planned.findings)
+    return worst_first(updated.get(finding, finding) for finding in planned_merge.findings)
 
 
 def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProgress) -> list[Shares | str]:
@@ -84,14 +84,14 @@ def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProg
     return results
 
 
-def segmentation_shares(left: str, right: str, lines: Sequence[str]) -> Shares:
+def segmentation_shares(first_json: str, second_json: str, lines: Sequence[str]) -> Shares:
     """Return the shares of tokens and lines that differ.
 
     A token agrees if the other tokenizer has it at the same position.
     """
     from tokenizers import Tokenizer
 
-    first, second = Tokenizer.from_str(left), Tokenizer.from_str(right)
+    first, second = Tokenizer.from_str(first_json), Tokenizer.from_str(second_json)
 
     def token_positions(tokenizer: Tokenizer, line: str) -> Counter[tuple[int, int, str]]:
         encoded = tokenizer.encode(line)

@@ -183,11 +183,11 @@ def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | N
     return len({model.likelihoods.vocabulary for model in models if model.likelihoods}) > 1
 
 
-def likelihood(measured: Likelihoods | None, per_byte: bool) -> str:
+def likelihood(measurement: Likelihoods | None, per_byte: bool) -> str:
     """Return a perplexity (or bits per byte) as text. The result is empty if it was not measured."""
-    if measured is None:
+    if measurement is None:
         return ""
-    return wording.format_magnitude(measured.bits_per_byte if per_byte else measured.perplexity)
+    return wording.format_magnitude(measurement.bits_per_byte if per_byte else measurement.perplexity)
 
 
 def as_markdown(content: ReportContent) -> str:

@@ -26,7 +26,7 @@ import resource
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +123,27 @@ def confine(limits: Confinement) -> tuple[str, ...]:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_DATA, (limits.memory, limits.memory))
             applied.append("memory")
-    isolated = not limits.network and _isolate_network()
+
+    # Move to a new network namespace with only a loopback interface, if that is allowed.
+    isolated = False
+    if not limits.network:
+        user, group = os.geteuid(), os.getegid()
+        isolated = _libc.unshare(_CLONE_NEWNET) == 0
+        if not isolated and _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
+            isolated = True
+            with contextlib.suppress(OSError):  # keep the user and group ids
+                Path("/proc/self/setgroups").write_text("deny")
+                Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+                Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if isolated:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            import fcntl
+
+            get_flags, set_flags, up = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
+            request = struct.pack("16sH14x", b"lo", 0)
+            flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, get_flags, request))[1]
+            fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
+
     version = max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
     if version:
         tcp = 0 if limits.network or isolated or version < 4 else _TCP
@@ -136,26 +156,6 @@ def confine(limits: Confinement) -> tuple[str, ...]:
         if privilege not in _KEPT_PRIVILEGES:
             _libc.prctl(_PR_CAPBSET_DROP, privilege, 0, 0, 0)
     return tuple(applied)
-
-
-def _isolate_network() -> bool:
-    """Move to a new network namespace with only a loopback interface. Return False if that is not allowed."""
-    user, group = os.geteuid(), os.getegid()
-    if _libc.unshare(_CLONE_NEWNET) != 0:
-        if _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
-            return False
-        with contextlib.suppress(OSError):  # keep the user and group ids
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        import fcntl
-
-        get_flags, set_flags, up = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
-        request = struct.pack("16sH14x", b"lo", 0)
-        flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, get_flags, request))[1]
-        fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
-    return True
 
 
 def _restrict(limits: Confinement, version: int, tcp: int) -> bool:
@@ -172,7 +172,20 @@ def _restrict(limits: Confinement, version: int, tcp: int) -> bool:
     if ruleset < 0:
         return False
     try:
-        hidden = set(_hidden_paths(limits.hide))
+        # Existing locations of secrets, with links resolved.
+        homes = {_home()}
+        with contextlib.suppress(KeyError, ImportError):
+            import pwd
+
+            homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
+        secrets = [Path(path) for path in (*_SYSTEM_SECRETS, *limits.hide)]
+        secrets += [home / name for home in homes for name in _SECRETS]
+        if cache := os.environ.get("HF_HOME"):
+            secrets += [Path(cache, name) for name in ("token", "stored_tokens")]
+        if token := os.environ.get("HF_TOKEN_PATH"):
+            secrets.append(Path(token))
+        hidden = {os.path.realpath(path) for path in secrets if os.path.lexists(path)}
+
         for root in dict.fromkeys(map(os.path.realpath, ("/",) if limits.read is None else limits.read)):
             for path in _all_but(hidden, root):
                 _allow(ruleset, path, _READ_FILE)
@@ -222,24 +235,6 @@ def _all_but(hidden: set[str], root: str) -> Iterator[str]:
         for entry in entries:
             if not entry.is_symlink():  # rules apply to the target, which is covered elsewhere
                 yield from _all_but(hidden, entry.path)
-
-
-def _hidden_paths(additional: Sequence[str]) -> Iterator[str]:
-    """Yield the existing locations of secrets, with links resolved."""
-    homes = {_home()}
-    with contextlib.suppress(KeyError, ImportError):
-        import pwd
-
-        homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
-    paths = [Path(path) for path in (*_SYSTEM_SECRETS, *additional)]
-    paths += [home / name for home in homes for name in _SECRETS]
-    if cache := os.environ.get("HF_HOME"):
-        paths += [Path(cache, name) for name in ("token", "stored_tokens")]
-    if token := os.environ.get("HF_TOKEN_PATH"):
-        paths.append(Path(token))
-    for path in paths:
-        if os.path.lexists(path):
-            yield os.path.realpath(path)
 
 
 def _home() -> Path:

@@ -484,7 +484,12 @@ def _signal_and_list_segments(pid: int, number: int) -> set[str]:
     """
     _signal(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _STOPS_WITHIN
-    while _state(pid) not in ("T", "t", "Z", "") and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        state = ""  # As in proc(5), or empty if the process does not exist.
+        with contextlib.suppress(OSError, IndexError):
+            state = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        if state in ("T", "t", "Z", ""):
+            break
         time.sleep(_STOPS_WITHIN / 100)
     paths: set[str] = set()
     with contextlib.suppress(OSError):
@@ -497,13 +502,6 @@ def _signal_and_list_segments(pid: int, number: int) -> set[str]:
     _signal(pid, number)
     _signal(pid, signal.SIGCONT)
     return {path for path in paths if path.startswith(_SHARED_MEMORY)}
-
-
-def _state(pid: int) -> str:
-    """Return the state as in proc(5), or an empty string if the process does not exist."""
-    with contextlib.suppress(OSError, IndexError):
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
 
 
 def _prctl(option: int, value: int) -> None:

@@ -117,25 +117,27 @@ def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confiden
     )
 
 
-def error_rate(failed: int, requests: int, confidence: float) -> ErrorRate:
+def error_rate(failures: int, requests: int, confidence: float) -> ErrorRate:
     """Return the error rate and its interval, whose coverage holds simultaneously for all numbers of requests."""
-    answered = requests - failed
+    answered = requests - failures
     if not requests:
         return ErrorRate(requests=0, failed=0, rate=0.0, low=0.0, high=1.0)
-    mixture = _log_beta(failed + 0.5, answered + 0.5) - _log_beta(0.5, 0.5)
-    floor, rate = mixture + math.log1p(-confidence), failed / requests
+    mixture = _log_beta(failures + 0.5, answered + 0.5) - _log_beta(0.5, 0.5)
+    floor, rate = mixture + math.log1p(-confidence), failures / requests
 
-    def interval_end(refuted: float) -> float:
+    def interval_end(refuted_rate: float) -> float:
         """Find an end of the interval by bisection, between a refuted rate and the observed rate."""
-        outer, inner = refuted, rate
+        outer, inner = refuted_rate, rate
         for _ in range(_HALVINGS):
             p = (outer + inner) / 2
-            likelihood = (failed * math.log(p) if failed else 0.0) + (answered * math.log1p(-p) if answered else 0.0)
+            likelihood = (failures * math.log(p) if failures else 0.0) + (
+                answered * math.log1p(-p) if answered else 0.0
+            )
             outer, inner = (outer, p) if likelihood > floor else (p, inner)
         return outer
 
-    low, high = (interval_end(0.0) if failed else 0.0), (interval_end(1.0) if answered else 1.0)
-    return ErrorRate(requests=requests, failed=failed, rate=rate, low=low, high=high)
+    low, high = (interval_end(0.0) if failures else 0.0), (interval_end(1.0) if answered else 1.0)
+    return ErrorRate(requests=requests, failed=failures, rate=rate, low=low, high=high)
 
 
 def _summary(rows: Sequence[ArmRow], confidence: float) -> ArmSummary:

@@ -76,18 +76,18 @@ class ShadowDecision(NamedTuple):
     reason: str
 
 
-def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, bound: ArrayLike) -> NDArray[np.float64]:
-    """Return the logarithm of the evidence that the win rate is above ``bound``.
+def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, rate_bound: ArrayLike) -> NDArray[np.float64]:
+    """Return the logarithm of the evidence that the win rate is above ``rate_bound``.
 
-    For the evidence that it is below ``bound``, exchange wins and losses and pass ``1 - bound``.
+    For the evidence that it is below ``rate_bound``, exchange wins and losses and pass ``1 - rate_bound``.
 
     Args:
         wins: Numbers of wins, as an array of any shape.
         ties: Numbers of ties, in the same shape.
         losses: Numbers of losses, in the same shape.
-        bound: Win rates in (0, 1), in a shape that broadcasts with the others.
+        rate_bound: Win rates in (0, 1), in a shape that broadcasts with the others.
     """
-    m = np.asarray(bound, dtype=np.float64)[..., None]
+    m = np.asarray(rate_bound, dtype=np.float64)[..., None]
     stakes = _SHARES / m
     logs = np.asarray(wins, dtype=np.float64)[..., None] * np.log1p(stakes * (1 - m))
     logs = logs + np.asarray(ties, dtype=np.float64)[..., None] * np.log1p(stakes * (EVEN - m))

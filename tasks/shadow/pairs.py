@@ -54,26 +54,26 @@ class Sample(NamedTuple):
 
 
 def sample_pairs(
-    recorded: Callable[[], Iterable[RecordedPair]],
+    read_pairs: Callable[[], Iterable[RecordedPair]],
     *,
-    judged: Mapping[str, str],
+    judged_requests: Mapping[str, str],
     half_judged: Collection[str] = (),
     limit: int,
 ) -> Sample:
     """Return the pairs for one interim look: half-judged pairs first, then the oldest.
 
     Args:
-        recorded: Function that returns all recorded pairs. It is called twice.
-        judged: Judged request of each session in the ledger.
+        read_pairs: Function that returns all recorded pairs. It is called twice.
+        judged_requests: Judged request of each session in the ledger.
         half_judged: Requests that an interrupted look left half judged.
         limit: Largest number of pairs in one look.
     """
     left_out: Counter[str] = Counter()
     # First pass: of each session without a pair, select the readable request with the smallest hash.
     selected: dict[str, tuple[bytes, str]] = {}
-    for pair in recorded():
-        if pair.session in judged:
-            left_out[SAME_SESSION] += judged[pair.session] != pair.request_id
+    for pair in read_pairs():
+        if pair.session in judged_requests:
+            left_out[SAME_SESSION] += judged_requests[pair.session] != pair.request_id
             continue
         try:
             question_in(pair.path, pair.request)
@@ -90,7 +90,7 @@ def sample_pairs(
     # Second pass: of the selected pairs whose answers are readable, hold only the first ``limit`` in memory.
     pairs: list[SampledPair] = []
     readable_count = 0
-    for pair in recorded():
+    for pair in read_pairs():
         if pair.request_id not in request_ids:
             continue
         if any(answer.status != 200 or answer.error for answer in (pair.parent, pair.candidate)):

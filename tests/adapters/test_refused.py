@@ -14,8 +14,9 @@ from peft_family import applied_by_us, load_base, make_adapter, make_base
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import open_checkpoint
-from mergegate.merge_core.adapters import adapter_findings, apply_adapter, open_adapter
+from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.adapter import ResolvedAdapter
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -202,9 +203,9 @@ def test_the_shapes_of_another_base_are_refused(kept: Path, tmp_path: Path) -> N
 
 
 def test_the_name_of_another_base_is_a_warning(kept: Path) -> None:
-    adapter = open_adapter(kept / "adapter")
-    assert list(adapter_findings("elsewhere/base", adapter)) == []
-    (finding,) = adapter_findings("org/other@main", adapter)
+    adapter = ResolvedAdapter(ref="adapter", directory=kept / "adapter")
+    assert adapter.findings("elsewhere/base") == ()
+    (finding,) = adapter.findings("org/other@main")
     assert finding.severity == "warn"
     assert "base_model_name_or_path" in finding.where
 

@@ -28,7 +28,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pairs_of(*answers: tuple[str, str]) -> tuple[SampledPair, ...]:
     recorded = [pair(n, parent=parent, candidate=candidate) for n, (parent, candidate) in enumerate(answers)]
-    return sample_pairs(lambda: recorded, judged={}, limit=1000).pairs
+    return sample_pairs(lambda: recorded, judged_requests={}, limit=1000).pairs
 
 
 def judge(

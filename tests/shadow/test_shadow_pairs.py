@@ -20,7 +20,7 @@ from mergegate.tasks.shadow.recorded_traffic import RecordedPair
 
 
 def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:
-    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.at), judged=judged or {}, limit=most)
+    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.at), judged_requests=judged or {}, limit=most)
 
 
 TRAFFIC = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["good", "bad", ""])), max_size=30)
@@ -57,7 +57,7 @@ def test_later_looks_only_add_pairs_and_skip_none(traffic: list[tuple[int, str]]
 
 def test_a_half_judged_pair_is_finished_first() -> None:
     pairs = [pair(n, f"s{n % 5}") for n in range(40)]
-    look = sample_pairs(lambda: pairs, judged={"s4": "request-39"}, half_judged=["request-39"], limit=2)
+    look = sample_pairs(lambda: pairs, judged_requests={"s4": "request-39"}, half_judged=["request-39"], limit=2)
     assert look.pairs[0].answers.id == "request-39"
     assert len({one.session for one in look.pairs}) == 2
 

@@ -82,7 +82,7 @@ def combine_licenses(
     parents: Sequence[License | LicensedParent],
     use: Use,
     table: LicenseTable,
-    accepted: Mapping[str, str] = MappingProxyType({}),
+    acceptances: Mapping[str, str] = MappingProxyType({}),
 ) -> Combination:
     """Determine whether the licenses of the parents allow a merge for the intended use.
 
@@ -91,7 +91,7 @@ def combine_licenses(
             ancestors apply too. A ``License`` instead of a parent stands for a parent with the name of the license.
         use: Intended use of the merged model.
         table: Known licenses.
-        accepted: Acceptances of the user, by license identifier or model name. Each is a text of the form ``who: why``.
+        acceptances: Texts of the form ``who: why`` from the user, by license identifier or model name.
             See ``LicenseSettings.accepted``.
 
     Returns:
@@ -109,11 +109,11 @@ def combine_licenses(
         remedy = rule.remedy
         if finding.status == "review":  # It is settled if all of its subjects are accepted. A block never is.
             keys = [
-                next((key for key in (subject.license, subject.model) if key is not None and key in accepted), None)
+                next((key for key in (subject.license, subject.model) if key is not None and key in acceptances), None)
                 for subject in finding.about
             ]
             if keys and None not in keys:
-                settled = tuple(sorted({f"{key}: {accepted[key]}" for key in keys if key is not None}))
+                settled = tuple(sorted({f"{key}: {acceptances[key]}" for key in keys if key is not None}))
             names = sorted({subject.license or subject.model for subject in finding.about})
             to_accept = join_words(f"{name!r}" for name in names)
             remedy = f"{rule.remedy}; to accept, add {to_accept} under 'accepted', each with 'who: why'"

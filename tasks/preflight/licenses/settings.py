@@ -52,12 +52,12 @@ class LicenseSettings(BaseModel):
 
     @field_validator("accepted")
     @classmethod
-    def _check_accepted(cls, accepted: dict[str, str]) -> dict[str, str]:
-        for key, value in accepted.items():
+    def _check_accepted(cls, acceptances: dict[str, str]) -> dict[str, str]:
+        for key, value in acceptances.items():
             user, _, reason = value.partition(":")
             if not user.strip() or not reason.strip():
                 raise ValueError(f"{key}: {value!r} does not name who accepted it and why. Write 'who: why'")
-        return accepted
+        return acceptances
 
     def use(self, name: str) -> Use:
         """Return these settings as the intended use of the merged model `name`."""

@@ -194,7 +194,7 @@ def winner_key(content: SweepContent) -> Key:
     return Key.styled(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
 
 
-def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:
+def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left_margin: float, columns: int) -> None:
     """Draw the legend above the plot, starting ``left`` pixels from the left."""
     from matplotlib.lines import Line2D
 
@@ -207,7 +207,7 @@ def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left: float, co
     figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(left / layout.width, 1),
+        bbox_to_anchor=(left_margin / layout.width, 1),
         ncols=columns,
         frameon=False,
         fontsize=12,

@@ -293,12 +293,12 @@ def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
     return tuple(rows)
 
 
-def budget_rows(budget: ReportedBudget, scored: int) -> tuple[tuple[str, str, str, float | None], ...]:
+def budget_rows(budget: ReportedBudget, trial_count: int) -> tuple[tuple[str, str, str, float | None], ...]:
     """Return the spent part of the budget as rows: name, spent amount, budget, and share in [0, 1].
 
     The share is None if the budget is unlimited.
     """
-    first_row = [("Trials", f"{scored:,}", f"{budget.trials:,}", min(1.0, scored / budget.trials))]
+    first_row = [("Trials", f"{trial_count:,}", f"{budget.trials:,}", min(1.0, trial_count / budget.trials))]
     hours = None if budget.hours is None else format_duration(3600 * budget.hours)
     share = None if budget.hours is None else min(1.0, budget.spent_hours / budget.hours)
     rows: list[tuple[str, str, str, float | None]] = [
