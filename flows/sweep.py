@@ -11,6 +11,7 @@ the same trials and finds the same winner.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,22 +21,24 @@ from prefect.client.schemas.objects import State
 
 from mergegate.flows.attempt import open_trial_pool, prepare_search, run_confirmation, run_search
 from mergegate.flows.outcome import (
+    LIBRARIES,
     RunOutcome,
     conclude_flow,
     name_run,
     store_page,
-    sweep_report,
     within_limits,
 )
 from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import state_directory, write_state
-from mergegate.tasks.report import sweep_sentence
+from mergegate.tasks.report import SweepFacts, sweep_content, sweep_sentence
 from mergegate.tasks.runners import open_runner
-from mergegate.tasks.stage import announce, home
+from mergegate.tasks.stage import announce, home, versions
 from mergegate.tasks.sweep import (
     Confirmation,
     open_view,
+    parameter_importances,
     relocate_recipe,
     study_key,
 )
@@ -70,7 +73,25 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
             recorder = open_view(location, name, problem.space.coordinates, problem.objective).record
         study = run_search(pool, recorder)
         verdict = run_confirmation(pool, study)
-    content = sweep_report(profile, search, study, verdict, power)
+
+    shares: Mapping[str, float] = {}
+    try:
+        importances = parameter_importances(study)
+        shares, why_none = importances.shares, importances.reason
+    except InvalidInput as error:
+        why_none = f"{error.found}: {error.remedy}"
+    facts = SweepFacts(
+        name=profile.name,
+        method=search.method,
+        power=power,
+        sizes=search.sizes(),
+        runner=str(profile.runner),
+        importances=shares,
+        no_importances=why_none,
+        reproduce=("mergegate sweep PROFILE",),
+        versions=tuple(f"{name} {version}" for name, version in versions(*LIBRARIES).items()),
+    )
+    content = sweep_content(study, verdict, facts)
     page = store_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(

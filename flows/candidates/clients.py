@@ -112,8 +112,18 @@ def client_round(
     for name, path in _client_directories(settings.patterns, directory, remarks, f"{location}: clients"):
         try:
             _require_same_shapes(start, name, path, base)
-            count = float(samples[name]) if name in samples else _samples_in_card(name, path)
-            present.append(_Client(name, digest_of(path), count, adapter=_brings_adapter(path)))
+            digest = digest_of(path)
+            count: Any = samples.get(name)
+            if count is None:
+                card = read_card(path)
+                if card.problem and "samples" not in card.metadata:
+                    expected = "a model card whose front matter is YAML"
+                    raise InvalidInput(f"{name}: {CARD}", found=card.problem, expected=expected)
+                if (count := card.metadata.get("samples")) is not None and not _is_count(count):
+                    raise InvalidInput(f"{CARD}: samples", found=f"{count!r:.60}", expected="a number above 0")
+            present.append(
+                _Client(name, digest, None if count is None else float(count), adapter=_brings_adapter(path))
+            )
         except (MergegateError, OSError) as error:
             reason = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
             for prefix in (path, path.absolute(), path.resolve()):  # a release shows the remark to others
@@ -263,16 +273,6 @@ def _require_same_shapes(start: Checkpoint | None, name: str, path: Path, base: 
         if actual is None or actual.shape != tensor.shape:
             found = "missing" if actual is None else f"shape {list(actual.shape)}"
             raise InvalidInput(tensor_name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
-
-
-def _samples_in_card(name: str, path: Path) -> float | None:
-    card = read_card(path)
-    if card.problem and "samples" not in card.metadata:
-        raise InvalidInput(f"{name}: {CARD}", found=card.problem, expected="a model card whose front matter is YAML")
-    value = card.metadata.get("samples")
-    if value is not None and not _is_count(value):
-        raise InvalidInput(f"{CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
-    return None if value is None else float(value)  # type: ignore[arg-type]  # _is_count
 
 
 def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], location: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ The command line, ``--json`` and Prefect's pages all use the same frozen value::
 
 from mergegate.flows.outcome.archive import archive_outcome
 from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
-from mergegate.flows.outcome.report_content import public_names, report_content, sweep_report
+from mergegate.flows.outcome.report_content import LIBRARIES, public_names, report_content
 from mergegate.flows.outcome.run_names import name_run, run_name
 from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, stopped_outcome, store_page
 
 __all__ = [
+    "LIBRARIES",
     "RunOutcome",
     "StoppedRun",
     "archive_outcome",
@@ -26,6 +27,5 @@ __all__ = [
     "run_name",
     "stopped_outcome",
     "store_page",
-    "sweep_report",
     "within_limits",
 ]

@@ -10,7 +10,6 @@ from typing import Any
 from mergegate.flows.attempt import Attempt, FailedMerge, open_remedies
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import Recipe
-from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import join_parts
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.judge import JudgeVerdict
@@ -27,25 +26,14 @@ from mergegate.tasks.report import (
     ReportedPlace,
     ReportedServing,
     StoredArtifact,
-    SweepContent,
-    SweepFacts,
-    sweep_content,
 )
 from mergegate.tasks.serve import ServedModels
 from mergegate.tasks.stage import versions
 from mergegate.tasks.store import StoredValue
-from mergegate.tasks.sweep import (
-    Confirmation,
-    ConfirmationPower,
-    NothingToConfirm,
-    PreparedSearch,
-    Study,
-    parameter_importances,
-)
 
 # The page draws these verdicts in its own way. For all others it shows their section.
 _DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
-_LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
+LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
 def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
@@ -153,7 +141,7 @@ def report_content(
             for ref, distance in distances.items()
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
-        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
+        versions=tuple(Library(name=name, version=version) for name, version in versions(*LIBRARIES).items()),
         # The page of a refused merge shows its recipe above.
         reproduce=("mergegate reproduce RELEASE",)
         if verdict.publishable
@@ -209,31 +197,3 @@ def _serving(models: ServedModels | None) -> dict[str, Any]:
             ReportedServing(name=MERGED, measured=verdict.measured),
         ),
     }
-
-
-def sweep_report(
-    profile: Profile,
-    search: PreparedSearch,
-    study: Study,
-    verdict: Confirmation | NothingToConfirm,
-    power: ConfirmationPower,
-) -> SweepContent:
-    """Return everything that a sweep found out, for its page and the final table."""
-    shares: Mapping[str, float] = {}
-    try:
-        importances = parameter_importances(study)
-        shares, why_none = importances.shares, importances.reason
-    except InvalidInput as error:
-        why_none = f"{error.found}: {error.remedy}"
-    facts = SweepFacts(
-        name=profile.name,
-        method=search.method,
-        power=power,
-        sizes=search.sizes(),
-        runner=str(profile.runner),
-        importances=shares,
-        no_importances=why_none,
-        reproduce=("mergegate sweep PROFILE",),
-        versions=tuple(f"{name} {version}" for name, version in versions(*_LIBRARIES).items()),
-    )
-    return sweep_content(study, verdict, facts)
