@@ -26,7 +26,7 @@ from mergegate.flows.prefect_api.deployments import (
     make_pool,
     sync_deployments,
 )
-from mergegate.flows.prefect_api.embedded import configure, configured_url, local_api, require_writable
+from mergegate.flows.prefect_api.embedded_api import configure, configured_url, local_api, require_writable
 from mergegate.flows.prefect_api.notifications import desired_rules
 from mergegate.flows.prefect_api.runs import find_replacement_run, follow_run, site_client
 from mergegate.flows.prefect_api.schedules import SCHEDULES_FILE, Schedules, load_schedules
