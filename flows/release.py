@@ -66,7 +66,7 @@ from mergegate.tasks.merge import (
 from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
-from mergegate.tasks.publish.releases import find_anchor, find_champion
+from mergegate.tasks.publish.releases import load_released_model
 from mergegate.tasks.publish.targets import Target
 from mergegate.tasks.report import Report, ReportContent, write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
@@ -218,11 +218,11 @@ def make_attempt(
     model = merged_model(merged, pinned)
     champion = anchor = None
     if needs_champion(evidence.guards):
-        champion = find_champion(profile.publish, profile.root, model, store().hashes)
+        champion = load_released_model(profile.publish, profile.root, model, store().hashes)
         if champion and champion.complete and champion.digest == model.digest:
             return AlreadyReleased(cleared_candidate, champion)
-    if champion:
-        anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
+    if champion and evidence.rule.anchor:
+        anchor = load_released_model(profile.publish, profile.root, model, store().hashes, evidence.rule.anchor)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters separately. To load a model for evaluation, its adapter must be applied first.
     parents = apply_adapters(select_named_parents(recipe, pinned.parents))

@@ -36,9 +36,8 @@ from mergegate.tasks.store import (
     collect_garbage,
     examine_store,
     explain_retention,
-    forget_profile,
+    forget_runs,
     list_store,
-    plan_collection,
     read_runs,
     store_bytes,
 )
@@ -175,13 +174,11 @@ def store_gc_command(
             if dry_run:
                 raise InvalidInput("--forget", found="it has no effect in a dry run", remedy="omit one of the options")
         for profile in forget or ():
-            forget_profile(runs_directory(), profile)
+            forget_runs(runs_directory(), profile)
         root, runs = home() / "store", runs_directory()
-        if dry_run:
-            plan, freed = plan_collection(root, runs, rule), 0
-        elif root.is_dir():
+        if dry_run or root.is_dir():
             wait = partial(console.print, "another process is collecting garbage; waiting for it")
-            collection = collect_garbage(root, runs, rule, on_wait=wait)
+            collection = collect_garbage(root, runs, rule, on_wait=wait, dry_run=dry_run)
             plan, freed = collection.plan, collection.bytes_freed
         else:
             plan, freed = RetentionPlan((), (), 0, 0, limit), 0

@@ -79,11 +79,31 @@ def model_card(
             "names. PEFT loads it with `PeftModel.from_pretrained(model, …)`. "
             + (_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
         )
+    address, is_signed = publication.address, publication.signed
+    is_local = any(model.revision is None for model in content.parents)
+    verify = f"mergegate verify {address}" + (" --key release.pub" if is_signed else "")
+    reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if is_local else "")
+    commands = [f"{verify:<48} # every file, and what they say about each other"]
+    if is_signed:
+        commands.append(
+            "model_signing verify key . --signature model.sig --public_key release.pub    # the same signature, by "
+            "OpenSSF's own tool"
+        )
+    commands += [
+        f"{'sha256sum --check SHA256SUMS':<48} # the bytes alone, in its directory",
+        f"{reproduce:<48} # the weights again, from recipe and parents, to the byte",
+        *(line for line in content.reproduce if not line.startswith("mergegate reproduce")),
+    ]
+    libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
+    notes = f"Made with {libraries}, on {publication.device}."
+    notes += " DIR is what the paths in the recipe are relative to." if is_local else ""
+    if is_signed:
+        notes += " The public key must come from the publisher by another way than this release."
     sections += [
         f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
         f"## Evidence\n\n{quality_section(content)}",
         f"## Licence\n\n{_license(license, missing, files)}",
-        f"## Verify and reproduce\n\n{_commands(content, publication)}",
+        f"## Verify and reproduce\n\n{_fenced(chr(10).join(commands), 'sh')}\n\n{notes}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -133,31 +153,6 @@ def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
             f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), settled, 0)}"
         )
     return "\n\n".join(parts)
-
-
-def _commands(content: ReportContent, publication: Publication) -> str:
-    address = publication.address
-    verify = f"mergegate verify {address}" + (" --key release.pub" if publication.signed else "")
-    local = any(model.revision is None for model in content.parents)
-    reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if local else "")
-    lines = [f"{verify:<48} # every file, and what they say about each other"]
-    if publication.signed:
-        lines.append(
-            "model_signing verify key . --signature model.sig --public_key release.pub    # the same signature, by "
-            "OpenSSF's own tool"
-        )
-    lines += [
-        f"{'sha256sum --check SHA256SUMS':<48} # the bytes alone, in its directory",
-        f"{reproduce:<48} # the weights again, from recipe and parents, to the byte",
-        *(line for line in content.reproduce if not line.startswith("mergegate reproduce")),
-    ]
-    libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
-    text = f"{_fenced(chr(10).join(lines), 'sh')}\n\nMade with {libraries}, on {publication.device}."
-    if local:
-        text += " DIR is what the paths in the recipe are relative to."
-    if publication.signed:
-        text += " The public key must come from the publisher by another way than this release."
-    return text
 
 
 def _fenced(text: str, language: str) -> str:

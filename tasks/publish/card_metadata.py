@@ -61,14 +61,18 @@ def card_metadata(
     for score in scores.tasks if scores else ():
         benchmark = BENCHMARKS.get(score.task)
         by_dataset.setdefault(benchmark.dataset if benchmark else score.task, []).append(score)
-    results = [
-        {
-            "task": {"type": "text-generation", "name": "Text Generation"},
-            "dataset": {"name": dataset_scores[0].task, "type": dataset},
-            "metrics": [_metric(score, dataset_scores[0].task) for score in dataset_scores],
-        }
-        for dataset, dataset_scores in by_dataset.items()
-    ]
+    results = []
+    for dataset, dataset_scores in by_dataset.items():
+        name, metrics = dataset_scores[0].task, []
+        for score in dataset_scores:
+            metric, _, variant = score.metric.partition(",")
+            kind, label = _METRICS.get(metric, (metric, metric.replace("_", " ")))
+            detail = ", ".join([score.task] * (score.task != name) + [variant] * (variant not in ("", "none")))
+            in_percent = score.higher_is_better and 0 <= score.score <= 1
+            value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
+            metrics.append({"type": kind, "value": value, "name": f"{label} ({detail})" if detail else label})
+        task = {"type": "text-generation", "name": "Text Generation"}
+        results.append({"task": task, "dataset": {"name": name, "type": dataset}, "metrics": metrics})
     if results:
         metadata["model-index"] = [{"name": content.name, "results": results}]
     return metadata
@@ -117,12 +121,3 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
             expected="a model card that the Hub reads as intended",
             remedy="correct the profile's name or the cards of the parents, then run again; nothing was uploaded",
         )
-
-
-def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
-    metric, _, variant = score.metric.partition(",")
-    kind, label = _METRICS.get(metric, (metric, metric.replace("_", " ")))
-    detail = ", ".join([score.task] * (score.task != dataset) + [variant] * (variant not in ("", "none")))
-    in_percent = score.higher_is_better and 0 <= score.score <= 1
-    value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
-    return {"type": kind, "value": value, "name": f"{label} ({detail})" if detail else label}

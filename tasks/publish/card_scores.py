@@ -26,7 +26,22 @@ def quality_section(content: ReportContent) -> str:
     parts = [f"**{wording.title(verdict)}.** {escaped(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
         parts.append("\n".join(f"* {escaped(reason)}" for reason in reasons))
-    parts += [part for part in (_scores(content), _guards(content), _perplexity(content)) if part]
+    parts += [part for part in (_scores(content), _guards(content)) if part]
+    drift = verdict.drift
+    if models := tuple(model for model in content.models if model.likelihoods is not None):
+        per_byte = compares_per_byte(models, drift)
+        unit = "bits per byte" if per_byte else "perplexity"
+        rows = [
+            (_model_label(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))
+            for model in models
+            if model.likelihoods
+        ]
+        parts.append(f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}")
+        if drift is not None:
+            parts.append(
+                f"{wording.TIMES} {wording.format_ratio(drift)} of {escaped(drift.reference)}, the better parent; "
+                f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
+            )
     lines = []
     if content.judge is not None:
         lines.append(f"* Answers, judged by {escaped(content.judge.model)}: {escaped(content.judge.reason)}")
@@ -80,7 +95,18 @@ def _scores(content: ReportContent) -> str:
     for task, metric in keys:
         cells = [by_model[model.name].get((task, metric)) for model in models]
         documents = max(cell.n for cell in cells if cell)
-        rows.append((task, metric, f"{documents:,}", *(_cell(cell) if cell else "" for cell in cells)))
+        row = [task, metric, f"{documents:,}"]
+        for cell in cells:
+            if cell is None:
+                row.append("")
+                continue
+            low, high = score_interval(cell)
+            in_points = cell.higher_is_better and 0 <= cell.score <= 1
+            scale, decimals = (100.0, 1) if in_points else (1.0, 3)
+            shown = wording.number(scale * cell.score, decimals)
+            interval = "" if math.isnan(low) else f" {wording.interval(scale * low, scale * high, decimals)}"
+            row.append(shown + interval)
+        rows.append(row)
     columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
     note = "Score with its 95 % interval; in points (0 to 100) where it is a share of right answers."
     return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
@@ -88,14 +114,6 @@ def _scores(content: ReportContent) -> str:
 
 def _model_label(model: ReportedModel) -> str:
     return "this merge" if model.role == "merge" else model.name
-
-
-def _cell(score: TaskScore) -> str:
-    low, high = score_interval(score)
-    in_points = score.higher_is_better and 0 <= score.score <= 1
-    scale, decimals = (100.0, 1) if in_points else (1.0, 3)
-    shown = wording.number(scale * score.score, decimals)
-    return shown if math.isnan(low) else f"{shown} {wording.interval(scale * low, scale * high, decimals)}"
 
 
 def _guards(content: ReportContent) -> str:
@@ -114,24 +132,3 @@ def _guards(content: ReportContent) -> str:
     )
     suites = "".join(f"\n\n{escaped(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
     return f"### Verdicts\n\n{table}{suites}\n\n{note}"
-
-
-def _perplexity(content: ReportContent) -> str:
-    drift = content.verdict.drift
-    models = tuple(model for model in content.models if model.likelihoods is not None)
-    if not models:
-        return ""
-    per_byte = compares_per_byte(models, drift)
-    unit = "bits per byte" if per_byte else "perplexity"
-    rows = [
-        (_model_label(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))
-        for model in models
-        if model.likelihoods
-    ]
-    parts = [f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}"]
-    if drift is not None:
-        parts.append(
-            f"{wording.TIMES} {wording.format_ratio(drift)} of {escaped(drift.reference)}, the better parent; "
-            f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
-        )
-    return "\n\n".join(parts)

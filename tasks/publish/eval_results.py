@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import yaml
 
-from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.report import ReportContent
 
 
@@ -47,27 +46,24 @@ def eval_results(content: ReportContent) -> dict[str, str]:
         benchmark = BENCHMARKS.get(score.task)
         if benchmark is None or (score.metric, score.n) != (benchmark.metric, benchmark.documents):
             continue
+        # How the score was measured, by whom, and its standard error.
+        version, scoring = scores.lm_eval_version if scores else "", content.scoring
+        notes = [f"lm-eval {version}, task {score.task}, {score.metric}, {score.n} documents"]
+        if scoring is not None:
+            shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
+            template = "with" if scoring.chat_template else "without"
+            notes.append(f"{shots}, {template} chat template, {scoring.dtype}, backend {scoring.backend}")
+        if settings := content.asked.get(score.task):
+            notes.append(f"of this task: {settings}")
+        error = f"standard error {100 * score.stderr:.2f}"
+        notes.append(f"{error}; measured by the publisher with mergegate before release")
         entry = EvalResultEntry(
             dataset_id=benchmark.dataset,
             task_id=benchmark.task_id,
             value=round(100 * score.score, 2),
-            notes=_notes(score, content, scores.lm_eval_version if scores else ""),
+            notes="; ".join(notes),
         )
         name = f".eval_results/{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
         # If there are two variants of one benchmark, the first in the profile counts.
         files.setdefault(name, yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
     return files
-
-
-def _notes(score: TaskScore, content: ReportContent, lm_eval_version: str) -> str:
-    """Describe how a score was measured, by whom, and its standard error."""
-    scoring = content.scoring
-    parts = [f"lm-eval {lm_eval_version}, task {score.task}, {score.metric}, {score.n} documents"]
-    if scoring is not None:
-        shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
-        template = "with" if scoring.chat_template else "without"
-        parts.append(f"{shots}, {template} chat template, {scoring.dtype}, backend {scoring.backend}")
-    if settings := content.asked.get(score.task):
-        parts.append(f"of this task: {settings}")
-    parts.append(f"standard error {100 * score.stderr:.2f}; measured by the publisher with mergegate before release")
-    return "; ".join(parts)

@@ -53,7 +53,23 @@ def provenance(
     """
     numerics = origin.numerics
     versions = {library.name: library.version for library in content.versions}
-    dependencies = [_dependency(parent) for parent in origin.parents]
+    dependencies: list[dict[str, object]] = []
+    for parent in origin.parents:
+        digest = {"sha256": parent.digest}
+        uri = f"urn:mergegate:checkpoint:{parent.digest}"
+        if parent.revision:
+            digest["gitCommit"] = parent.revision
+            uri = f"pkg:huggingface/{hub_id(parent)}@{parent.revision}"
+        notes: dict[str, object] = {"role": "base" if parent.is_base else "parent"}
+        if parent.adapter:
+            notes["adapter"] = {
+                "name": parent.adapter.ref,
+                "gitCommit": parent.adapter.revision,
+                "files": dict(parent.adapter.files),
+            }
+        dependencies.append(
+            {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
+        )
     dependencies += [
         {
             "name": name,
@@ -66,11 +82,11 @@ def provenance(
     byproducts = [
         {
             "name": name,
-            "uri": f"urn:mergegate:checkpoint:{digest}",
-            "digest": {"sha256": digest},
+            "uri": f"urn:mergegate:checkpoint:{sha256}",
+            "digest": {"sha256": sha256},
             "annotations": {"stored": stored},
         }
-        for name, (digest, stored) in origin.byproducts.items()
+        for name, (sha256, stored) in origin.byproducts.items()
     ]
     statement = {
         "_type": "https://in-toto.io/Statement/v1",
@@ -103,22 +119,6 @@ def provenance(
         },
     }
     return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
-    digest = {"sha256": parent.digest}
-    uri = f"urn:mergegate:checkpoint:{parent.digest}"
-    if parent.revision:
-        digest["gitCommit"] = parent.revision
-        uri = f"pkg:huggingface/{hub_id(parent)}@{parent.revision}"
-    notes: dict[str, object] = {"role": "base" if parent.is_base else "parent"}
-    if parent.adapter:
-        notes["adapter"] = {
-            "name": parent.adapter.ref,
-            "gitCommit": parent.adapter.revision,
-            "files": dict(parent.adapter.files),
-        }
-    return {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
 
 
 def hub_id(parent: PinnedCheckpoint) -> str:

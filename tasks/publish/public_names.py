@@ -165,8 +165,22 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
         else:
             content = file.read()
         for spelling, path in spellings.items():
-            leak = next(_leaks(content, spelling, path), None) if spelling in content else None
-            if leak is not None:
+            if spelling not in content:
+                continue
+            is_short = path.count("/") == 1
+            left = rb"(?<![\w.~-])" if is_short else b""
+            following = rb"(?:(?:\\?/|%2[fF])([\w.@+~ -]*))?"
+            for match in re.finditer(left + re.escape(spelling) + _END.encode() + following, content):
+                # /tmp and /root also occur in vocabularies and answers. So a directory with one component counts only
+                # with a following name that exists in it.
+                first = (match[1] or b"").decode(errors="replace").strip(". ")
+                if is_short and not first:
+                    continue
+                is_shared = is_short or path in (str(Path.home()), tempfile.gettempdir())
+                # ``first`` is a name that a stranger wrote.
+                if first and is_shared and not os.path.lexists(os.path.join(path, first)):  # noqa: PTH118
+                    continue
+                leak = match[0].decode(errors="replace")
                 raise Refused(
                     f"{name}: {file.name}",
                     found=f"a path of this machine: {leak}",
@@ -174,25 +188,6 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
                     remedy="remove the path from the recipe, the profile or the parent's file that contains it, "
                     "then run again; nothing was published",
                 )
-
-
-def _leaks(content: bytes, spelling: bytes, path: str) -> Iterator[str]:
-    """Yield each occurrence of `path` in `content`, including the name that follows it.
-
-    ``/tmp`` and ``/root`` also occur in vocabularies and answers. So a directory with one component counts only with a
-    following name that exists in it.
-    """
-    separator = rb"(?:\\?/|%2[fF])"
-    left = rb"(?<![\w.~-])" if path.count("/") == 1 else b""
-    pattern = re.compile(left + re.escape(spelling) + _END.encode() + rb"(?:" + separator + rb"([\w.@+~ -]*))?")
-    for match in pattern.finditer(content):
-        if path.count("/") == 1 or path in (str(Path.home()), tempfile.gettempdir()):
-            first = (match[1] or b"").decode(errors="replace").strip(". ")
-            if first and not os.path.lexists(os.path.join(path, first)):  # noqa: PTH118  # names a stranger wrote
-                continue
-            if not first and path.count("/") == 1:
-                continue
-        yield match[0].decode(errors="replace")
 
 
 def _is_private(text: str) -> bool:

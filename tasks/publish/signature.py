@@ -64,7 +64,22 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
         InvalidInput: ``key_file`` is not such a key.
     """
     key = private_key(key_file)
-    payload = json.dumps(_statement(name, files), sort_keys=True, ensure_ascii=False).encode()
+    listed = sorted(files.items(), key=lambda file: Path(file[0]))  # OpenSSF's library sorts by path, too
+    statement = {
+        "_type": _STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": _root([sha256 for _, sha256 in listed])}}],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": list(_IGNORED),
+            },
+            "resources": [{"name": file, "algorithm": "sha256", "digest": sha256} for file, sha256 in listed],
+        },
+    }
+    payload = json.dumps(statement, sort_keys=True, ensure_ascii=False).encode()
     algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
     bundle = {
         "mediaType": _BUNDLE,
@@ -170,24 +185,6 @@ def _wrong_key(file: Path, kind: str) -> InvalidInput:
         expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password",
         remedy=_KEY_COMMANDS,
     )
-
-
-def _statement(name: str, files: Mapping[str, str]) -> dict[str, object]:
-    listed = sorted(files.items(), key=lambda file: Path(file[0]))  # OpenSSF's library sorts by path, too
-    return {
-        "_type": _STATEMENT,
-        "subject": [{"name": name, "digest": {"sha256": _root([sha256 for _, sha256 in listed])}}],
-        "predicateType": _PREDICATE,
-        "predicate": {
-            "serialization": {
-                "method": "files",
-                "hash_type": "sha256",
-                "allow_symlinks": False,
-                "ignore_paths": list(_IGNORED),
-            },
-            "resources": [{"name": file, "algorithm": "sha256", "digest": sha256} for file, sha256 in listed],
-        },
-    }
 
 
 def _root(digests: list[str]) -> str:

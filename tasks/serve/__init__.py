@@ -9,7 +9,7 @@ from mergegate.tasks.serve.launch import find_server
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import STEPS, RunningServer, SmokeSetup, smoke_checkpoint, smoke_url
-from mergegate.tasks.serve.stage import check_server, serve_models
+from mergegate.tasks.serve.stage import serve_models, server_of
 from mergegate.tasks.serve.verdict import SERVED_AS_LORA, ServedModels, ServeVerdict
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
     "ServedModels",
     "ServingCost",
     "SmokeSetup",
-    "check_server",
     "find_server",
     "serve_models",
+    "server_of",
     "smoke_checkpoint",
     "smoke_url",
 ]

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from mergegate.tasks.http import Answer
-from mergegate.tasks.serve.client import Client, Completion, parse_chat, parse_completion
+from mergegate.tasks.serve.client import Client, Completion, parse_completion
 from mergegate.tasks.serve.reference import Reference
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.verdict import Check
@@ -60,17 +60,6 @@ class ServedSubject:
 ServerCheck = Callable[[ServedSubject], list[Check]]
 
 
-def accepts_extensions(subject: ServedSubject) -> bool:
-    """Return whether the server accepts or ignores vLLM's additional fields. The request also warms the server up.
-
-    It uses the longest prompt. vLLM 0.32 on a CPU with AMX may use AMX only from the first larger multiplication on,
-    and dies of SIGILL if its very first prompt has only a few tokens.
-    """
-    prompt = max(subject.settings.prompts, key=len)
-    answer = subject.complete(prompt, 1, extension={"return_token_ids": True})
-    return not (answer.status in (400, 422) and replace(subject, extended=False).complete(prompt, 1).status == 200)
-
-
 def check_generation(subject: ServedSubject) -> list[Check]:
     """Continue every prompt twice, greedily. Check for text, finite numbers, equal results and loops."""
     first: list[Completion] = []
@@ -87,51 +76,47 @@ def check_generation(subject: ServedSubject) -> list[Check]:
                 seen = f"after {_quoted(prompt)}: {answer.complaint}"
                 return [Check.failed("text", seen, "HTTP 200", _BROKEN_MODEL)]
             completions.append(completion)
-    return [_check_finite(first), _check_text(first), _check_determinism(first, again), _check_loops(first)]
 
-
-def _check_finite(completions: Sequence[Completion]) -> Check:
     name, expected = "finite logprobs", "finite numbers"
-    numbers = [number for completion in completions for number in completion.logprobs or ()]
-    if not numbers:
-        return Check.not_offered(name, "the server returns no log-probabilities")
+    numbers = [number for completion in first for number in completion.logprobs or ()]
     broken = sum(not math.isfinite(number) for number in numbers)
-    if broken:
-        return Check.failed(name, f"{broken} of {len(numbers)} are not finite", expected, _BROKEN_MODEL)
-    return Check.passed(name, f"{len(numbers)} tokens", expected)
+    if not numbers:
+        checks = [Check.not_offered(name, "the server returns no log-probabilities")]
+    elif broken:
+        checks = [Check.failed(name, f"{broken} of {len(numbers)} are not finite", expected, _BROKEN_MODEL)]
+    else:
+        checks = [Check.passed(name, f"{len(numbers)} tokens", expected)]
 
+    name, expected = "text", f"after at least half of {len(first)} prompts"
+    texts = [completion.text.strip() for completion in first if completion.text.strip()]
+    if 2 * len(texts) < len(first) or not texts:
+        empty = f"nothing after {len(first) - len(texts)} of {len(first)} prompts"
+        checks.append(Check.failed(name, empty, expected, _BROKEN_MODEL))
+    else:
+        checks.append(Check.passed(name, _quoted(texts[0]), expected))
 
-def _check_text(completions: Sequence[Completion]) -> Check:
-    name, expected = "text", f"after at least half of {len(completions)} prompts"
-    texts = [completion.text.strip() for completion in completions if completion.text.strip()]
-    if 2 * len(texts) < len(completions) or not texts:
-        empty = f"nothing after {len(completions) - len(texts)} of {len(completions)} prompts"
-        return Check.failed(name, empty, expected, _BROKEN_MODEL)
-    return Check.passed(name, _quoted(texts[0]), expected)
-
-
-def _check_determinism(first: Sequence[Completion], again: Sequence[Completion]) -> Check:
     name, unit = "greedy twice", "token ids" if all(completion.exact for completion in first) else "text"
     expected = f"equal {unit} both times"
     for position, (original, repeat) in enumerate(zip(first, again, strict=True)):
         if original.identity != repeat.identity:
             seen = f"prompt {position + 1}: {_quoted(original.text)}, then {_quoted(repeat.text)}"
-            return Check.failed(name, seen, expected, "use a deterministic server, and check the weights for NaN")
-    tokens = sum(completion.tokens for completion in first)
-    return Check.passed(name, f"{tokens} tokens after {len(first)} prompts", expected)
+            remedy = "use a deterministic server, and check the weights for NaN"
+            checks.append(Check.failed(name, seen, expected, remedy))
+            break
+    else:
+        tokens = sum(completion.tokens for completion in first)
+        checks.append(Check.passed(name, f"{tokens} tokens after {len(first)} prompts", expected))
 
-
-def _check_loops(completions: Sequence[Completion]) -> Check:
     name, expected = "no loop", f"at most half of them over {100 * _MAX_LOOP_SHARE:.0f} % one pattern"
-    if all(len(completion.identity) < 2 <= completion.tokens for completion in completions):
-        return Check.not_offered(name, "the server does not return single tokens", expected)
+    if all(len(completion.identity) < 2 <= completion.tokens for completion in first):
+        return [*checks, Check.not_offered(name, "the server does not return single tokens", expected)]
     # A continuation that ends after a few tokens does not count as a loop.
-    shares = [looped_share(item.identity) if len(item.identity) >= _SHORT else 0.0 for item in completions]
+    shares = [looped_share(item.identity) if len(item.identity) >= _SHORT else 0.0 for item in first]
     loops = [share for share in shares if share > _MAX_LOOP_SHARE]
     seen = f"{len(loops)} of {len(shares)}; {100 * max(shares):.0f} % at most"
     if 2 * len(loops) > len(shares):
-        return Check.failed(name, seen, expected, _BROKEN_MODEL)
-    return Check.passed(name, seen, expected)
+        return [*checks, Check.failed(name, seen, expected, _BROKEN_MODEL)]
+    return [*checks, Check.passed(name, seen, expected)]
 
 
 def looped_share(tokens: Sequence[Any]) -> float:
@@ -242,14 +227,14 @@ def check_chat(subject: ServedSubject) -> list[Check]:
             expected = "an answer, because serve.chat is true"
             return [Check.failed("chat", answer.complaint, expected, "use a server that supports chats")]
         return [Check.not_offered("chat", answer.complaint)]
-    text, logprobs = parse_chat(answer)
-    if text is None:
+    reply = parse_completion(answer, is_chat=True)
+    if reply is None:
         return [Check.failed("chat", answer.complaint, "an answer", remedy)]
-    if logprobs is not None and not all(map(math.isfinite, logprobs)):
+    if reply.logprobs is not None and not all(map(math.isfinite, reply.logprobs)):
         return [Check.failed("chat", "log-probabilities that are not finite", "finite numbers", _BROKEN_MODEL)]
-    if not text.strip():
+    if not reply.text.strip():
         return [Check.failed("chat", "an empty answer", "some text", "compare the template with that of a parent")]
-    checks = [Check.passed("chat", _quoted(text), "some text")]
+    checks = [Check.passed("chat", _quoted(reply.text), "some text")]
     if chat is not None:
         ids = _tokenize(subject, messages=messages, add_generation_prompt=True)
         checks.append(_compare_ids("chat template", ids, chat.ids))
@@ -275,7 +260,35 @@ def _compare_ids(name: str, theirs: Sequence[int] | None, ours: Sequence[int]) -
 
 def check_ends(subject: ServedSubject) -> list[Check]:
     """Check that a sequence ends at every id that should end it, after a turn, and after each prompt in ``stops``."""
-    checks = [_check_end_tokens(subject, subject.reference)] if subject.reference is not None else []
+    name, field, reference = "end of sequence", "generation_config.json: eos_token_id", subject.reference
+    checks: list[Check] = []
+    if reference is not None and not reference.ends:
+        seen, remedy = "no file specifies which token ends a sequence", "set eos_token_id as in the parents"
+        checks = [Check.failed(name, seen, "an id", remedy, field)]
+    elif reference and reference.chat and (turn := reference.chat.turn_ends) and turn[0] not in reference.ends:
+        number, token = turn
+        seen = f"a turn of the chat template ends with {token!r} (id {number}), which does not end the sequence"
+        expected = f"{number} among {list(reference.ends)}"
+        checks = [Check.failed(name, seen, expected, f"add {number} to eos_token_id", field)]
+    elif reference is not None:
+        checks = [Check.passed(name, f"stops at {', '.join(map(str, reference.ends))}", "stop")]
+        prompt = subject.settings.prompts[0]
+        for end in reference.ends:
+            # A bias forces this id, independent of the model. The server must stop there.
+            answer = subject.complete(prompt, 4, logit_bias={str(end): 100}, seed=0)
+            completion = parse_completion(answer)
+            if completion is None:
+                checks = [Check.not_offered(name, answer.complaint)]
+                break
+            if completion.finish_reason != "stop":
+                unbiased = parse_completion(subject.complete(prompt, 4, seed=0))
+                if unbiased is not None and unbiased.identity == completion.identity:
+                    checks = [Check.not_offered(name, "the server ignores logit_bias")]
+                else:
+                    seen = f"the server continues after id {end}: {completion.finish_reason}"
+                    checks = [Check.failed(name, seen, "stop", "compare eos_token_id with the parents'", field)]
+                break
+
     for prompt in subject.settings.stops:
         completion = parse_completion(answer := subject.complete(prompt, subject.settings.max_tokens))
         seen = f"after {_quoted(prompt)}: " + (
@@ -287,32 +300,6 @@ def check_ends(subject: ServedSubject) -> list[Check]:
             return [*checks, Check.failed("stops", seen, expected, remedy)]
         checks.append(Check.passed("stops", seen, expected))
     return checks
-
-
-def _check_end_tokens(subject: ServedSubject, reference: Reference) -> Check:
-    name, field = "end of sequence", "generation_config.json: eos_token_id"
-    if not reference.ends:
-        seen, remedy = "no file specifies which token ends a sequence", "set eos_token_id as in the parents"
-        return Check.failed(name, seen, "an id", remedy, field)
-    if reference.chat and reference.chat.turn_ends and reference.chat.turn_ends[0] not in reference.ends:
-        number, token = reference.chat.turn_ends
-        seen = f"a turn of the chat template ends with {token!r} (id {number}), which does not end the sequence"
-        expected = f"{number} among {list(reference.ends)}"
-        return Check.failed(name, seen, expected, f"add {number} to eos_token_id", field)
-    prompt = subject.settings.prompts[0]
-    for end in reference.ends:
-        # A bias forces this id, independent of the model. The server must stop there.
-        answer = subject.complete(prompt, 4, logit_bias={str(end): 100}, seed=0)
-        completion = parse_completion(answer)
-        if completion is None:
-            return Check.not_offered(name, answer.complaint)
-        if completion.finish_reason != "stop":
-            unbiased = parse_completion(subject.complete(prompt, 4, seed=0))
-            if unbiased is not None and unbiased.identity == completion.identity:
-                return Check.not_offered(name, "the server ignores logit_bias")
-            seen = f"the server continues after id {end}: {completion.finish_reason}"
-            return Check.failed(name, seen, "stop", "compare eos_token_id with the parents'", field)
-    return Check.passed(name, f"stops at {', '.join(map(str, reference.ends))}", "stop")
 
 
 def check_length_limit(subject: ServedSubject) -> list[Check]:

@@ -69,13 +69,22 @@ def parse_models(answer: Answer) -> dict[str, int | None]:
     }
 
 
-def parse_completion(answer: Answer) -> Completion | None:
-    """Return the first choice of an answer to ``/v1/completions``, or None for any other answer."""
-    choice = _first_choice(answer)
-    if choice is None:
+def parse_completion(answer: Answer, *, is_chat: bool = False) -> Completion | None:
+    """Return the first choice of an answer to ``/v1/completions``, or None for any other answer.
+
+    With ``is_chat``, ``answer`` is one to ``/v1/chat/completions``. Its text includes the reasoning.
+    """
+    choices = answer.body.get("choices") if answer.status == 200 and isinstance(answer.body, Mapping) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if is_chat and isinstance(choice, Mapping) else choice
+    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
         return None
-    text = str(choice.get("text") or "")
+    parts = ("reasoning_content", "reasoning", "content") if is_chat else ("text",)
+    text = "".join(str(message.get(part) or "") for part in parts)
     token_data = choice.get("logprobs") or {}
+    logprobs = token_data.get("token_logprobs")
+    if is_chat and (content := token_data.get("content")) is not None:
+        logprobs = [entry.get("logprob") for entry in content]
     tokens, ids = token_data.get("tokens"), choice.get("token_ids")
     identity = ids if ids is not None else tokens if tokens is not None else [text]
     usage = answer.body.get("usage") or {}
@@ -87,31 +96,13 @@ def parse_completion(answer: Answer) -> Completion | None:
         text=text,
         identity=tuple(identity),
         exact=ids is not None,
-        logprobs=_numbers(token_data.get("token_logprobs")),
+        logprobs=_numbers(logprobs),
         prompt_logprobs=_numbers([next(iter(entry.values()))["logprob"] for entry in positions if entry])
         if isinstance(positions, Sequence)
         else None,
         finish_reason=str(choice.get("finish_reason") or ""),
         tokens=int(token_count) if token_count is not None else len(ids or tokens or ()),
     )
-
-
-def parse_chat(answer: Answer) -> tuple[str | None, tuple[float, ...] | None]:
-    """Return the text of an answer to ``/v1/chat/completions``, including reasoning, and its tokens' log-probabilities.
-
-    The text is None for any other answer, and the log-probabilities are None if the server does not offer them.
-    """
-    choice = _first_choice(answer) or {}
-    message, content = choice.get("message"), (choice.get("logprobs") or {}).get("content")
-    if not isinstance(message, Mapping):
-        return None, None
-    text = "".join(str(message.get(part) or "") for part in ("reasoning_content", "reasoning", "content"))
-    return text, None if content is None else _numbers([entry.get("logprob") for entry in content])
-
-
-def _first_choice(answer: Answer) -> Mapping[str, Any] | None:
-    choices = answer.body.get("choices") if answer.status == 200 and isinstance(answer.body, Mapping) else None
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else None
 
 
 def _numbers(values: Sequence[Any] | None) -> tuple[float, ...] | None:

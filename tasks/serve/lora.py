@@ -82,19 +82,8 @@ def plan_lora(adapted: PinnedCheckpoint, kind: ServerKind, settings: ServeSettin
         return f"serve.arguments has {conflicts[0].partition('=')[0]}"
     if not kind.on_cpu and serving_dtype(settings, base) == "float32":
         return "on GPUs, vLLM supports LoRA only in bfloat16 and float16"
-    if problem := lora_problem(base, adapter):
-        return problem
-    rank = highest_rank(adapter)
-    return ServedAdapter(base, adapter, next(limit for limit in _RANKS if rank <= limit))
 
-
-def highest_rank(adapter: Adapter) -> int:
-    """Return the highest rank as vLLM counts it: a rank in the configuration counts even if no module has it."""
-    return max([adapter.config.rank, *adapter.config.rank_pattern.values()])
-
-
-def lora_problem(base: Checkpoint, adapter: Adapter) -> str:
-    """Return why vLLM cannot serve ``adapter`` on ``base`` as LoRA, judging by configurations and names, or ''."""
+    # Configurations and names show what vLLM does not support.
     config = adapter.config
     content: Mapping[str, Any] = read_json(adapter.directory / CONFIG_FILE)
     parts = [key for key, value in base.config.items() if key.endswith("_config") and isinstance(value, dict)]
@@ -117,7 +106,7 @@ def lora_problem(base: Checkpoint, adapter: Adapter) -> str:
     for module in adapter.modules.values():  # vLLM identifies modules by their full name
         if parse_layer_place(f"{module.name}.weight") is None:
             return f"factors outside of the layers are not tested in vLLM ({module.name})"
-        if any(kind in module.tensors for kind in ("own_bias", "b_bias")):
+        if any(factor in module.tensors for factor in ("own_bias", "b_bias")):
             return f"vLLM does not support biases of an adapter ({module.name})"
         if more := module.tensors.keys() - {"a", "b"}:
             return f"vLLM supports only factors ({module.name} has {min(more)})"
@@ -125,4 +114,9 @@ def lora_problem(base: Checkpoint, adapter: Adapter) -> str:
             return f"factors of experts are not tested in vLLM ({module.name})"
         if f"{module.name}.weight" not in base.tensors:
             return f"vLLM would not find {module.name}, because the base's files use another name"
-    return ""
+    return ServedAdapter(base, adapter, next(limit for limit in _RANKS if rank <= limit))
+
+
+def highest_rank(adapter: Adapter) -> int:
+    """Return the highest rank as vLLM counts it: a rank in the configuration counts even if no module has it."""
+    return max([adapter.config.rank, *adapter.config.rank_pattern.values()])

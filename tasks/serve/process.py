@@ -13,7 +13,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,7 +31,7 @@ from mergegate.tasks.sandbox import (
 )
 from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import Launch
-from mergegate.tasks.serve.server_log import Blame, assign_blame, port_was_taken, root_cause
+from mergegate.tasks.serve.server_log import PORT_TAKEN, Blame, assign_blame, root_cause
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.stage import home, memory_of_child
 
@@ -105,13 +106,20 @@ class ServerProcess:
         while True:
             on_wait(time.monotonic() - began)
             if not self.alive:
-                if port_was_taken(self._text()) and tries < _TRIES:
+                if PORT_TAKEN.search(self._text()) and tries < _TRIES:
                     tries += 1
                     self.stop()
                     self._start()
                     continue
                 raise self.diagnose()
-            if self._find_model():
+            client = Client(self.url, timeout=min(5.0, self._settings.request_timeout))
+            models: Mapping[str, int | None] = {}
+            with suppress(Unreachable):
+                if client.request("/health").status in (200, 404):  # 404: the server has no such page
+                    models = parse_models(client.request("/v1/models"))
+            if not any("{name}" in word for word in self._launch.command):  # the server chooses the name itself
+                self.model = next(iter(models), self.name)
+            if self.model in models:
                 self.seconds_to_ready = time.monotonic() - self._began
                 self._answered = True
                 return
@@ -156,7 +164,8 @@ class ServerProcess:
             self._gpus.release()
 
     def _start(self) -> None:
-        self._port = free_port()
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # a port on which no process listens at the moment
+            self._port = int(listener.getsockname()[1])
         self._log.write_bytes(b"")
         self._began = time.monotonic()
         with self._log.open("ab") as output:
@@ -185,20 +194,6 @@ class ServerProcess:
                 self._gpus.release()
                 self._not_started = str(error)
 
-    def _find_model(self) -> bool:
-        """Set ``model`` to the name of the served model. Return whether the server answers and lists it."""
-        client = Client(self.url, timeout=min(5.0, self._settings.request_timeout))
-        try:
-            if client.request("/health").status not in (200, 404):  # 404: the server has no such page
-                return False
-            models = parse_models(client.request("/v1/models"))
-        except Unreachable:
-            return False
-        if any("{name}" in word for word in self._launch.command):
-            return self.name in models
-        self.model = next(iter(models), self.name)
-        return bool(models)
-
     def _text(self) -> str:
         """Return the log of the server. If it is very long, return only its start and its end."""
         try:
@@ -208,10 +203,3 @@ class ServerProcess:
         if len(content) > 2 * _TAIL:
             content = content[:_TAIL] + b"\n" + content[-_TAIL:]
         return content.decode(errors="replace")
-
-
-def free_port() -> int:
-    """Return a local port on which no process listens at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload_models
+from mergegate.tasks.checkpoints import Model, TellProgress, load_model, unload_models
 
 _ANSWER = "yes"  # assistant message in the chat that is rendered to find out how a turn ends
 
@@ -87,60 +87,48 @@ def make_reference(
     Raises:
         InvalidInput: transformers cannot load the model, or the memory does not suffice.
     """
-    with load_model(model, dtype=request.dtype, device=request.device) as loaded:
-        scored = tuple(_score_text(loaded, text, request.longest) for text in request.texts)
-        reference = Reference(
-            texts=tuple(text for text in scored if len(text.ids) > 1),
-            chat=_render_chat(loaded.tokenizer, request.question) if loaded.tokenizer.chat_template else None,
-            ends=_find_ends(model.directory, loaded.tokenizer),
-        )
-        del loaded  # the last reference to the model
-    unload_models()
-    return reference
-
-
-def _score_text(loaded: LoadedModel, text: str, longest: int) -> ScoredText:
     import torch
 
-    ids = [int(token) for token in loaded.tokenizer(text)["input_ids"]][: longest - 1]
-    if len(ids) < 2:
-        return ScoredText(text, tuple(ids), ())
-    with torch.inference_mode():
-        row = torch.tensor([ids], device=loaded.network.device)
-        logits = loaded.network(input_ids=row, use_cache=False).logits[0, :-1]
-        token_logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, row[0, 1:, None])[:, 0]
-    return ScoredText(text, tuple(ids), tuple(float(value) for value in token_logprobs))
+    texts: list[ScoredText] = []
+    with load_model(model, dtype=request.dtype, device=request.device) as loaded:
+        tokenizer: Any = loaded.tokenizer
+        for text in request.texts:
+            ids = [int(token) for token in tokenizer(text)["input_ids"]][: request.longest - 1]
+            if len(ids) < 2:
+                continue
+            with torch.inference_mode():
+                row = torch.tensor([ids], device=loaded.network.device)
+                logits = loaded.network(input_ids=row, use_cache=False).logits[0, :-1]
+                token_logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, row[0, 1:, None])[:, 0]
+            texts.append(ScoredText(text, tuple(ids), tuple(float(value) for value in token_logprobs)))
+        del loaded  # the last reference to the model
+    unload_models()
 
-
-def _render_chat(tokenizer: Any, question: str) -> Chat:
-    messages = ({"role": "user", "content": question},)
-    try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        conversation = [*messages, {"role": "assistant", "content": _ANSWER}]
-        suffix = tokenizer.apply_chat_template(conversation, tokenize=False).rpartition(_ANSWER)[2]
-    except Exception as error:
-        # A template is a program, so Jinja can raise errors of many types.
-        return Chat(messages, problem=f"{type(error).__name__}: {error}")
-    added_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special_ids = added_ids | set(tokenizer.all_special_ids)
-    suffix_ids = (int(token) for token in tokenizer(suffix, add_special_tokens=False)["input_ids"])
-    end = next((token for token in suffix_ids if token in special_ids), None)
-    turn_ends = None if end is None else (end, str(tokenizer.convert_ids_to_tokens(end)))
-    return Chat(messages, tuple(int(token) for token in ids), turn_ends)
-
-
-def _find_ends(directory: Path, tokenizer: Any) -> tuple[int, ...]:
-    ids: list[int] = []
-    for file in ("generation_config.json", "config.json"):
+    messages = ({"role": "user", "content": request.question},)
+    chat: Chat | None = None
+    if tokenizer.chat_template:
         try:
-            value = read_json(directory / file).get("eos_token_id")
-        except InvalidInput:
-            continue
-        ids = [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
-        if ids:
-            break
+            prompt_ids = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            conversation = [*messages, {"role": "assistant", "content": _ANSWER}]
+            suffix = tokenizer.apply_chat_template(conversation, tokenize=False).rpartition(_ANSWER)[2]
+        except Exception as error:
+            # A template is a program, so Jinja can raise errors of many types.
+            chat = Chat(messages, problem=f"{type(error).__name__}: {error}")
+        else:
+            added_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+            special_ids = added_ids | set(tokenizer.all_special_ids)
+            suffix_ids = (int(token) for token in tokenizer(suffix, add_special_tokens=False)["input_ids"])
+            end = next((token for token in suffix_ids if token in special_ids), None)
+            turn_ends = None if end is None else (end, str(tokenizer.convert_ids_to_tokens(end)))
+            chat = Chat(messages, tuple(int(token) for token in prompt_ids), turn_ends)
+
+    ends: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        with suppress(InvalidInput):
+            value = read_json(model.directory / file).get("eos_token_id")
+            ends = ends or [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
     if tokenizer.eos_token_id is not None:
-        ids.append(int(tokenizer.eos_token_id))
-    return tuple(dict.fromkeys(ids))
+        ends.append(int(tokenizer.eos_token_id))
+    return Reference(tuple(texts), chat, tuple(dict.fromkeys(ends)))

@@ -41,7 +41,8 @@ _SETTINGS = re.compile(
     r"unrecognized arguments|invalid choice|expected one argument|the following arguments are required|"
     r"argument --?[\w-]+: |Extra inputs are not permitted|greater than the derived max_model_len"
 )
-_PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
+# Another process listens on the port.
+PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
 
 
 def root_cause(log: str) -> str:
@@ -82,8 +83,3 @@ def assign_blame(cause: str, returncode: int | None, *, had_answered: bool) -> B
     if _SETTINGS.search(cause):
         return "settings"
     return "machine" if _MACHINE.search(cause) else "model"
-
-
-def port_was_taken(log: str) -> bool:
-    """Return whether the server ended because another process listens on its port."""
-    return bool(_PORT_TAKEN.search(log))

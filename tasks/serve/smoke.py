@@ -195,7 +195,7 @@ class ServerProbe:
 
     def __init__(self, subject: ServedSubject, on_progress: OnStep = lambda done, step: None) -> None:
         self._subject, self._on_progress = subject, on_progress
-        self._step = "a first answer"  # current or latest check
+        self.step = "a first answer"  # current or latest check
         self._speed = Speed()
         self.checks: list[Check] = []
 
@@ -207,16 +207,22 @@ class ServerProbe:
             Unreachable: The server still runs but does not answer.
         """
         try:
-            self._on_progress(3, f"asking for {self._step}")
-            subject = replace(self._subject, extended=checks.accepts_extensions(self._subject))
-            for done, (self._step, check) in enumerate(_CHECKS, start=3):
-                self._on_progress(done, f"asking for {self._step}")
+            self._on_progress(3, f"asking for {self.step}")
+            # Find out whether the server accepts or ignores vLLM's additional fields. The request also warms it up.
+            # Use the longest prompt: vLLM 0.32 on a CPU with AMX may use AMX only from the first larger multiplication
+            # on, and dies of SIGILL if its very first prompt has only a few tokens.
+            subject, prompt = self._subject, max(self._subject.settings.prompts, key=len)
+            if subject.complete(prompt, 1, extension={"return_token_ids": True}).status in (400, 422):
+                plain = replace(subject, extended=False)
+                subject = plain if plain.complete(prompt, 1).status == 200 else subject
+            for done, (self.step, check) in enumerate(_CHECKS, start=3):
+                self._on_progress(done, f"asking for {self.step}")
                 results = check(subject)
                 self.checks += results
                 # A dying engine answers with HTTP 5xx and exits a moment later.
                 if server and any("HTTP 5" in result.seen for result in results) and server.has_died():
                     raise server.diagnose()
-            self._step = "throughput"
+            self.step = "throughput"
             self._on_progress(STEPS - 1, "measuring speed")
             results, self._speed = measure_speed(subject)
             self.checks += results
@@ -229,12 +235,7 @@ class ServerProbe:
     def record_no_answer(self, reason: str) -> None:
         """Record that the server did not answer during the latest check."""
         remedy = "increase serve.request_timeout for a slow machine; otherwise see the server's log"
-        self.checks.append(Check.failed(self._step, reason, "an answer", remedy))
-
-    def record_end(self, end: ServerEnded, log: Path) -> None:
-        """Record that the server ended during the latest check."""
-        seen = f"ended when asked for {self._step}: {end.cause}"
-        self.checks.append(Check.failed("server lives", seen, "a server that continues to answer", _SEE_LOG, log.name))
+        self.checks.append(Check.failed(self.step, reason, "an answer", remedy))
 
     def cost(self, server: ServerProcess | None = None) -> ServingCost:
         """Return the measured cost. Memory is known only for a server that mergegate started, after it has ended."""
@@ -304,7 +305,9 @@ def _serve(
             seen = f"ended before it answered: {end.cause}"
             results = [Check.failed("ready", seen, expected, _SEE_LOG, log.name)]
         else:
-            probe.record_end(end, log)
+            seen = f"ended when asked for {probe.step}: {end.cause}"
+            expected = "a server that continues to answer"
+            probe.checks.append(Check.failed("server lives", seen, expected, _SEE_LOG, log.name))
     except Unreachable as error:
         if probe is None:
             raise

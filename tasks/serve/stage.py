@@ -45,16 +45,6 @@ def server_of(settings: ServeSettings, root: Path) -> ServerVersion:
     return ServerVersion(label=kind.label, python=kind.python, on_cpu=kind.on_cpu)
 
 
-def check_server(settings: ServeSettings | None, root: Path) -> None:
-    """Check that the server is installed, before anything is merged. Do nothing without settings.
-
-    Raises:
-        InvalidInput: The server is not installed.
-    """
-    if settings is not None:
-        server_of(settings, root)
-
-
 def serve_models(
     settings: ServeSettings | None,
     root: Path,

@@ -26,9 +26,9 @@ from mergegate.tasks.store import (
     OpenRun,
     RetentionRule,
     collect_garbage,
+    forget_runs,
     open_run,
-    prune_runs,
-    read_run,
+    read_runs,
     record_use,
     store_bytes,
 )
@@ -94,8 +94,7 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
 def created_bytes() -> int:
     """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
     run = running_flow_id()
-    record = read_run(runs_directory(), run) if run is not None else None
-    return record.bytes_created if record else 0
+    return sum(record.bytes_created for record in read_runs(runs_directory(), run)) if run is not None else 0
 
 
 def keep_quota() -> str:
@@ -108,7 +107,7 @@ def keep_quota() -> str:
     """
     try:
         quota = store_quota()
-        prune_runs(runs_directory())
+        forget_runs(runs_directory())
         root = home() / "store"
         if quota is None or store_bytes(root) <= quota:
             return ""

@@ -93,30 +93,26 @@ def explain_retention(runs: Path) -> dict[EntryName, str]:
     return _Needs(runs).now()
 
 
-def plan_collection(root: Path, runs: Path, rule: RetentionRule, now: float | None = None) -> RetentionPlan:
-    """Return the plan of a collection without changing anything.
-
-    ``now`` is in seconds since the epoch. Default: the current time.
-    """
-    return _plan(root, explain_retention(runs), rule, time.time() if now is None else now)
-
-
 def collect_garbage(
     root: Path,
     runs: Path,
     rule: RetentionRule,
     now: float | None = None,
     on_wait: Callable[[], None] = lambda: None,
+    *,
+    dry_run: bool = False,
 ) -> CollectedGarbage:
     """Remove entries from the store as ``rule`` allows.
 
     ``now`` is in seconds since the epoch. Default: the current time. ``on_wait`` is called once if another process is
-    collecting.
+    collecting. With ``dry_run``, the result is a plan, and nothing changes.
 
     Raises:
         OSError: An entry cannot be moved or deleted. Entries removed before that are gone.
     """
     moment = time.time() if now is None else now
+    if dry_run:
+        return CollectedGarbage(_plan(root, explain_retention(runs), rule, moment), 0)
     state_directory(root, private=True)
     before = store_bytes(root)
     with locked(state_directory(root / LOCKS) / _COLLECTION, remove=True, on_wait=on_wait):

@@ -162,6 +162,7 @@ def directory_bytes(path: Path) -> int:
 
 
 def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
+    fault = ""
     if (leftover := leftover_finding(entry)) is not None:
         yield leftover
     elif not _KEY.match(entry.name):
@@ -172,45 +173,42 @@ def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
         age = time.time() - entry.stat().st_mtime
         kind: FindingKind = "abandoned" if age > _ABANDONED_S else "unfinished"
         yield StateFinding(kind, entry, f"last changed {age / 86_400:.0f} days ago", directory_bytes(entry))
+    elif not _KEY.fullmatch(entry.name.removesuffix(".json")):
+        fault = "not the name of an artifact"
+    elif entry.name.endswith(".json"):
+        record = read_state(entry, ValueRecord.model_validate_json)
+        if isinstance(record, Damaged):
+            fault = record.reason
+        elif record is not None and not record.key.startswith(entry.stem):
+            fault = "it belongs to another key"
+        elif record is not None and record.sha256 != digest(record.value):
+            fault = "it was altered"
+    elif entry.is_symlink() or not entry.is_dir():
+        fault = "not a directory"
     else:
-        if not _KEY.fullmatch(entry.name.removesuffix(".json")):
-            fault = "not the name of an artifact"
+        manifest = read_state(entry / MANIFEST, ArtifactManifest.model_validate_json)
+        if manifest is None:
+            fault = f"{MANIFEST} is missing"
+        elif isinstance(manifest, Damaged):
+            fault = f"{MANIFEST}: {manifest.reason}"
+        elif not manifest.key.startswith(entry.name):
+            fault = "it belongs to another key"
         else:
-            fault = _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry, deep)
-        if fault:
-            yield damaged_finding(entry, fault)
-
-
-def _artifact_fault(directory: Path, deep: bool) -> str:
-    if directory.is_symlink() or not directory.is_dir():
-        return "not a directory"
-    manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
-    if manifest is None:
-        return f"{MANIFEST} is missing"
-    if isinstance(manifest, Damaged):
-        return f"{MANIFEST}: {manifest.reason}"
-    if not manifest.key.startswith(directory.name):
-        return "it belongs to another key"
-    present, special = regular_files(directory)
-    for name, file in manifest.files.items():
-        if name not in present or (directory / name).stat().st_size != file.size:
-            return f"{name} is missing or has another size"
-        try:
-            if deep and sha256_file(directory / name) != file.sha256:
-                return f"{name} was altered"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    extra = (present | special) - {MANIFEST, *manifest.files}
-    return f"{min(extra)} is not part of this artifact" if extra else ""
-
-
-def _value_fault(path: Path) -> str:
-    record = read_state(path, ValueRecord.model_validate_json)
-    if not isinstance(record, ValueRecord):
-        return record.reason if record else ""
-    if not record.key.startswith(path.stem):
-        return "it belongs to another key"
-    return "" if record.sha256 == digest(record.value) else "it was altered"
+            present, special = regular_files(entry)
+            for name, file in manifest.files.items():
+                path = entry / name
+                if name not in present or path.stat().st_size != file.size:
+                    fault = fault or f"{name} is missing or has another size"
+                    continue
+                try:
+                    if deep and not fault and sha256_file(path) != file.sha256:
+                        fault = f"{name} was altered"
+                except OSError as error:
+                    fault = f"{name} cannot be read: {error.strerror}"
+            if extra := (present | special) - {MANIFEST, *manifest.files}:
+                fault = fault or f"{min(extra)} is not part of this artifact"
+    if fault:
+        yield damaged_finding(entry, fault)
 
 
 def _is_held(lock: Path) -> bool:

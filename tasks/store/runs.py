@@ -5,7 +5,7 @@
     with open_run(runs, run_id, "release", "support-assistant") as run:
         record_use(runs, run_id, "merge", key, "")     # before any process of the run opens the artifact
         run.end("released", judged=True)
-    prune_runs(runs)                                   # keep the relevant runs of each profile
+    forget_runs(runs)                                  # keep the relevant runs of each profile
 
 A run is a file ``<runs>/<id>.jsonl`` with one line for each use. Its process holds a shared lock on the file, which
 the kernel releases when the process ends, so a killed run needs no cleanup. Its record stays, because the next run
@@ -105,38 +105,44 @@ def record_created(runs: Path, run: str, size: int) -> None:
         _append(runs / f"{run}{_SUFFIX}", {"made": size})
 
 
-def read_run(runs: Path, run: str) -> RunUse | None:
-    """Return the record of a run so far, or None if it is missing or cannot be read."""
-    record = read_state(runs / f"{run}{_SUFFIX}", _parse)
-    return None if isinstance(record, Damaged) else record
+def read_runs(runs: Path, run: str = "*") -> tuple[RunUse, ...]:
+    """Return all registered runs, in progress or ended, or only one. Records that cannot be read are skipped."""
+    return RunReader(runs, run).read()
 
 
-def read_runs(runs: Path) -> tuple[RunUse, ...]:
-    """Return all registered runs, in progress or ended. Records that cannot be read are skipped."""
-    return RunReader(runs).read()
+def forget_runs(runs: Path, profile: str | None = None) -> int:
+    """Delete the records of all ended runs of a profile that is no longer in use. Return how many were deleted.
 
-
-def prune_runs(runs: Path) -> None:
-    """Delete the records of runs that no longer count. See :func:`tasks.store.retention.runs_that_count`."""
+    Without ``profile``, delete the records of runs that no longer count, of any profile. See
+    :func:`tasks.store.retention.runs_that_count`.
+    """
     records = read_runs(runs)
-    _forget(runs, {record.run for record in records} - set(runs_that_count(records)))
-
-
-def forget_profile(runs: Path, profile: str) -> int:
-    """Delete the records of all ended runs of a profile that is no longer in use; return how many were deleted."""
-    return _forget(runs, {record.run for record in read_runs(runs) if record.profile == profile})
+    if profile is None:
+        run_ids = {record.run for record in records} - set(runs_that_count(records))
+    else:
+        run_ids = {record.run for record in records if record.profile == profile}
+    deleted = 0
+    for run in sorted(run_ids):
+        file = runs / f"{run}{_SUFFIX}"
+        with suppress(FileNotFoundError):
+            descriptor = try_open_locked(file, os.O_RDONLY, required=False)
+            if descriptor is not None:  # None: the run is in progress.
+                file.unlink()
+                os.close(descriptor)
+                deleted += 1
+    return deleted
 
 
 class RunReader:
     """Reader of run records that parses only the files that have changed since its last call."""
 
-    def __init__(self, runs: Path) -> None:
-        self._runs = runs
+    def __init__(self, runs: Path, run: str = "*") -> None:
+        self._runs, self._pattern = runs, f"{run}{_SUFFIX}"
         self._parsed: dict[Path, tuple[tuple[int, int, int], RunUse | None]] = {}
 
     def read(self) -> tuple[RunUse, ...]:
         """Return all current records, oldest run first."""
-        files = sorted(self._runs.glob(f"*{_SUFFIX}")) if self._runs.is_dir() else []
+        files = sorted(self._runs.glob(self._pattern)) if self._runs.is_dir() else []
         records = [record for file in files if (record := self._read(file)) is not None]
         return tuple(sorted(records, key=lambda record: (record.started, record.run)))
 
@@ -216,16 +222,3 @@ def _is_live(file: Path) -> bool:
         return True
     os.close(descriptor)
     return False
-
-
-def _forget(runs: Path, run_ids: set[str]) -> int:
-    deleted = 0
-    for run in sorted(run_ids):
-        file = runs / f"{run}{_SUFFIX}"
-        with suppress(FileNotFoundError):
-            descriptor = try_open_locked(file, os.O_RDONLY, required=False)
-            if descriptor is not None:  # None: the run is in progress.
-                file.unlink()
-                os.close(descriptor)
-                deleted += 1
-    return deleted

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import regular_files, state_directory
+from mergegate.merge_core.files import regular_files, state_directory, write_state
 from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ContentMismatch, receive_directory
 
 if TYPE_CHECKING:
@@ -79,26 +79,21 @@ class SharedStore:
     )  # Number of artifacts and values fetched for each stage.
 
     def fetch(self, stage: str, key: str, final: Path) -> dict[Path, str]:
-        """Fetch an artifact into the new directory ``final``. The caller holds the lock of the key.
+        """Fetch an artifact into the new directory ``final``, or a stage's value into the file ``final``.
+
+        The caller holds the lock of the key, and verifies the digests of a value.
 
         Returns:
-            The sha256 of every fetched file. Empty if the artifact is not available.
+            The sha256 of every fetched file of an artifact. Empty for a value, or if the artifact is not available.
         """
         hashes = self._try(lambda: self._fetch(stage, key, final), f"{stage} {key[:12]} was not fetched")
-        self.fetch_counts[stage] += bool(hashes)
+        self.fetch_counts[stage] += hashes is not None
         return hashes or {}
 
     def discard(self, stage: str, key: str) -> None:
         """Remove an artifact that is complete but invalid, so that the rebuilt one can replace it."""
         marker = self._path(stage, f"{key[:32]}{_SUFFIX}")
         self._try(lambda: self._fs.rm_file(marker), f"{stage} {key[:12]} was not removed")
-
-    def fetch_value(self, stage: str, key: str) -> bytes | None:
-        """Return the stored value of a stage, or None if it is not available. The caller verifies its digests."""
-        path = self._path(stage, f"{key[:32]}.json")
-        content = self._try(lambda: self._content(path), f"{stage} {key[:12]} was not fetched")
-        self.fetch_counts[stage] += content is not None
-        return content
 
     def keys(self, stage: str, prefix: str) -> tuple[str, ...]:
         """Return the keys of a stage's artifacts that begin with ``prefix``, shortened to 32 digits."""
@@ -119,7 +114,12 @@ class SharedStore:
         ``fetch`` fetches the artifact if it is available, and returns whether it was. ``on_wait`` is called once if
         another machine is building the artifact.
         """
-        self.send_pending()
+        if self._sender is None:  # send what an earlier process did not send
+            self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # Joined when the process ends.
+            with suppress(FileNotFoundError):
+                for note in sorted((self.root / OUTBOX).iterdir()):
+                    earlier_stage, _, name = note.name.rpartition("-")
+                    self._send_later(earlier_stage, self.root / earlier_stage / name, note, None)
         if fetch():
             yield True
             return
@@ -128,7 +128,8 @@ class SharedStore:
             return
         lease = _Lease(self, self._path(stage, f"{key[:32]}.lease"))
         pause, is_waiting = _POLL_S[0], False
-        while not lease.acquire():
+        # If the shared store is unavailable, this machine works without it and without a lease.
+        while self._try(lease.acquire, "a lease could not be acquired") is False:
             if not is_waiting:
                 on_wait()
                 is_waiting = True
@@ -165,16 +166,6 @@ class SharedStore:
                 lease.release()
             return
         self._send_later(stage, path, note, lease)
-
-    def send_pending(self) -> None:
-        """Send the artifacts that an earlier process did not send. Only the first call in a process does this."""
-        if self._sender is not None:
-            return
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # Joined when the process ends.
-        with suppress(FileNotFoundError):
-            for note in sorted((self.root / OUTBOX).iterdir()):
-                stage, _, name = note.name.rpartition("-")
-                self._send_later(stage, self.root / stage / name, note, None)
 
     def settle(self) -> None:
         """Wait until every offered artifact was sent or failed."""
@@ -217,6 +208,12 @@ class SharedStore:
         return True
 
     def _fetch(self, stage: str, key: str, final: Path) -> dict[Path, str] | None:
+        if final.suffix == ".json":
+            if (value := self._content(self._path(stage, final.name))) is None:
+                return None
+            state_directory(final.parent)
+            write_state(final, value)
+            return {}
         marker = self._path(stage, f"{key[:32]}{_SUFFIX}")
         content = self._content(marker)
         if content is None:
@@ -304,26 +301,7 @@ class _Lease:
         self._writing = threading.Lock()  # Keeps the thread from renewing a lease that was just released.
 
     def acquire(self) -> bool:
-        """Acquire the lease and return true, or return false if another machine holds it.
-
-        If the shared store is unavailable, return true, because this machine then works without it.
-        """
-        is_acquired = self._store._try(self._take, "a lease could not be acquired")
-        if is_acquired is False:
-            return False
-        if is_acquired:
-            self._is_mine = True
-            threading.Thread(target=self._renew, daemon=True, name="lease").start()
-        return True
-
-    def release(self) -> None:
-        """Release the lease, so that other machines no longer wait for this one."""
-        self._is_released.set()
-        with self._writing, suppress(Exception):
-            if self._is_mine and self._holder()[0] == self._owner:
-                self._store._fs.rm_file(self._path)
-
-    def _take(self) -> bool:
+        """Acquire the lease and return true, or return false if another machine holds it."""
         fs = self._store._fs
         fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
         try:
@@ -333,15 +311,25 @@ class _Lease:
                     file.write(self._content())
             else:
                 fs.pipe_file(self._path, self._content(), mode="create")  # Atomic if the file system supports it.
-            return True
         except FileExistsError:
             owner, until = self._holder()
             if until > time.time():
                 return False
-        # Another machine may do the same between this check and the write. Then both build the same artifact.
-        if owner != self._owner and self._holder() == (owner, until):
-            fs.pipe_file(self._path, self._content())
-        return self._holder()[0] == self._owner
+            # Another machine may do the same between this check and the write. Then both build the same artifact.
+            if owner != self._owner and self._holder() == (owner, until):
+                fs.pipe_file(self._path, self._content())
+            if self._holder()[0] != self._owner:
+                return False
+        self._is_mine = True
+        threading.Thread(target=self._renew, daemon=True, name="lease").start()
+        return True
+
+    def release(self) -> None:
+        """Release the lease, so that other machines no longer wait for this one."""
+        self._is_released.set()
+        with self._writing, suppress(Exception):
+            if self._is_mine and self._holder()[0] == self._owner:
+                self._store._fs.rm_file(self._path)
 
     def _holder(self) -> tuple[str, float]:
         """Return the owner and the end of the lease.

@@ -109,13 +109,12 @@ class BuildCallbacks:
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    """How to find, create and fetch one result in the store.
+    """How to find and create one result in the store.
 
     Attributes:
         path: Directory or file of the result.
         find: Opens the result in this store, or returns None.
         create: Creates the result.
-        fetch: Fetches the result from the shared store if it is available there.
     """
 
     stage: str
@@ -123,7 +122,6 @@ class _Entry(Generic[T]):
     path: Path
     find: Callable[[], T | None]
     create: Callable[[], T]
-    fetch: Callable[[SharedStore], None]
 
 
 class Store:
@@ -320,10 +318,7 @@ class Store:
             (final / JOURNAL).unlink(missing_ok=True)
             return self.open(stage, key, value_type)
 
-        def fetch(shared: SharedStore) -> None:
-            self._remember(shared.fetch(stage, key, final))
-
-        return self._find_or_create(_Entry(stage, key, final, find, create, fetch), callbacks.on_wait)
+        return self._find_or_create(_Entry(stage, key, final, find, create), callbacks.on_wait)
 
     def _find_or_create(self, entry: _Entry[T], on_wait: Callable[[], None]) -> tuple[T, bool]:
         """Return the result from this store or the shared store, or create it under the lock of its key.
@@ -342,7 +337,7 @@ class Store:
             fetched: list[T] = []
 
             def try_fetch() -> bool:
-                entry.fetch(shared)
+                self._remember(shared.fetch(stage, key, path))
                 if os.path.lexists(path):
                     if (result := entry.find()) is not None:
                         fetched.append(result)
@@ -378,15 +373,15 @@ class Store:
                 return None
 
         def create() -> StoredValue[R]:
-            self._seal_value(stage, key, path, make())
+            value = make()
+            plain = json.loads(value.model_dump_json())
+            content = _content_digest({}, value)
+            record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
+            state_directory(path.parent)
+            write_state(path, json.dumps(record, indent=1).encode())
             return self.open_value(stage, key, value_type)
 
-        def fetch(shared: SharedStore) -> None:
-            if (content := shared.fetch_value(stage, key)) is not None:
-                state_directory(path.parent)
-                write_state(path, content)
-
-        return self._find_or_create(_Entry(stage, key, path, find, create, fetch), callbacks.on_wait)
+        return self._find_or_create(_Entry(stage, key, path, find, create), callbacks.on_wait)
 
     def mark_used(self, stage: str, key: str) -> None:
         """Record the time of use, so that garbage collection removes the least recently used entries first."""
@@ -397,13 +392,6 @@ class Store:
     def _remember(self, hashes: Mapping[Path, str]) -> None:
         for path, sha256 in hashes.items():
             self.hashes.remember(path, sha256)
-
-    def _seal_value(self, stage: str, key: str, path: Path, value: R) -> None:
-        plain = json.loads(value.model_dump_json())
-        content = _content_digest({}, value)
-        record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
-        state_directory(path.parent)
-        write_state(path, json.dumps(record, indent=1).encode())
 
     def _value_file(self, stage: str, key: str) -> Path:
         return self.directory(stage, key).with_suffix(".json")

@@ -25,7 +25,7 @@ STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", 
 # or during publication, when the release is written but not yet renamed.
 DIES = """
     import os, pathlib, signal, sys
-    from mergegate.tasks.store import Store
+    from mergegate.tasks.store import Store, store
     from mergegate.flows.cli import main
     moment = sys.argv.pop(1)
     def die():
@@ -40,7 +40,8 @@ DIES = """
             def dies(self, stage, *rest):
                 return die() if stage == moment else seal(self, stage, *rest)
             return dies
-        Store._seal, Store._seal_value = deadly(Store._seal), deadly(Store._seal_value)
+        Store._seal, write = deadly(Store._seal), store.write_state
+        store.write_state = lambda path, content: die() if path.parent.name == moment else write(path, content)
     main()
 """
 

@@ -18,7 +18,7 @@ from mergegate.tasks.gate.regression import ReferenceChoice, judge_guards, measu
 from mergegate.tasks.gate.settings import BEST_PARENT, CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate
 from mergegate.tasks.gate.statistics import selection_bias
-from mergegate.tasks.publish.releases.champion import find_champion
+from mergegate.tasks.publish.releases.champion import load_released_model
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
@@ -134,7 +134,7 @@ def merge_of(tmp_path: Path, weights: bytes) -> Model:
 
 def test_the_champion_is_the_latest_release(tmp_path: Path) -> None:
     hashes = HashMemo(tmp_path / "hashes.sqlite")
-    champion = find_champion(released(tmp_path, b"old"), tmp_path, merge_of(tmp_path, b"new"), hashes)
+    champion = load_released_model(released(tmp_path, b"old"), tmp_path, merge_of(tmp_path, b"new"), hashes)
     assert champion is not None
     assert (champion.name, champion.directory) == (CHAMPION, (tmp_path / "releases" / "v1").resolve())
     assert champion.digest != "d" * 64
@@ -142,7 +142,7 @@ def test_the_champion_is_the_latest_release(tmp_path: Path) -> None:
 
 def test_a_released_merge_is_its_own_champion_and_evaluated_once(tmp_path: Path) -> None:
     hashes = HashMemo(tmp_path / "hashes.sqlite")
-    champion = find_champion(released(tmp_path, b"same"), tmp_path, merge_of(tmp_path, b"same"), hashes)
+    champion = load_released_model(released(tmp_path, b"same"), tmp_path, merge_of(tmp_path, b"same"), hashes)
     assert champion is not None
     assert champion.digest == "d" * 64
 
@@ -150,8 +150,8 @@ def test_a_released_merge_is_its_own_champion_and_evaluated_once(tmp_path: Path)
 def test_before_the_first_release_there_is_no_champion(tmp_path: Path) -> None:
     hashes = HashMemo(tmp_path / "hashes.sqlite")
     merge = merge_of(tmp_path, b"new")
-    assert find_champion(DirectoryTarget(path=Path("releases")), tmp_path, merge, hashes) is None
-    assert find_champion(None, tmp_path, merge, hashes) is None
+    assert load_released_model(DirectoryTarget(path=Path("releases")), tmp_path, merge, hashes) is None
+    assert load_released_model(None, tmp_path, merge, hashes) is None
 
 
 def test_a_task_in_parts_is_compared_with_the_best_parent_over_all_of_them(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
-from mergegate.tasks.publish.releases import check_release, find_champion
+from mergegate.tasks.publish.releases import check_release, load_released_model
 from mergegate.tasks.publish.targets import PublishRequest, PublishTarget, Release, check_target, find_release
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
@@ -176,9 +176,9 @@ def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefec
     one = publishable(tmp_path / "one")
     place, hashes = target(small.url), HashMemo(tmp_path / "hashes.sqlite")
     merge = Model(name="merge", digest="d" * 64, directory=one.merged.directory)
-    assert find_champion(place, tmp_path, merge, hashes) is None
+    assert load_released_model(place, tmp_path, merge, hashes) is None
     released = one.publish(place, tmp_path)
-    champion = find_champion(place, tmp_path, merge, hashes)
+    champion = load_released_model(place, tmp_path, merge, hashes)
     assert champion is not None
     assert champion.digest == merge.digest
     assert f"mergegate verify {place.address}" in (champion.directory / "README.md").read_text()

@@ -25,7 +25,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
-from mergegate.tasks.publish.releases import check_release, find_champion
+from mergegate.tasks.publish.releases import check_release, load_released_model
 from mergegate.tasks.publish.targets import (
     PublishRequest,
     PublishTarget,
@@ -37,6 +37,7 @@ from mergegate.tasks.publish.targets import (
 from mergegate.tasks.publish.targets import s3_access as access
 from mergegate.tasks.publish.targets import s3_publication as publication
 from mergegate.tasks.publish.targets import s3_release as aliases
+from mergegate.tasks.publish.targets.s3_state import POINTER
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 URL = f"s3://{BUCKET}/acme/demo"
@@ -124,14 +125,15 @@ def test_an_overtaken_publisher_publishes_nothing(bucket: S3OnLoopback, tmp_path
 def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run releases between the last check and the write, so only the store's own guard detects it."""
     publish(ONE)
-    move = publication._Publication.move_pointer
+    write = access.S3Location.write
 
-    def overtaken(self: Any, pointer: Any, head: str) -> None:
-        monkeypatch.setattr(publication._Publication, "move_pointer", move)
-        publish(TWO)
-        move(self, pointer, head)
+    def overtaken(self: access.S3Location, name: str, content: bytes, **guard: str) -> bool:
+        if name == POINTER:
+            monkeypatch.setattr(access.S3Location, "write", write)
+            publish(TWO)
+        return write(self, name, content, **guard)
 
-    monkeypatch.setattr(publication._Publication, "move_pointer", overtaken)
+    monkeypatch.setattr(access.S3Location, "write", overtaken)
     with pytest.raises(Refused, match="is current there now"):
         publish((written_file("model.safetensors", "late"),))
     assert json.loads(bucket.read("acme/demo/latest.json"))["current"] == content_version(TWO)
@@ -299,9 +301,9 @@ def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: 
     one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
     place, hashes = target(), HashMemo(tmp_path / "hashes.sqlite")
     merge = Model(name="merge", digest="d" * 64, directory=one.merged.directory)
-    assert find_champion(place, tmp_path, merge, hashes) is None
+    assert load_released_model(place, tmp_path, merge, hashes) is None
     released = one.publish(place, tmp_path)
-    champion = find_champion(place, tmp_path, merge, hashes)
+    champion = load_released_model(place, tmp_path, merge, hashes)
     assert champion is not None
     assert champion.digest == merge.digest
     assert f"mergegate verify {URL}" in (champion.directory / "README.md").read_text()

@@ -18,7 +18,7 @@ from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.publish.releases import check_release, find_champion
+from mergegate.tasks.publish.releases import check_release, load_released_model
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
 from mergegate.tasks.publish.targets import registry as target_registry
 
@@ -102,14 +102,14 @@ def test_a_release_flows_through_it(
     one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
     hashes = HashMemo(tmp_path / "hashes.sqlite")
     merge = Model(name="merge", digest="d" * 64, directory=one.merged.directory)
-    assert find_champion(target, tmp_path, merge, hashes) is None
+    assert load_released_model(target, tmp_path, merge, hashes) is None
 
     released = one.publish(target, tmp_path)
     assert (released.name, released.label, released.new) == ("demo", "shelf:library", True)
     again = one.publish(target, tmp_path)
     assert (again.version, again.new) == (released.version, False)
 
-    champion = find_champion(target, tmp_path, merge, hashes)
+    champion = load_released_model(target, tmp_path, merge, hashes)
     assert champion is not None
     assert (champion.digest, champion.head) == (merge.digest, released.version)
     assert (champion.directory / "model.safetensors").read_bytes() == b"weights"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mergegate.tasks.serve.server_log import assign_blame, port_was_taken, root_cause
+from mergegate.tasks.serve.server_log import PORT_TAKEN, assign_blame, root_cause
 
 FAILED_START = """\
 (APIServer pid=1) WARNING 11-20 11:16:04 [system_utils.py:255] error: OSError: [Errno 24] may come
@@ -69,5 +69,5 @@ def test_the_machine_the_settings_or_the_model_is_blamed(
 
 
 def test_a_port_in_use_is_detected() -> None:
-    assert port_was_taken("OSError: [Errno 98] Address already in use")
-    assert not port_was_taken(FAILED_START)
+    assert PORT_TAKEN.search("OSError: [Errno 98] Address already in use")
+    assert not PORT_TAKEN.search(FAILED_START)

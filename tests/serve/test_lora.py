@@ -17,13 +17,12 @@ from adapted import applied, linear_adapter, pinned
 from safetensors.torch import load_file, save_file
 from variants import model_in
 
-from mergegate.merge_core.adapters import open_adapter
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.checks import ServedSubject, check_adapter
 from mergegate.tasks.serve.client import Client
 from mergegate.tasks.serve.launch import ServerKind, launch
-from mergegate.tasks.serve.lora import ServedAdapter, lora_problem, plan_lora
+from mergegate.tasks.serve.lora import ServedAdapter, plan_lora
 from mergegate.tasks.serve.reference import Reference, ScoredText
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
@@ -131,13 +130,18 @@ def test_factors_of_single_experts_are_detected(place: Path) -> None:
     save_file(tensors, adapter / "adapter_model.safetensors")
     said = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["w1"]}
     (adapter / "adapter_config.json").write_text(json.dumps(said))
-    assert "factors of experts" in lora_problem(base, open_adapter(adapter))
+    found = plan_lora(pinned(adapter, place / "mixtral"), CPU, ServeSettings())
+    assert isinstance(found, str)
+    assert "factors of experts" in found
 
 
-def test_a_too_large_vocabulary_is_served_merged(demo: Path) -> None:
-    base = open_checkpoint(pinned(demo).directory)
-    large = replace(base, config={**base.config, "vocab_size": 262_144})
-    assert "up to 258,048 tokens, not 262,144" in lora_problem(large, open_adapter(demo))
+def test_a_too_large_vocabulary_is_served_merged(demo: Path, tmp_path: Path) -> None:
+    large = shutil.copytree(pinned(demo).directory, tmp_path / "large")
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps({**config, "vocab_size": 262_144}))
+    found = plan_lora(pinned(demo, large), CPU, ServeSettings())
+    assert isinstance(found, str)
+    assert "up to 258,048 tokens, not 262,144" in found
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,10 +213,11 @@ def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = [taken.getsockname()[1]]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
-        monkeypatch.setattr("mergegate.tasks.serve.process.free_port", lambda: ports.pop(0))
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            ports.append(closed.getsockname()[1])
+        free = SimpleNamespace(getsockname=lambda: ("127.0.0.1", ports.pop(0)))
+        monkeypatch.setattr("socket.create_server", lambda address: nullcontext(free))
         with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
             server.await_ready()
             assert Client(server.url, 5).request("/health").status == 200

@@ -24,10 +24,9 @@ from mergegate.tasks.store import (
     collect_garbage,
     examine_store,
     explain_retention,
+    forget_runs,
     list_store,
     open_run,
-    plan_collection,
-    prune_runs,
     record_use,
     stage_key,
     store_bytes,
@@ -140,7 +139,7 @@ def test_a_plan_changes_nothing(home: Home) -> None:
     home.build("merge", key_of("merge", 1))
     home.build("gate", key_of("gate", 1))
     before = sorted(home.place.rglob("*"))
-    assert len(plan_collection(home.root, home.runs, EVERYTHING).removals) == 2
+    assert len(collect_garbage(home.root, home.runs, EVERYTHING, dry_run=True).plan.removals) == 2
     assert sorted(home.place.rglob("*")) == before
 
 
@@ -393,7 +392,7 @@ def test_a_hundred_runs_stay_within_the_quota(tmp_path: Path, seed: int, monkeyp
                 used = [(stage, key) for stage, key, _ in stages]
                 if ending != "killed":
                     opened.end(ending, judged=ending != "outage")
-                    prune_runs(home.runs)
+                    forget_runs(home.runs)
                 if ending in ("released", "refused"):
                     history[profile].append(used)
                 if ending == "released":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.tasks.store import EntryName, forget_profile, open_run, prune_runs, read_runs, record_use
+from mergegate.tasks.store import EntryName, forget_runs, open_run, read_runs, record_use
 
 KEY = "0123456789abcdef" * 4
 NAME = EntryName("merge", KEY[:32])
@@ -51,8 +51,8 @@ with open_run(runs, "killed", "release", "demo"):
         assert child.stdout is not None
         assert child.stdout.readline() == b"noted\n"
         assert [run.is_live for run in read_runs(tmp_path)] == [True]
-        prune_runs(tmp_path)
-        assert forget_profile(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
+        forget_runs(tmp_path)
+        assert forget_runs(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
     (run,) = read_runs(tmp_path)
@@ -107,9 +107,9 @@ def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None
         ended(tmp_path, f"a{night}")
     ended(tmp_path, "a7", judged=False)
     ended(tmp_path, "b1", profile="other")
-    prune_runs(tmp_path)
+    forget_runs(tmp_path)
     assert [run.run for run in read_runs(tmp_path)] == ["a1", "a5", "a6", "a7", "b1"]
-    assert forget_profile(tmp_path, "demo") == 4
+    assert forget_runs(tmp_path, "demo") == 4
     assert [run.run for run in read_runs(tmp_path)] == ["b1"]
 
 

@@ -1,6 +1,6 @@
 """Work with published releases: verify them, reproduce them, and load them as the champion or anchor."""
 
-from mergegate.tasks.publish.releases.champion import ReleasedModel, find_anchor, find_champion
+from mergegate.tasks.publish.releases.champion import ReleasedModel, load_released_model
 from mergegate.tasks.publish.releases.reproduce import ReproducedRelease, rebuild_release
 from mergegate.tasks.publish.releases.verify import VerifiedRelease, check_release
 
@@ -9,7 +9,6 @@ __all__ = [
     "ReproducedRelease",
     "VerifiedRelease",
     "check_release",
-    "find_anchor",
-    "find_champion",
+    "load_released_model",
     "rebuild_release",
 ]

@@ -9,7 +9,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import Model, deciding_files
 from mergegate.tasks.gate import ANCHOR, CHAMPION
 from mergegate.tasks.publish import DESCRIPTION_FILES
-from mergegate.tasks.publish.targets import CurrentRelease, PublishTarget
+from mergegate.tasks.publish.targets import PublishTarget
 from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
 
@@ -29,37 +29,26 @@ class ReleasedModel(Model):
     complete: Annotated[bool, NotInKey] = True
 
 
-def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes: HashMemo) -> ReleasedModel | None:
-    """Return the checkpoint of the current release at ``target``, or None before the first release.
+def load_released_model(
+    target: PublishTarget | None, root: Path, merge: Model, hashes: HashMemo, version: str | None = None
+) -> ReleasedModel | None:
+    """Return the checkpoint of the current release (the champion) or of an earlier one (the anchor), if there is one.
 
-    If the merge is byte-identical to the release, the champion has the identity of the merge. So a scheduled run with
+    If the merge is byte-identical to the release, the result has the identity of the merge. So a scheduled run with
     nothing new evaluates nothing.
 
-    Relative paths of the target start at ``root``, the directory of the profile.
-
-    Raises:
-        Refused: The target is unavailable.
-    """
-    release = target.current_release(root) if target else None
-    return _as_model(release, CHAMPION, merge, hashes) if release else None
-
-
-def find_anchor(
-    target: PublishTarget | None, root: Path, version: str | None, merge: Model, hashes: HashMemo
-) -> ReleasedModel | None:
-    """Return the checkpoint of an earlier release. None: there is no release yet, or the profile has no anchor.
-
-    ``version`` is ``first``, or a version name.
+    Relative paths of the target start at ``root``, the directory of the profile. ``version`` is ``first`` or a version
+    name for the anchor, and None for the champion.
 
     Raises:
         InvalidInput: There is no such version.
         Refused: The target is unavailable.
     """
-    release = target.earlier_release(root, version) if target and version else None
-    return _as_model(release, ANCHOR, merge, hashes) if release else None
-
-
-def _as_model(release: CurrentRelease, name: str, merge: Model, hashes: HashMemo) -> ReleasedModel:
+    if target is None:
+        return None
+    release = target.earlier_release(root, version) if version else target.current_release(root)
+    if release is None:
+        return None
     # Size and sha256 of every file that determines the behavior of each model, without files that only describe it.
     released_files, merged_files = (
         {
@@ -77,7 +66,7 @@ def _as_model(release: CurrentRelease, name: str, merge: Model, hashes: HashMemo
         if name.endswith(".py")
     )
     return ReleasedModel(
-        name=name,
+        name=ANCHOR if version else CHAMPION,
         digest=merge.digest if released_files == merged_files else merkle(released_files),
         directory=release.directory,
         head=release.head,

@@ -95,7 +95,15 @@ def rebuild_release(
         ) from None
     hashes, text = store().hashes, release.read(RECIPE)
     recipe = load_recipe(text.decode(), location=f"{release.reference}: {RECIPE}")
-    directories = [directory] if directory else [*_directories_with_recipe(text), Path.cwd()]
+    directories = [directory] if directory else []
+    if not directory:  # directories below the working directory with a recipe of the same content, except releases
+        for top, folders, names in os.walk(Path.cwd()):
+            folders[:] = sorted(name for name in folders if name[0] != "." and name not in _SKIPPED_FOLDERS)
+            for name in sorted(name for name in names if name != RECIPE and name.endswith((".yaml", ".yml"))):
+                with suppress(InvalidInput, OSError):  # skip files that cannot be read or are larger
+                    if read_plain(Path(top) / name, len(text)) == text:
+                        directories.append(Path(top))
+        directories.append(Path.cwd())
     inputs = _Inputs({item.name: item for item in build.resolved_dependencies}, directories, hashes)
     parents = {str(reference): inputs.find_parent(reference) for reference in recipe.references()}
 
@@ -126,13 +134,27 @@ def rebuild_release(
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
-    names = {name for name in verified.listing if name.endswith(".safetensors")} | set(rebuilt)
-    if different := sorted(name for name in names if rebuilt.get(name) != verified.listing.get(name)):
+    compared = {name for name in verified.listing if name.endswith(".safetensors")} | set(rebuilt)
+    if different := sorted(name for name in compared if rebuilt.get(name) != verified.listing.get(name)):
+        original, installed = build.internal_parameters.versions, versions(*_DECIDING_LIBRARIES)
+        changes = [
+            f"{name} {original[name]} (here {installed[name]})"
+            for name in _DECIDING_LIBRARIES
+            if original.get(name, installed[name]) != installed[name]
+        ]
+        if kind != device.partition(":")[0]:
+            built = f"the release was built on {kind} and rebuilt on {device}"
+            remedy = f"{built}; use --device {kind} on a machine that has one"
+        elif changes:
+            remedy = f"the release was built with {', '.join(changes)}; use those versions"
+        else:
+            advice = "do not use the release, because its recipe does not give its weights"
+            remedy = f"device and libraries are the same; {advice}"
         raise Refused(
             f"{verified.reference}: {different[0]}",
-            found=f"{len(different)} of {len(names)} rebuilt files differ: {', '.join(different[:5])}",
+            found=f"{len(different)} of {len(compared)} rebuilt files differ: {', '.join(different[:5])}",
             expected="the same bytes",
-            remedy=_explain_difference(build.internal_parameters, device),
+            remedy=remedy,
         )
     total = sum(size for size, _ in rebuilt.values())
     return ReproducedRelease(release.reference, tuple(rebuilt), total, seconds, device)
@@ -176,21 +198,6 @@ class _BuildParameters(_ProvenancePart):
 class _Build(_ProvenancePart):
     internal_parameters: _BuildParameters
     resolved_dependencies: tuple[_Dependency, ...]
-
-
-def _explain_difference(parameters: _BuildParameters, device: str) -> str:
-    """Describe the most telling difference between the original build and this one."""
-    kind, original, installed = parameters.device, parameters.versions, versions(*_DECIDING_LIBRARIES)
-    if kind != device.partition(":")[0]:
-        return f"the release was built on {kind} and rebuilt on {device}; use --device {kind} on a machine that has one"
-    changes = [
-        f"{name} {original[name]} (here {installed[name]})"
-        for name in _DECIDING_LIBRARIES
-        if original.get(name, installed[name]) != installed[name]
-    ]
-    if changes:
-        return f"the release was built with {', '.join(changes)}; use those versions"
-    return "device and libraries are the same; do not use the release, because its recipe does not give its weights"
 
 
 @dataclass(frozen=True)
@@ -270,15 +277,3 @@ class _Inputs:
             expected="the text that a model read for this merge, at the path in the recipe",
             remedy="pass the directory that the recipe's paths are relative to with --parents",
         )
-
-
-def _directories_with_recipe(recipe: bytes) -> Iterator[Path]:
-    """Yield directories below the working directory that contain a recipe with this content, except releases."""
-    for top, folders, names in os.walk(Path.cwd()):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _SKIPPED_FOLDERS)
-        for name in sorted(names):
-            if name == RECIPE or not name.endswith((".yaml", ".yml")):
-                continue
-            with suppress(InvalidInput, OSError):  # skip files that cannot be read or are larger
-                if read_plain(Path(top) / name, len(recipe)) == recipe:
-                    yield Path(top)

@@ -76,11 +76,30 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
     check = _ReleaseCheck(release)
     if key is not None:
         public_key(key)  # report an invalid key first, even if the release is not signed
-    check.compare_sums()
-    check.compare_provenance()
-    check.compare_bom()
+    if SUMS in check.files:
+        text = check.text(SUMS)
+        # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
+        is_equal = check.compare_files(parse_checksums(text), SUMS, unlisted={SUMS, SIGNATURE})
+        if is_equal and text != checksums_text(parse_checksums(text)):
+            check.findings.append(f"{SUMS}: not in the form that mergegate writes")
+    else:
+        check.findings.append(f"{SUMS}: missing")
+    content = merkle(check.files)[:VERSION_DIGITS]
+    if release.version not in (None, content):
+        check.findings.append(f"its version is {release.version}, its content is {content}")
+    check.compare_statements()
     check.compare_card()
-    check.compare_signature(key)
+    if SIGNATURE in check.files:
+        try:
+            signature = read_signature(check.read(SIGNATURE))
+        except ValueError as error:
+            check.findings.append(f"{SIGNATURE}: {error}")
+        else:
+            check.compare_files(signature.files, SIGNATURE, unlisted={SIGNATURE})
+            if key and not signature.matches_key(key):
+                check.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
+    elif key is not None:
+        check.findings.append(f"{SIGNATURE}: missing; the release is not signed")
     if check.findings:
         first, *more = dict.fromkeys(check.findings)
         raise Refused(
@@ -111,38 +130,20 @@ class _ReleaseCheck:
         dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
         self.parents = [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
-    def compare_sums(self) -> None:
-        """Compare the files with SHA256SUMS, and all of them with the version if it is a content hash."""
-        if SUMS in self.files:
-            text = self._text(SUMS)
-            # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
-            is_equal = self._compare_files(parse_checksums(text), SUMS, unlisted={SUMS, SIGNATURE})
-            if is_equal and text != checksums_text(parse_checksums(text)):
-                self.findings.append(f"{SUMS}: not in the form that mergegate writes")
-        else:
-            self.findings.append(f"{SUMS}: missing")
-        content = merkle(self.files)[:VERSION_DIGITS]
-        if self.release.version not in (None, content):
-            self.findings.append(f"its version is {self.release.version}, its content is {content}")
-
-    def compare_provenance(self) -> None:
-        """Compare the files and the recipe with the provenance."""
+    def compare_statements(self) -> None:
+        """Compare provenance and bill of materials with the files and the recipe, and their parents with each other."""
         listed = {
             str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
             for subject in _list(_at(self.statement, "subject"))
         }
-        self._compare_files(listed, PROVENANCE, unlisted={PROVENANCE, SIGNATURE, SUMS})
-        if RECIPE not in self.files:
-            return
-        try:
-            documents: object = parse_yaml(self._text(RECIPE), RECIPE)
-        except InvalidInput:
-            documents = None
-        if documents != _at(self.statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
-            self.findings.append(f"{PROVENANCE}: its recipe is not that of {RECIPE}")
-
-    def compare_bom(self) -> None:
-        """Compare the bill of materials with the files, and its parents with the provenance."""
+        self.compare_files(listed, PROVENANCE, unlisted={PROVENANCE, SIGNATURE, SUMS})
+        if RECIPE in self.files:
+            try:
+                documents: object = parse_yaml(self.text(RECIPE), RECIPE)
+            except InvalidInput:
+                documents = None
+            if documents != _at(self.statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
+                self.findings.append(f"{PROVENANCE}: its recipe is not that of {RECIPE}")
         if BOM not in self.files:
             return
         bom = self._json(BOM)
@@ -151,7 +152,7 @@ class _ReleaseCheck:
             for component in _list(_at(bom, "components"))
             for digest in _list(_at(component, "hashes"))
         }
-        self._compare_files(listed, BOM, unlisted={BOM, PROVENANCE, SIGNATURE, SUMS})
+        self.compare_files(listed, BOM, unlisted={BOM, PROVENANCE, SIGNATURE, SUMS})
         ancestors = [
             (_at(item, "name"), _at(item, "version"))
             for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
@@ -167,8 +168,8 @@ class _ReleaseCheck:
         """Compare the card's metadata, recipe and parents with the provenance."""
         if not {RECIPE, CARD} <= set(self.files):
             return
-        card = self._text(CARD)
-        metadata = parse_card(self._bytes(CARD)).fields
+        card = self.text(CARD)
+        metadata = parse_card(self.read(CARD)).fields
         stated = _at(self.statement, "predicate", "mergegate_card")
         if metadata != stated:
             both = {**metadata, **(stated if isinstance(stated, dict) else {})}
@@ -185,28 +186,14 @@ class _ReleaseCheck:
         license = _at(self.statement, "predicate", "mergegate_licence", "card")
         if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
             self.findings.append(f"{CARD}: its license is not that of {PROVENANCE}")
-        if self._text(RECIPE).strip() not in card:
+        if self.text(RECIPE).strip() not in card:
             self.findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
         for parent in self.parents:
             digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
             if f"| {escaped(str(_at(parent, 'name')))} |" not in card or digest not in card:
                 self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
 
-    def compare_signature(self, key: Path | None) -> None:
-        """Compare the files with the signature, and the signature with the key if there is one."""
-        if SIGNATURE not in self.files:
-            self.findings += [f"{SIGNATURE}: missing; the release is not signed"] if key else []
-            return
-        try:
-            signature = read_signature(self._bytes(SIGNATURE))
-        except ValueError as error:
-            self.findings.append(f"{SIGNATURE}: {error}")
-            return
-        self._compare_files(signature.files, SIGNATURE, unlisted={SIGNATURE})
-        if key and not signature.matches_key(key):
-            self.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
-
-    def _compare_files(self, listed: Mapping[str, str], source: str, unlisted: Collection[str]) -> bool:
+    def compare_files(self, listed: Mapping[str, str], source: str, unlisted: Collection[str]) -> bool:
         """Compare the files with the list in ``source`` (name to sha256). Return whether they are equal.
 
         ``unlisted`` files were written after ``source``, so that it cannot list them.
@@ -224,19 +211,19 @@ class _ReleaseCheck:
     def _json(self, name: str) -> object:
         """Return the content of a JSON file of the release, or None if it cannot be parsed."""
         try:
-            return parse_json(self._bytes(name), name)
+            return parse_json(self.read(name), name)
         except InvalidInput:
             return None
 
-    def _bytes(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes:
         """Return the content of a file, or empty bytes for a special file, which the lists of files detect by hash."""
         try:
             return self.release.read(name)
         except InvalidInput:
             return b""
 
-    def _text(self, name: str) -> str:
-        return self._bytes(name).decode(errors="replace")
+    def text(self, name: str) -> str:
+        return self.read(name).decode(errors="replace")
 
 
 def _at(value: object, *path: str) -> Any:

@@ -100,7 +100,7 @@ class DirectoryTarget(PublishTarget):
 
     def publish(self, request: PublishRequest) -> Release:
         """Write the version next to the others, then move ``latest``. ``expected_head`` is not used."""
-        directory = (request.root / self.path).resolve()
+        directory, hashes = (request.root / self.path).resolve(), request.hashes
         destination = directory / request.version
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
@@ -112,11 +112,34 @@ class DirectoryTarget(PublishTarget):
                     remedy="choose another name for the version",
                 )
             is_new = not destination.exists()
+            partial_directory = destination.with_name(f".{destination.name}.partial")
             if is_new:
-                _write_version(request, destination)
+                written, total = 0, sum(file.size for file in request.files)
+
+                def report(count: int) -> None:
+                    nonlocal written
+                    written += count
+                    request.on_progress(written, total)
+
+                with new_directory(destination, partial_directory) as partial:
+                    for file in request.files:
+                        _write(file, partial / file.name, report)
+                    fsync_directories(partial)
+                for file in request.files:  # for the next run
+                    hashes.remember(destination / file.name, file.sha256)
             else:
-                finish_directory(_partial(destination))
-                _require_same(request, destination)
+                finish_directory(partial_directory)
+                expected = {file.name: file.sha256 for file in request.files}
+                paths = {path.relative_to(destination).as_posix(): path for path in destination.rglob("*")}
+                present = {name for name, path in paths.items() if path.is_file()}
+                altered = [name for name in present & set(expected) if hashes.sha256(paths[name]) != expected[name]]
+                if differences := sorted({*altered, *(present ^ set(expected))}):
+                    raise Refused(
+                        str(destination / differences[0]),
+                        found="the version is already published with other content",
+                        expected="the same content, because a version never changes",
+                        remedy="publish under a new version, or remove the altered version",
+                    )
             has_moved = _move_link(directory / LATEST, request.version)
             fsync(directory)
         return Release(request.name, request.version, destination, f"{directory.name}/", new=is_new or has_moved)
@@ -210,27 +233,6 @@ def _versions_in(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if _is_version(path)] if directory.is_dir() else []
 
 
-def _write_version(request: PublishRequest, destination: Path) -> None:
-    """Write all files to a temporary directory, then rename it, and cache the digests for the next run."""
-    written, total = 0, sum(file.size for file in request.files)
-
-    def report(count: int) -> None:
-        nonlocal written
-        written += count
-        request.on_progress(written, total)
-
-    with new_directory(destination, _partial(destination)) as partial:
-        for file in request.files:
-            _write(file, partial / file.name, report)
-        fsync_directories(partial)
-    for file in request.files:
-        request.hashes.remember(destination / file.name, file.sha256)
-
-
-def _partial(version: Path) -> Path:
-    return version.with_name(f".{version.name}.partial")
-
-
 def _move_link(link: Path, version: str) -> bool:
     """Point ``link`` to ``version`` in one step. Return whether it pointed elsewhere before.
 
@@ -254,19 +256,6 @@ def _move_link(link: Path, version: str) -> bool:
     step.symlink_to(version)
     step.rename(link)
     return True
-
-
-def _require_same(request: PublishRequest, directory: Path) -> None:
-    expected = {file.name: file.sha256 for file in request.files}
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    altered = [name for name in present & set(expected) if request.hashes.sha256(directory / name) != expected[name]]
-    if differences := sorted({*altered, *(present ^ set(expected))}):
-        raise Refused(
-            str(directory / differences[0]),
-            found="the version is already published with other content",
-            expected="the same content, because a version never changes",
-            remedy="publish under a new version, or remove the altered version",
-        )
 
 
 def _write(file: ReleaseFile, path: Path, report: Callable[[int], None]) -> None:

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints.hub import (
     HubAccess,
     describe_hub_error,
@@ -27,20 +27,24 @@ from mergegate.tasks.checkpoints.hub import (
     is_retryable,
     require_write_access,
 )
+from mergegate.tasks.publish.content import is_content_version
 from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
+    FIRST,
     CurrentRelease,
     PublishRequest,
     PublishTarget,
     Release,
     alias_conflict,
+    no_such_anchor,
     no_such_version,
     require_alias_name,
 )
 from mergegate.tasks.publish.targets.hub_publication import publish_hub
-from mergegate.tasks.publish.targets.hub_release import HubRelease, download_earlier, download_main, open_on_hub
-from mergegate.tasks.publish.targets.hub_state import MAIN
+from mergegate.tasks.publish.targets.hub_release import HubRelease, download_commit, main_commit, unreadable_release
+from mergegate.tasks.publish.targets.hub_state import MAIN, WRITTEN_BY_HUB
 
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _ATTEMPTS, _MAX_WAIT_S = 6, 16.0
 
 
@@ -90,12 +94,32 @@ class HubTarget(PublishTarget):
         require_write_access(self.repo, self._access())
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Download the head of ``main``. Its ``head`` is the commit."""
-        return download_main(self.repo, self._access())
+        """Download the head of ``main``. Its ``head`` is the commit. Return None for an empty repository."""
+        access = self._access()
+        commit = main_commit(access, self.repo)
+        if commit is None or not set(access.listing(self.repo, commit)) - WRITTEN_BY_HUB:
+            return None
+        directory = download_commit(self.repo, commit, access)
+        return CurrentRelease(directory, commit, commit[:12], access.url(self.repo, commit))
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Download the release of a version's tag."""
-        return download_earlier(self.repo, version, self._access())
+        """Download the release of a version's tag, or of the oldest one. Return None without any tag."""
+        access = self._access()
+        if main_commit(access, self.repo) is None:
+            return None
+        try:
+            tags = self._tags(access)
+            commit = tags.get(version)
+            if version == FIRST and tags:
+                history = [item.commit_id for item in access.api().list_repo_commits(self.repo)]  # newest first
+                commit = max(tags.values(), key=lambda item: history.index(item) if item in history else -1)
+        except Exception as error:
+            raise unreadable_release(self.repo, error, access) from None
+        if not tags:
+            return None
+        if commit is None:
+            raise no_such_anchor(version, self.repo, list(tags))
+        return CurrentRelease(download_commit(self.repo, commit, access), commit)
 
     def publish(self, request: PublishRequest) -> Release:
         """Make ``main`` and the tag of the version contain the release."""
@@ -112,7 +136,20 @@ class HubTarget(PublishTarget):
         access = self._access()
         for failures in range(_ATTEMPTS):
             try:
-                self._move_tag(version, name, access)
+                tags, api = self._tags(access), access.api()
+                if version not in tags:
+                    raise no_such_version(version, self.repo, list(tags))
+                is_version = name == version or (name in tags and version_on(tags, name) is None)
+                if not is_version and name in tags:
+                    commits = api.list_repo_commits(self.repo, revision=name)
+                    is_version = bool(commits) and commits[0].title == f"Release {name}"
+                if is_version:
+                    raise alias_conflict(name, self.repo)
+                if tags.get(name) == tags[version]:
+                    return
+                if name in tags:
+                    api.delete_tag(self.repo, tag=name)
+                api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
                 return
             except RepositoryNotFoundError:
                 raise no_such_version(version, self.repo) from None
@@ -137,29 +174,33 @@ class HubTarget(PublishTarget):
     @classmethod
     def open(cls, reference: str) -> HubRelease | None:
         """Open ``org/name`` (the head of ``main``) or ``org/name@revision``. A public repository needs no token."""
-        return open_on_hub(reference)
+        if not (match := _NAME.fullmatch(reference)):
+            return None
+        access, repo = hub_access(writing=False), match["repo"]
+        try:
+            api = access.api()
+            info = api.model_info(repo, revision=match["revision"])
+            tags = [ref.name for ref in api.list_repo_refs(repo).tags if ref.target_commit == info.sha]
+            problem = "" if info.sha else "a repository without commits"
+        except Exception as error:
+            problem = describe_hub_error(error, access)
+            if is_retryable(error):
+                problem = f"not a local directory, and unavailable from the Hub ({problem})"
+        if problem:
+            raise InvalidInput(
+                reference,
+                found=problem,
+                expected="the directory of a release, or org/name@version on the Hub",
+                remedy="check the spelling, the network, and HF_TOKEN for a private repository",
+            )
+        versions = [match["revision"]] if match["revision"] in tags else tags
+        return HubRelease(access, repo, str(info.sha), next((tag for tag in versions if is_content_version(tag)), None))
 
     def _access(self) -> HubAccess:
         return hub_access(self.token_block, writing=True)
 
     def _tags(self, access: HubAccess) -> dict[str, str]:
         return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}
-
-    def _move_tag(self, version: str, name: str, access: HubAccess) -> None:
-        tags, api = self._tags(access), access.api()
-        if version not in tags:
-            raise no_such_version(version, self.repo, list(tags))
-        is_version = name == version or (name in tags and version_on(tags, name) is None)
-        if not is_version and name in tags:
-            commits = api.list_repo_commits(self.repo, revision=name)
-            is_version = bool(commits) and commits[0].title == f"Release {name}"
-        if is_version:
-            raise alias_conflict(name, self.repo)
-        if tags.get(name) == tags[version]:
-            return
-        if name in tags:
-            api.delete_tag(self.repo, tag=name)
-        api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
 
     def _no_answer(self, error: Exception, access: HubAccess) -> Refused:
         retryable = is_retryable(error)

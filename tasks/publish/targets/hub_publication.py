@@ -226,8 +226,24 @@ class _Connection:
         Content that the Hub already has is not sent again, so an interrupted publication resumes. The card is
         validated first, to avoid uploading hundreds of gigabytes for a card that the Hub rejects.
         """
+        from huggingface_hub import get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
+
         if CARD in names:
-            self.validate_card(self.files[CARD])
+            answer = get_session().post(
+                f"{self.access.endpoint}/api/validate-yaml",
+                json={"content": self.files[CARD].read().decode(errors="replace"), "repoType": "model"},
+                headers=build_hf_headers(token=self.access.token or False, library_name="mergegate"),
+            )
+            if answer.status_code == 400:
+                errors = answer.json().get("errors", [])
+                raise Refused(
+                    f"{self.repo} on the Hub: {CARD}",
+                    found="; ".join(str(error.get("message")) for error in errors) or "metadata that the Hub rejects",
+                    expected="a card that the Hub accepts",
+                    remedy="correct the problem that the Hub reports, then run again; nothing was uploaded",
+                )
+            hf_raise_for_status(answer)
         additions = [self.addition(name) for name in names]
         sent, total = 0, sum(self.files[name].size for name in names)
         self.request.on_progress(sent, total)
@@ -243,26 +259,6 @@ class _Connection:
                 group, group_bytes = [], 0
                 self.request.on_progress(sent, total)
         return additions
-
-    def validate_card(self, card: ReleaseFile) -> None:
-        """Raise Refused if the Hub rejects the metadata of this card."""
-        from huggingface_hub import get_session, hf_raise_for_status
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
-
-        answer = get_session().post(
-            f"{self.access.endpoint}/api/validate-yaml",
-            json={"content": card.read().decode(errors="replace"), "repoType": "model"},
-            headers=build_hf_headers(token=self.access.token or False, library_name="mergegate"),
-        )
-        if answer.status_code == 400:
-            errors = answer.json().get("errors", [])
-            raise Refused(
-                f"{self.repo} on the Hub: {card.name}",
-                found="; ".join(str(error.get("message")) for error in errors) or "metadata that the Hub rejects",
-                expected="a card that the Hub accepts",
-                remedy="correct the problem that the Hub reports, then run again; nothing was uploaded",
-            )
-        hf_raise_for_status(answer)
 
     def addition(self, name: str) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd

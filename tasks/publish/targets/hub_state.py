@@ -181,8 +181,21 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
             "a model repository with a first commit",
             "create the repository again on the Hub",
         )
-    if observed.tagged is not None:
-        return _after_tag(desired, observed, main, observed.tagged, expected_head)
+    if (tagged := observed.tagged) is not None:
+        if not desired.is_on(tagged):
+            return version_taken(desired.version, (*desired.missing(tagged), *desired.stale(tagged))[0])
+        # Another mergegate release is current; the version that passed now replaces it. Changes that a user committed
+        # to main after the release are left alone.
+        superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
+        if superseded and not desired.is_on(main):
+            promotion = Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
+            return _blocked(desired, observed, main, expected_head) or promotion
+        if observed.staged is not None:  # only an unfinished publication changes the visibility
+            if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
+                return ChangeSettings(private=False, gated=desired.gated)
+            return DeleteBranch(desired.branch)
+        return DeleteBranch(observed.leftovers[0]) if observed.leftovers else Done(tagged.commit)
+
     if blocked := _blocked(desired, observed, main, expected_head):
         return blocked
     strictness = (False, "auto", "manual").index
@@ -195,27 +208,6 @@ def next_step(desired: DesiredState, observed: ObservedState, expected_head: str
     if not desired.is_on(observed.staged):
         return StageFiles(observed.staged.commit, desired.missing(observed.staged), desired.stale(observed.staged))
     return Promote(main.commit, observed.staged, desired.missing(main), desired.stale(main))
-
-
-def _after_tag(
-    desired: DesiredState, observed: ObservedState, main: Head, tagged: Head, expected_head: str | None
-) -> Step:
-    """Return the next step if the version is already tagged: make it current again if necessary, then clean up."""
-    if not desired.is_on(tagged):
-        return version_taken(desired.version, (*desired.missing(tagged), *desired.stale(tagged))[0])
-    # Another mergegate release is current; the version that passed now replaces it. Changes that a user committed to
-    # main after the release are left alone.
-    superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
-    if superseded and not desired.is_on(main):
-        promotion = Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
-        return _blocked(desired, observed, main, expected_head) or promotion
-    if observed.staged is not None:  # only an unfinished publication changes the visibility
-        if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
-            return ChangeSettings(private=False, gated=desired.gated)
-        return DeleteBranch(desired.branch)
-    if observed.leftovers:
-        return DeleteBranch(observed.leftovers[0])
-    return Done(tagged.commit)
 
 
 def _blocked(

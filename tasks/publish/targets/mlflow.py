@@ -74,7 +74,7 @@ class MlflowTarget(PublishTarget):
         release = self.storage.current_release(root)
         if release is None:
             return None
-        source = self._registry().alias_source(self.model, self.alias)
+        source = self._registry().source(self.model, alias=self.alias)
         is_registered = source == str(release.location)
         if isinstance(self.storage, HubTarget):  # on the Hub a version is a tag, so compare the commits
             try:
@@ -115,10 +115,7 @@ class MlflowTarget(PublishTarget):
             return None
         try:
             registry = _registry_at(None, reference)
-            if match["alias"]:
-                source = registry.alias_source(match["model"], match["alias"])
-            else:
-                source = registry.version_source(match["model"], match["version"])
+            source = registry.source(match["model"], alias=match["alias"], number=match["version"])
         except Refused as error:
             raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
         for target in (HubTarget, S3Target, OciTarget):

@@ -138,18 +138,16 @@ class MlflowRegistry:
                 time.sleep(min(2.0 ** (failures - 1), _MAX_WAIT_S))
         raise self._refusal(MlflowError("the written entries are missing afterwards"))
 
-    def version_source(self, model: str, number: str) -> str:
-        """Return the location of a registered version, or an empty string if there is no such version.
+    def source(self, model: str, *, alias: str = "", number: str = "") -> str:
+        """Return the location of the version that an alias or a number names, or an empty string without one.
 
         Raises:
             Refused: The server rejects the request or does not answer.
         """
+        if alias:
+            return str(member(self._retry(lambda: self._alias(model, alias)), "source"))
         answer = self._retry(lambda: self._client.get("model-versions/get", name=model, version=number))
         return str(member(answer, "model_version", "source"))
-
-    def alias_source(self, model: str, alias: str) -> str:
-        """Like ``version_source``, for the version that an alias points to."""
-        return str(member(self._retry(lambda: self._alias(model, alias)), "source"))
 
     def alias_version(self, model: str, alias: str) -> str:
         """Return the release version that an alias points to, or an empty string.

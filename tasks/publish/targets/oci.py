@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -79,8 +80,11 @@ class OciTarget(PublishTarget):
         return f"oci://{self.repository}"
 
     def check(self, root: Path) -> None:
-        """Raise an error if an upload cannot be started. The upload is canceled."""
-        self._registry().check_upload()
+        """Raise an error if an upload cannot be started, which proves write access. The upload is canceled."""
+        registry = self._registry()
+        upload = registry.ask("POST", "/blobs/uploads/", content=b"", expected=(202,))
+        with suppress(Refused):
+            registry.ask("DELETE", upload.headers["location"], expected=range(200, 500))
 
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Download the release tagged ``latest``. Its ``head`` is the digest of the manifest."""
@@ -134,11 +138,29 @@ class OciTarget(PublishTarget):
                     expected="the bytes that were evaluated and gated",
                     remedy="run again; if the error persists, find out who else writes to the repository",
                 )
-            if write == "blobs":
-                _send_blobs(request, registry, observed.missing)
-            else:
-                registry.put_manifest(version if write == "version" else _LATEST, content)
             has_changed, previous = True, write
+            if write != "blobs":
+                registry.put_manifest(version if write == "version" else _LATEST, content)
+                continue
+            by_digest = {f"sha256:{file.sha256}": file for file in request.files}
+            sent, total = 0, sum(by_digest[blob].size for blob in observed.missing if blob in by_digest)
+            request.on_progress(sent, total)
+            for blob in observed.missing:
+                if (file := by_digest.get(blob)) is None:
+                    registry.put_blob(blob, _EMPTY, len(_EMPTY))
+                    continue
+                if isinstance(file.source, Path):
+                    try:
+                        size = file.source.stat().st_size
+                    except OSError:
+                        raise file.altered() from None
+                    if size != file.size:
+                        raise file.altered(problem=f"{size} bytes instead of {file.size}")
+                received = registry.put_blob(blob, file.source, file.size)
+                if received != blob:
+                    raise file.altered(received.partition(":")[2])
+                sent += file.size
+                request.on_progress(sent, total)
         raise AssertionError("each write is taken once")
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
@@ -321,25 +343,3 @@ def _next_oci_write(
     if observed.version != digest:
         return "version"
     return "latest" if observed.latest != digest else "done"
-
-
-def _send_blobs(request: PublishRequest, registry: Registry, missing: Sequence[str]) -> None:
-    by_digest = {f"sha256:{file.sha256}": file for file in request.files}
-    sent, total = 0, sum(by_digest[digest].size for digest in missing if digest in by_digest)
-    request.on_progress(sent, total)
-    for digest in missing:
-        if (file := by_digest.get(digest)) is None:
-            registry.put_blob(digest, _EMPTY, len(_EMPTY))
-            continue
-        if isinstance(file.source, Path):
-            try:
-                size = file.source.stat().st_size
-            except OSError:
-                raise file.altered() from None
-            if size != file.size:
-                raise file.altered(problem=f"{size} bytes instead of {file.size}")
-        received = registry.put_blob(digest, file.source, file.size)
-        if received != digest:
-            raise file.altered(received.partition(":")[2])
-        sent += file.size
-        request.on_progress(sent, total)

@@ -131,12 +131,6 @@ class Registry:
 
         return self._retry(put)
 
-    def check_upload(self) -> None:
-        """Start an upload and cancel it, which proves write access and leaves no trace."""
-        upload = self.ask("POST", "/blobs/uploads/", content=b"", expected=(202,))
-        with suppress(Refused):
-            self.ask("DELETE", upload.headers["location"], expected=range(200, 500))
-
     def ask(self, method: str, path: str, *, expected: Collection[int], **options: Any) -> httpx.Response:
         """Send a request and return the answer if its status is in ``expected``."""
 

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.tasks.publish.targets.contract import (
+    ALIAS_NAME,
+    FIRST,
     CurrentRelease,
+    PublicationBlocked,
     PublishRequest,
     PublishTarget,
     Release,
+    no_such_anchor,
     require_alias_name,
+    undone,
 )
 from mergegate.tasks.publish.targets.s3_access import S3_URL, S3Location, require_boto3, s3_location
-from mergegate.tasks.publish.targets.s3_publication import MAX_SINGLE_REQUEST, publish_s3
+from mergegate.tasks.publish.targets.s3_publication import MAX_SINGLE_REQUEST, S3Publication
 from mergegate.tasks.publish.targets.s3_release import (
     S3Release,
-    download_current,
-    download_version,
+    download_entry,
     explained_errors,
     move_alias,
-    open_in_bucket,
     read_alias,
+    read_pointer,
 )
-from mergegate.tasks.publish.targets.s3_state import POINTER
+from mergegate.tasks.publish.targets.s3_state import (
+    LISTINGS,
+    NO_POINTER,
+    POINTER,
+    MovePointer,
+    SendFiles,
+    UpToDate,
+    next_s3_step,
+)
+
+_ROUNDS = 20
+_NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
 
 
 class S3Target(PublishTarget):
@@ -72,17 +89,71 @@ class S3Target(PublishTarget):
 
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Download the release that the pointer names. Its head is the entity tag of the pointer."""
-        return download_current(self._location())
+        location = self._location()
+        if (stored := read_pointer(location)) is None:
+            return None
+        pointer, head = stored
+        entry = pointer.find(pointer.current)
+        if entry is None:
+            raise Refused(
+                f"{location.url}/{POINTER}",
+                found=f"the current version {pointer.current} is not in its list of versions",
+                expected="a pointer that mergegate wrote",
+                remedy="find out who edited the object",
+            )
+        directory = download_entry(location, entry)
+        return CurrentRelease(directory, head, entry.version, f"{location.url}@{entry.version}")
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Download a version that the pointer lists."""
-        return download_version(self._location(), version)
+        """Download a version that the pointer lists, or the first one. Return None before the first release."""
+        location = self._location()
+        if (stored := read_pointer(location)) is None:
+            return None
+        versions = stored[0].versions
+        entry = versions[0] if version == FIRST and versions else stored[0].find(version)
+        if entry is None:
+            raise no_such_anchor(version, location.url, [item.version for item in versions])
+        return CurrentRelease(download_entry(location, entry))
 
     def publish(self, request: PublishRequest) -> Release:
-        """Send the files of the version, then move the pointer."""
-        location, version = self._location(), request.version
-        has_changed = publish_s3(request, location, self.multipart_threshold)
-        return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
+        """Send the files of the version, then move the pointer: read the state, take the next step, and repeat.
+
+        Raises:
+            Refused: The version exists with different content, the pointer has moved, a source file has changed since
+                the gate, or the store rejects a request, does not answer, does not store the files, or ignores write
+                guards.
+            InvalidInput: Credentials are missing.
+        """
+        location, version, expected_head = self._location(), request.version, request.expected_head
+        publication = S3Publication(request, location, self.multipart_threshold)
+        has_changed = has_sent = False
+        with explained_errors(location):
+            for _ in range(_ROUNDS):
+                observed = publication.observe()
+                expected_head = observed.head if expected_head is None else expected_head
+                match next_s3_step(publication.desired, observed, expected_head):
+                    case UpToDate():
+                        if has_changed:
+                            publication.remove_leftovers(observed.pointer)
+                        return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
+                    case PublicationBlocked() as blocked:
+                        raise blocked.refusal(location.url)
+                    case SendFiles(names):
+                        if has_sent:
+                            raise Refused(
+                                location.url,
+                                found=f"the stored files differ from the sent ones ({', '.join(names) or LISTINGS})",
+                                expected="the bytes that were evaluated and gated",
+                                remedy="run again; the pointer was not moved",
+                            )
+                        publication.send(names)
+                        has_sent = True
+                    case MovePointer(pointer, head):
+                        # If another publisher was faster, the guard fails and the next read shows it.
+                        guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
+                        location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
+                has_changed = True
+        raise undone(location.url)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Write ``name.json`` next to the pointer."""
@@ -97,7 +168,35 @@ class S3Target(PublishTarget):
     @classmethod
     def open(cls, reference: str) -> S3Release | None:
         """Open ``s3://bucket/prefix[@version or alias]``, at Amazon or at the store of ``AWS_ENDPOINT_URL_S3``."""
-        return open_in_bucket(reference)
+        if not (match := _NAME.fullmatch(reference)):
+            return None
+        require_boto3(reference)
+        location = s3_location(match["url"], None, reference)
+        try:
+            stored = read_pointer(location)
+        except Refused as error:
+            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
+        if stored is None:
+            raise InvalidInput(
+                reference,
+                found=f"no {POINTER} at this location",
+                expected="s3://bucket/prefix[@version] of a release",
+                remedy="check the spelling, and AWS_ENDPOINT_URL_S3 for a store other than Amazon's",
+            )
+        pointer = stored[0]
+        version = match["version"] or pointer.current
+        entry = pointer.find(version)
+        if entry is None and match["version"] and re.fullmatch(ALIAS_NAME, version):
+            alias = read_alias(location, version)
+            entry = alias[0] if alias else None
+        if entry is None:
+            raise InvalidInput(
+                reference,
+                found=f"no version {version}",
+                expected="one of its versions",
+                remedy=suggest(version, [item.version for item in pointer.versions]),
+            )
+        return S3Release(location, entry)
 
     def _location(self) -> S3Location:
         require_boto3("publish.to: s3")

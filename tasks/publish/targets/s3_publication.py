@@ -1,8 +1,8 @@
-"""Publish to a bucket: read the state, take the next step, and repeat until the release is published.
+"""Make the requests of a publication to a bucket: read the state, send the files, and remove leftovers.
 
-``s3_state`` decides the steps and their order; this module makes the requests. Every file is read once and hashed while
-it is sent. The store compares the received bytes with the gated sha256. Before the pointer moves, mergegate compares
-the checksums that the store reports once more.
+``s3_state`` decides the steps and their order, and ``s3`` repeats them until the release is published. Every file is
+read once and hashed while it is sent. The store compares the received bytes with the gated sha256. Before the pointer
+moves, mergegate compares the checksums that the store reports once more.
 
 Large files are sent in parts by requests of our own. boto3's multipart upload would complete an object before the
 sha256 of the whole file is compared, and over TLS it sends the checksum of a part after the body (``aws-chunked``),
@@ -14,17 +14,16 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish.content import ReleaseFile, file_identities
-from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, undone
+from mergegate.tasks.publish.targets.contract import PublishRequest
 from mergegate.tasks.publish.targets.s3_access import (
     PART_SIZE,
     S3Location,
@@ -39,13 +38,9 @@ from mergegate.tasks.publish.targets.s3_state import (
     NO_POINTER,
     POINTER,
     DesiredVersion,
-    MovePointer,
     ObservedLocation,
     Pointer,
-    SendFiles,
-    UpToDate,
     VersionListing,
-    next_s3_step,
 )
 
 MAX_SINGLE_REQUEST = 5 << 30  # bytes; limit of S3
@@ -53,65 +48,20 @@ _PART = 64 << 20
 _MAX_PARTS = 10_000
 _PARALLEL_FILES = 4
 _IN_MEMORY = 8 << 20
-_ROUNDS = 20
 # Objects older than this that are missing from the pointer belong to an abandoned run.
 _ABANDONED = timedelta(days=7)
 _log = logging.getLogger(__name__)
 
 
-def publish_s3(request: PublishRequest, location: S3Location, multipart_threshold: int = MAX_SINGLE_REQUEST) -> bool:
-    """Publish exactly the files of ``request`` as its version and point ``latest.json`` to it. Idempotent.
+class S3Publication:
+    """The requests that one publication needs.
 
     Args:
         request: Release to publish. Its ``expected_head`` is the entity tag of the pointer.
         location: Bucket and prefix of the target.
         multipart_threshold: Largest file that is sent in one request, in bytes. Larger files are sent in parts, for
             which the store has no sha256 of the whole object.
-
-    Returns:
-        Whether anything changed.
-
-    Raises:
-        Refused: The version exists with different content, the pointer has moved, a source file has changed since the
-            gate, or the store rejects a request, does not answer, does not store the files, or ignores write guards.
-        InvalidInput: Credentials are missing.
     """
-    publication = _Publication(request, location, multipart_threshold)
-    expected_head = request.expected_head
-    has_changed = has_sent = False
-    try:
-        for _ in range(_ROUNDS):
-            observed = publication.observe()
-            expected_head = observed.head if expected_head is None else expected_head
-            match next_s3_step(publication.desired, observed, expected_head):
-                case UpToDate():
-                    if has_changed:
-                        publication.remove_leftovers(observed.pointer)
-                    return has_changed
-                case PublicationBlocked() as blocked:
-                    raise blocked.refusal(location.url)
-                case SendFiles(names):
-                    if has_sent:
-                        raise Refused(
-                            location.url,
-                            found=f"the stored files differ from the sent ones ({', '.join(names) or LISTINGS})",
-                            expected="the bytes that were evaluated and gated",
-                            remedy="run again; the pointer was not moved",
-                        )
-                    publication.send(names)
-                    has_sent = True
-                case MovePointer(pointer, head):
-                    publication.move_pointer(pointer, head)
-            has_changed = True
-    except Exception as error:
-        if is_of_client(error):
-            raise refusal(location, error) from None
-        raise
-    raise undone(location.url)
-
-
-class _Publication:
-    """The requests that one publication needs."""
 
     def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
         self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
@@ -201,41 +151,37 @@ class _Publication:
     def send_file(self, file: ReleaseFile, report: Callable[[int], None]) -> None:
         """Send one object, and compare it with the gated file while it is read.
 
+        A large file is sent in parts with a sha256 each. The object is created only if the whole file matches.
+
         Raises:
             Refused: The source file has changed since the gate.
         """
         key = self.location.key(self.directory + file.name)
-        if file.size > self.multipart_threshold:
-            self.send_in_parts(file, key, report)
-            return
-        checksum = _checksum(bytes.fromhex(file.sha256))
-        if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
-            data = b"".join(_read(file, _IN_MEMORY))
-            if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
-                raise file.altered(actual)
-            self.location.ask("put_object", Key=key, Body=data, **checksum)
-        else:
-            self._send_stream(file, file.source, {"Key": key, **checksum})
-        report(file.size)
-
-    def _send_stream(self, file: ReleaseFile, source: Path, options: Mapping[str, Any]) -> None:
-        try:
-            with _HashedFile(source) as body:
+        if file.size <= self.multipart_threshold:
+            checksum = _checksum(bytes.fromhex(file.sha256))
+            if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
+                data = b"".join(_read(file, _IN_MEMORY))
+                if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
+                    raise file.altered(actual)
+                self.location.ask("put_object", Key=key, Body=data, **checksum)
+            else:
                 try:
-                    self.location.ask("put_object", Body=body, **options)
-                finally:
-                    actual = body.sha256()
-        except FileNotFoundError:
-            raise file.altered() from None
-        except Exception as error:
-            if is_of_client(error) and actual is not None and actual != file.sha256:
-                raise file.altered(actual) from None  # the store has noticed, too
-            raise
-        if actual is not None and actual != file.sha256:
-            raise file.altered(actual)
+                    with _HashedFile(file.source) as body:
+                        try:
+                            self.location.ask("put_object", Key=key, Body=body, **checksum)
+                        finally:
+                            streamed = body.sha256()
+                except FileNotFoundError:
+                    raise file.altered() from None
+                except Exception as error:
+                    if is_of_client(error) and streamed is not None and streamed != file.sha256:
+                        raise file.altered(streamed) from None  # the store has noticed, too
+                    raise
+                if streamed is not None and streamed != file.sha256:
+                    raise file.altered(streamed)
+            report(file.size)
+            return
 
-    def send_in_parts(self, file: ReleaseFile, key: str, report: Callable[[int], None]) -> None:
-        """Send a large file in parts with a sha256 each. The object is created only if the whole file matches."""
         part_size = max(_PART, -(-file.size // _MAX_PARTS))
         started = self.location.ask(
             "create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256", Metadata={PART_SIZE: str(part_size)}
@@ -258,11 +204,6 @@ class _Publication:
             with suppress(Exception):
                 self.location.ask("abort_multipart_upload", **upload)
             raise
-
-    def move_pointer(self, pointer: Pointer, head: str) -> None:
-        """Write the pointer unless it has changed. If another publisher was faster, the next read shows it."""
-        guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
-        self.location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
 
     def remove_leftovers(self, pointer: Pointer | None) -> None:
         """Remove leftovers of runs that were interrupted long ago. Failures are only logged: the release is done."""

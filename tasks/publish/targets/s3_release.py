@@ -1,4 +1,4 @@
-"""Read releases and aliases from a bucket, download a release to compare with, and move aliases.
+"""Read pointer, releases and aliases in a bucket, download a release to compare with, and move aliases.
 
 Each alias is a small object next to the pointer and is written under a guard. Verification downloads only objects
 without a sha256 in the store, that is, objects that were uploaded in parts.
@@ -6,7 +6,6 @@ without a sha256 in the store, that is, objects that were uploaded in parts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +13,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES
 from mergegate.tasks.publish.targets.contract import (
-    ALIAS_NAME,
-    FIRST,
-    CurrentRelease,
     alias_conflict,
-    no_such_anchor,
     no_such_version,
 )
 from mergegate.tasks.publish.targets.download import download_release
@@ -30,13 +25,10 @@ from mergegate.tasks.publish.targets.s3_access import (
     is_of_client,
     parse_pointer,
     refusal,
-    require_boto3,
-    s3_location,
 )
 from mergegate.tasks.publish.targets.s3_state import LISTINGS, POINTER, Pointer, ReleasedVersion, VersionListing
 from mergegate.tasks.store import merkle
 
-_NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
 _ROUNDS = 5
 
 
@@ -61,40 +53,6 @@ def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
     with explained_errors(location):
         stored = location.read(POINTER)
     return (parse_pointer(location, stored[0]), stored[1]) if stored else None
-
-
-def download_current(location: S3Location) -> CurrentRelease | None:
-    """Download the current release. Its head is the entity tag of the pointer."""
-    stored = read_pointer(location)
-    if stored is None:
-        return None
-    pointer, head = stored
-    entry = pointer.find(pointer.current)
-    if entry is None:
-        raise Refused(
-            f"{location.url}/{POINTER}",
-            found=f"the current version {pointer.current} is not in its list of versions",
-            expected="a pointer that mergegate wrote",
-            remedy="find out who edited the object",
-        )
-    return CurrentRelease(_download(location, entry), head, entry.version, f"{location.url}@{entry.version}")
-
-
-def download_version(location: S3Location, version: str) -> CurrentRelease | None:
-    """Download a version that the pointer lists, or the first one. Return None before the first release.
-
-    Raises:
-        InvalidInput: There is no such version.
-        Refused: The store is unavailable, or its content differs from the published files.
-    """
-    stored = read_pointer(location)
-    if stored is None:
-        return None
-    versions = stored[0].versions
-    entry = versions[0] if version == FIRST and versions else stored[0].find(version)
-    if entry is None:
-        raise no_such_anchor(version, location.url, [item.version for item in versions])
-    return CurrentRelease(_download(location, entry))
 
 
 def move_alias(location: S3Location, version: str, name: str) -> None:
@@ -188,44 +146,8 @@ class S3Release:
         return content[0]
 
 
-def open_in_bucket(reference: str) -> S3Release | None:
-    """Open ``s3://bucket/prefix[@version]`` in its present state. Return None if the reference has another form.
-
-    Raises:
-        InvalidInput: There is no such prefix or version, or the store is unavailable.
-    """
-    if not (match := _NAME.fullmatch(reference)):
-        return None
-    require_boto3(reference)
-    location = s3_location(match["url"], None, reference)
-    try:
-        stored = read_pointer(location)
-    except Refused as error:
-        raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
-    if stored is None:
-        raise InvalidInput(
-            reference,
-            found=f"no {POINTER} at this location",
-            expected="s3://bucket/prefix[@version] of a release",
-            remedy="check the spelling, and AWS_ENDPOINT_URL_S3 for a store other than Amazon's",
-        )
-    pointer = stored[0]
-    version = match["version"] or pointer.current
-    entry = pointer.find(version)
-    if entry is None and match["version"] and re.fullmatch(ALIAS_NAME, version):
-        alias = read_alias(location, version)
-        entry = alias[0] if alias else None
-    if entry is None:
-        raise InvalidInput(
-            reference,
-            found=f"no version {version}",
-            expected="one of its versions",
-            remedy=suggest(version, [item.version for item in pointer.versions]),
-        )
-    return S3Release(location, entry)
-
-
-def _download(location: S3Location, entry: ReleasedVersion) -> Path:
+def download_entry(location: S3Location, entry: ReleasedVersion) -> Path:
+    """Download a version that the pointer lists. Raise Refused if its content differs from the published files."""
     reference = f"{location.url}@{entry.version}"
 
     def fetch(name: str, path: Path) -> None:
