@@ -257,7 +257,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
 
 
 def _pin_data(
-    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], trusted: Collection[str], problems: Problems
+    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], trusted_code: Collection[str], problems: Problems
 ) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
@@ -281,7 +281,7 @@ def _pin_data(
         sources = [
             TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
             for parent, header in zip(parents, header_digests(parents), strict=True)
-            if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted for snapshot in parent.snapshots)
+            if not any(f"{snapshot.repo}@{snapshot.commit}" in trusted_code for snapshot in parent.snapshots)
         ]
 
     limit = CountLimit(seconds=evidence.scoring.time_limit)
