@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.tasks.evaluation.document_scores import read_document_scores
-from mergegate.tasks.gate.graded_scores import graded_documents_needed, refuted
+from mergegate.tasks.gate.graded_scores import graded_documents_needed, refutes
 from mergegate.tasks.gate.statistics import binary_bounds, documents_needed, normal_quantile
 
 CONFIDENCE = 0.95
@@ -96,7 +96,7 @@ def published(noise: float, loss: float, n: int, runs: int, rng: np.random.Gener
         drawn = draw_leads(some, DOCUMENTS, noise, loss, rng)
         d, p = drawn.differences[:, :n], drawn.graded[:, :n]
         high = binary_bounds((d > 0).sum(axis=1) * 1.0, (d < 0).sum(axis=1) * 1.0, n, CONFIDENCE)[1]
-        sure, as_sure = (refuted(p, limit - 1e-9, CONFIDENCE, (n,)) for limit in (margin, as_far))
+        sure, as_sure = (refutes(p, limit - 1e-9, CONFIDENCE, (n,)) for limit in (margin, as_far))
         shares = [high <= margin, sure, as_sure, _controlled(d, p) <= margin, _stratified(drawn, n) <= margin]
         counts += [float(share.sum()) for share in shares]
     return Shares(*(float(count) / runs for count in counts))
@@ -202,7 +202,7 @@ def print_resampled(home: Path, reference: str, runs: int) -> None:
                 lost, won = (marks > 0).sum(axis=1) * 1.0, (marks < 0).sum(axis=1) * 1.0
                 shares.append(float((binary_bounds(lost, won, n, CONFIDENCE)[1] <= MARGIN).mean()))
                 sure = rng.choice(p, (runs, n), p=_tilted(p, drop))
-                shares.append(float(refuted(sure, MARGIN - 1e-9, CONFIDENCE, (n,)).mean()))
+                shares.append(float(refutes(sure, MARGIN - 1e-9, CONFIDENCE, (n,)).mean()))
             print(f"| {merge} | {task} | {n:,} | " + " | ".join(f"{100 * share:.1f}" for share in shares) + " |")
 
 

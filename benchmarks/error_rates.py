@@ -22,7 +22,7 @@ from scipy.special import stdtrit
 
 from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.clusters import MIN_CLUSTERS, cluster_errors, critical_value, effective_clusters
-from mergegate.tasks.gate.graded_scores import refuted
+from mergegate.tasks.gate.graded_scores import refutes
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import binary_bounds
 
@@ -135,7 +135,7 @@ def published(
         passed, before = np.zeros(samples, dtype=bool), np.zeros(samples, dtype=bool)
         for look in plan_looks(schedule, CONFIDENCE):
             seen = differences[:, : look.documents]
-            passed |= refuted(seen, margin, CONFIDENCE, schedule)
+            passed |= refutes(seen, margin, CONFIDENCE, schedule)
             quantile = stdtrit(look.documents - 1, look.confidence)
             half = quantile * seen.std(axis=1, ddof=1) / math.sqrt(look.documents)
             floor = binary_bounds(np.zeros(1), np.zeros(1), look.documents, look.confidence)[1][0]

@@ -43,7 +43,7 @@ LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens":
 
 def make_family(place: Path, shape: tuple[int, int]) -> None:
     """Write a base and two models of one matrix, and the statistics of a text with as many positions as its columns."""
-    from mergegate.merge_core.checkpoint import moments_file_name, pack_moments, write_inputs
+    from mergegate.merge_core.checkpoint import INPUTS, measurement_file_name, pack_moments, write_measurement
 
     draw = torch.Generator().manual_seed(0)
     base = torch.randn(shape, generator=draw) * 0.02
@@ -59,8 +59,8 @@ def make_family(place: Path, shape: tuple[int, int]) -> None:
         inputs = torch.randn(shape[1], shape[1], generator=draw)
         (place / f"{name}-inputs").mkdir()
         moments = torch.from_numpy(pack_moments((inputs.T @ inputs / shape[1]).numpy()))
-        save_file({NAME: moments}, place / f"{name}-inputs" / moments_file_name(0))
-        write_inputs(place / f"{name}-inputs", {NAME: NAME}, shape[1])
+        save_file({NAME: moments}, place / f"{name}-inputs" / measurement_file_name(INPUTS, 0))
+        write_measurement(place / f"{name}-inputs" / INPUTS, {NAME: NAME}, shape[1])
 
 
 def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]

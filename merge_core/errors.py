@@ -83,8 +83,8 @@ class MergegateError(Exception):
 
     status: ClassVar[Status] = "failed"  # status of a run that ends with this error
 
-    def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
-        self.where, self.found = to_printable(where), to_printable(found)
+    def __init__(self, location: str, *, found: str, expected: str = "", remedy: str = "") -> None:
+        self.where, self.found = to_printable(location), to_printable(found)
         self.expected, self.remedy = to_printable(expected), to_printable(remedy)
         super().__init__(str(self))
 
@@ -205,17 +205,19 @@ class InvalidFile(InvalidInput):
 
     _MOST_LISTED: ClassVar[int] = 100
 
-    def __init__(self, where: str, findings: Iterable[Finding]) -> None:
+    def __init__(self, location: str, findings: Iterable[Finding]) -> None:
         self.findings = worst_first(findings)
         warnings = sum(finding.severity != "block" for finding in self.findings)
         faults = len(self.findings) - warnings
         count = f"{faults} fault{'s' * (faults > 1)}"
         if warnings:
             count += f" and {warnings} warning{'s' * (warnings > 1)}"
-        lines = [to_printable(f"\n  {_format_line(finding, where)}") for finding in self.findings[: self._MOST_LISTED]]
+        lines = [
+            to_printable(f"\n  {_format_line(finding, location)}") for finding in self.findings[: self._MOST_LISTED]
+        ]
         if (left_out := len(self.findings) - len(lines)) > 0:
             lines.append(f"\n  and {left_out} more")
-        super().__init__(where, found=count)
+        super().__init__(location, found=count)
         self.found = count + "".join(lines)  # each line is bounded, and no line may be missing
         self.args = (str(self),)
 
@@ -329,5 +331,5 @@ def suggest(word: str, names: Iterable[str]) -> str:
     return f"did you mean {close_matches[0]!r}?" if close_matches else f"choose one of {', '.join(names)}"
 
 
-def _rebuild(kind: type[MergegateError], where: str, found: str, expected: str, remedy: str) -> MergegateError:
-    return kind(where, found=found, expected=expected, remedy=remedy)
+def _rebuild(kind: type[MergegateError], location: str, found: str, expected: str, remedy: str) -> MergegateError:
+    return kind(location, found=found, expected=expected, remedy=remedy)

@@ -132,16 +132,16 @@ def system_memory() -> Capacity | None:
     return memory
 
 
-def control_groups(root: Path = _CONTROL_GROUPS, own: Sequence[str] | None = None) -> tuple[Path, ...]:
+def control_groups(root: Path = _CONTROL_GROUPS, groups: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Return the control groups (cgroup version 2) of this process, from its own to the outermost.
 
     Each may have a limit of its own.
 
     Args:
         root: Directory where the system lists them. A container sees its own group as the outermost.
-        own: Lines of ``/proc/self/cgroup``. Default: read that file.
+        groups: Lines of ``/proc/self/cgroup``. Default: read that file.
     """
-    lines = kernel_lines("self/cgroup") if own is None else own
+    lines = kernel_lines("self/cgroup") if groups is None else groups
     group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     parts = Path(group).parts
     if ".." in parts:  # The process started outside the groups that are visible here.

@@ -41,7 +41,6 @@ _NOUNS = frozenset({"bound", "cut", "feed", "need", "read", "seed", "set", "spee
 PARAMETERS = {
     "expected": "every error has a location, the state that was found and the state that was expected",
     "found": "see `expected`",
-    "finetuned": "an argument of the command line: FINETUNED",
     "gated": "the Hub's own name for a repository with access on request",
     "left": "one side, next to `right`",
 }

@@ -245,7 +245,7 @@ def _run_all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> 
     """
     results: dict[int, R] = {}
     failures: dict[int, Exception] = {}
-    for index, result in runner.each(function, items):
+    for index, result in runner.run_each(function, items):
         if isinstance(result, Exception):
             failures[index] = result
             if all(earlier in results for earlier in range(index)):

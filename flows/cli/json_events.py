@@ -65,12 +65,12 @@ class EventLines:
     def on_start(self, stage: str, subject: str) -> None:
         print_event("started", stage=stage, subject=subject)
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
         now = time.monotonic()
-        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and completed < total:
+        if now - self._last_progress.get((stage, subject), 0.0) < _SECONDS_BETWEEN and count < total:
             return
         self._last_progress[stage, subject] = now
-        print_event("advanced", stage=stage, subject=subject, done=completed, total=total, unit=unit)
+        print_event("advanced", stage=stage, subject=subject, done=count, total=total, unit=unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         """Ignore the description of a stage, which is for terminals."""

@@ -164,9 +164,9 @@ class TerminalProgress:
         if not self._is_live:
             self._pulse.on_start(stage, subject)
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
-        self._running(stage, subject).pace.on_progress(completed, total, unit, time.monotonic())
-        self._pulse.on_progress(stage, subject, completed, total, unit)
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
+        self._running(stage, subject).pace.on_progress(count, total, unit, time.monotonic())
+        self._pulse.on_progress(stage, subject, count, total, unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         self._running(stage, subject).pace.words = say

@@ -90,7 +90,7 @@ def smoke_command(
                 log.parent.mkdir(parents=True, exist_ok=True)
                 log.unlink(missing_ok=True)  # log of an earlier run
                 setup = SmokeSetup(server, device_kind(), log)
-                verdict = smoke_checkpoint(served, settings, setup, adapted=adapted, on_progress=show)
+                verdict = smoke_checkpoint(served, settings, setup, adapted_model=adapted, on_progress=show)
         if as_json:
             print_answer(
                 str(verdict.outcome) if hasattr(verdict, "outcome") else "asked",

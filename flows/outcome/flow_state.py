@@ -37,11 +37,11 @@ from mergegate.tasks.stage import (
     RecordedProgress,
     WorkRequired,
     announce,
+    apply_limits,
     current_watcher,
     dry_pass,
     home,
     keep_quota,
-    limited,
     log_shared_store_savings,
     progress_watcher,
     record_run,
@@ -160,7 +160,7 @@ def within_limits(make: Callable[[Profile], RunOutcome], profile: Profile) -> Ru
     Raises:
         OutOfTime: The run exceeded its time limit.
     """
-    with limited(profile.limits):
+    with apply_limits(profile.limits):
         return make(profile)
 
 

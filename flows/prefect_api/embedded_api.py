@@ -34,8 +34,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import (
     disk_errors_refused,
     disk_refusal,
+    hold_lock,
     is_disk_error,
-    locked,
     set_aside_damaged,
     set_sqlite_aside,
     sqlite_fault,
@@ -156,7 +156,7 @@ def local_api() -> Iterator[None]:
     with temporary_settings(protected), ExitStack() as stack:
         with disk_errors_refused(home):
             state_directory(home)
-            stack.enter_context(locked(home / "migration.lock"))  # one migration at a time
+            stack.enter_context(hold_lock(home / "migration.lock"))  # one migration at a time
             database = _database()
             if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
                 forget_records(database, why)

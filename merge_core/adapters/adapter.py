@@ -74,7 +74,7 @@ class Adapter:
     uncopied: tuple[str, ...] = ()
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self) -> tuple[StoredTensor, ...]:
         """All tensors of the adapter."""
         module_tensors = (tensor for module in self.modules.values() for tensor in module.tensors.values())
         return (*module_tensors, *self.full_tensors.values())
@@ -82,7 +82,7 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         """Number of bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.stored)
+        return sum(tensor.nbytes for tensor in self.stored_tensors)
 
 
 def is_adapter(directory: Path) -> bool:

@@ -127,7 +127,7 @@ class _Application:
         files = self._base.companions
         if has_vocabulary(tokenizer.sources):
             files = files.only(lambda name: companion_kind(name) != "tokenizer")
-        files = files.changed(tokenizer.sources)
+        files = files.with_changes(tokenizer.sources)
         if read_chat_templates(files) != templates:
             files = with_chat_templates(files, templates)
         return replace(
@@ -139,7 +139,7 @@ class _Application:
             uncopied=tuple(dict.fromkeys((*self._base.uncopied, *self._adapter.uncopied))),
         )
 
-    def replace_tensor(self, name: str, own: StoredTensor) -> None:
+    def replace_tensor(self, name: str, own_tensor: StoredTensor) -> None:
         """Replace a tensor of the model by a full tensor of the adapter."""
         target = self._names.find(name)
         if target is None and is_head(name) and self._ties is not False:
@@ -149,17 +149,21 @@ class _Application:
                 self._untied = True
                 (embedding,) = embeddings
                 prefix = "language_model." if embedding.name.startswith("language_model.") else ""
-                target = AdapterOwnTensor(f"{prefix}lm_head.weight", embedding.dtype, embedding.shape, embedding, own)
+                target = AdapterOwnTensor(
+                    f"{prefix}lm_head.weight", embedding.dtype, embedding.shape, embedding, own_tensor
+                )
                 self._tensors[target.name] = target
         if target is None:
-            raise self._no_target_error(own, name)
-        self._require_shape(own, own.shape, target.shape, target)
+            raise self._no_target_error(own_tensor, name)
+        self._require_shape(own_tensor, own_tensor.shape, target.shape, target)
         if target.name in self._replaced:
             raise InvalidInput(
-                own.full_name, found=f"the adapter contains {target.name} twice", expected="one tensor with this name"
+                own_tensor.full_name,
+                found=f"the adapter contains {target.name} twice",
+                expected="one tensor with this name",
             )
         self._replaced.add(target.name)
-        self._tensors[target.name] = AdapterOwnTensor(target.name, target.dtype, target.shape, target, own)
+        self._tensors[target.name] = AdapterOwnTensor(target.name, target.dtype, target.shape, target, own_tensor)
 
     def adapt(self, module: AdaptedModule, wrappers: list[AdaptedModule]) -> None:
         """Apply all tensors of the adapter for a module, or for its parameters.
@@ -401,14 +405,14 @@ class _Application:
         self._tensors[tensor.name] = tensor
 
     def _require_shape(
-        self, own: StoredTensor, shape: tuple[int, ...], target_shape: tuple[int, ...], target: AnyTensor
+        self, own_tensor: StoredTensor, shape: tuple[int, ...], target_shape: tuple[int, ...], target: AnyTensor
     ) -> None:
         if tuple(shape) == tuple(target_shape):
             return
         if has_vocabulary_rows(target.name) and shape[0] > target_shape[0] and shape[1:] == target_shape[1:]:
-            raise self._vocabulary_error(own.full_name, shape[0], target)
+            raise self._vocabulary_error(own_tensor.full_name, shape[0], target)
         raise InvalidInput(
-            own.full_name,
+            own_tensor.full_name,
             found=f"it fits a shape of {list(shape)}",
             expected=f"{list(target_shape)}, the shape of {target.name} of {self._base.directory.name}",
             remedy=_NAME_BASE,

@@ -55,11 +55,11 @@ def read_factor(tensor: StoredTensor, read: ReadStored, high: torch.dtype) -> to
     return read_tensor(tensor, read).to(high)
 
 
-def as_torch(stored: Any, dtype: DType) -> torch.Tensor:
+def as_torch(stored_values: Any, dtype: DType) -> torch.Tensor:
     """Return a one-dimensional tensor that shares its memory with the stored bytes."""
     import torch
 
-    return torch.from_numpy(stored).view(getattr(torch, dtype.torch_name))
+    return torch.from_numpy(stored_values).view(getattr(torch, dtype.torch_name))
 
 
 def high_format(dtype: DType) -> torch.dtype:
@@ -174,7 +174,7 @@ def add_product(
     if is_compiled:
         from mergegate.merge_core.methods.kernels import add_change
 
-    def changed(first: int, into: Any) -> None:
+    def write_change(first: int, into: Any) -> None:
         elements(first, into)
         end = first + len(into) // source.dtype.size
         for unit, top, bottom in grid.tiles(first, end):
@@ -193,7 +193,7 @@ def add_product(
                 wide = scratch("wide", change.dtype, len(change))
                 values.copy_(wide.copy_(values).add_(change))
 
-    return changed
+    return write_change
 
 
 def scale_directions(
@@ -217,7 +217,7 @@ def scale_directions(
             squares += moved.double().square_().sum(0)
         column_scales = (magnitude / squares.sqrt_().to(numeric)).view(1, -1)
 
-    def changed(first: int, into: Any) -> None:
+    def write_change(first: int, into: Any) -> None:
         values = as_torch(into, source.dtype)
         end = first + len(into) // size
         for unit, top, bottom in grid.tiles(first, end):
@@ -232,4 +232,4 @@ def scale_directions(
             low, high = max(first, start), min(end, start + rows.numel())
             values[low - first : high - first] = moved.reshape(-1)[low - start : high - start].to(values.dtype)
 
-    return changed
+    return write_change

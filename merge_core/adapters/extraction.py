@@ -91,16 +91,16 @@ class Extracted:
 
 
 def extract_adapter(
-    tuned: Checkpoint,
+    fine_tune: Checkpoint,
     base: Checkpoint,
     base_name: str,
     settings: ExtractionSettings,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Extracted:
-    """Return the adapter that turns ``base`` into ``tuned``, as closely as the rank allows.
+    """Return the adapter that turns ``base`` into ``fine_tune``, as closely as the rank allows.
 
     Args:
-        tuned: The fine-tune.
+        fine_tune: The fine-tune.
         base: Model that the fine-tune was trained from.
         base_name: Name of the base in the adapter's configuration.
         settings: Settings of the extraction.
@@ -110,34 +110,34 @@ def extract_adapter(
         InvalidInput: The models have different tensors or shapes, they are equal, or they differ in a part that an
             adapter cannot represent.
     """
-    for name in sorted(tuned.tensors.keys() ^ base.tensors.keys()):
+    for name in sorted(fine_tune.tensors.keys() ^ base.tensors.keys()):
         if not is_optional(name):
-            owner, counterpart = (tuned, base) if name in tuned.tensors else (base, tuned)
+            owner, counterpart = (fine_tune, base) if name in fine_tune.tensors else (base, fine_tune)
             raise InvalidInput(
                 f"{owner.directory.name}: {name}",
                 found=f"{counterpart.directory.name} has no such tensor",
                 expected="a fine-tune and its base",
                 remedy="name the model from which the fine-tune was trained",
             )
-    for name in tuned.tensors.keys() & base.tensors.keys():
-        tuned_shape, base_shape = tuned.tensors[name].shape, base.tensors[name].shape
+    for name in fine_tune.tensors.keys() & base.tensors.keys():
+        tuned_shape, base_shape = fine_tune.tensors[name].shape, base.tensors[name].shape
         if tuned_shape != base_shape:
             vocabulary = is_embedding(name) or is_head(name)
             raise InvalidInput(
-                f"{tuned.directory.name}: {name}",
+                f"{fine_tune.directory.name}: {name}",
                 found=f"shape {list(tuned_shape)}",
                 expected=f"{list(base_shape)}, as in {base.directory.name}",
                 remedy="use equal vocabularies. An adapter has no rows for new tokens" if vocabulary else _INSTEAD,
             )
-    extraction = _Extraction(tuned, base, settings)
-    total, done = tuned.nbytes, 0
+    extraction = _Extraction(fine_tune, base, settings)
+    total, done = fine_tune.nbytes, 0
     with opened_files() as read:
-        for name, tensor in tuned.tensors.items():
+        for name, tensor in fine_tune.tensors.items():
             if name in base.tensors:
                 extraction.compare(name, read_tensor(tensor, read), read_tensor(base.tensors[name], read))
             done += tensor.nbytes
             on_progress(done, total)
-        extraction.complete(lambda name: read_tensor(tuned.tensors[name], read))
+        extraction.complete(lambda name: read_tensor(fine_tune.tensors[name], read))
     return extraction.result(base_name)
 
 

@@ -63,7 +63,7 @@ def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapt
     sides = [base.tensors[name].numel for name in ranks]
     plan = plan_full_tensors(recipe, base, {ref: full_tensors for ref, (_, full_tensors) in parts.items()})
     outputs = [job.output for job in plan.jobs] if plan else []
-    stored = {id(tensor): tensor for adapter in adapters.values() for tensor in adapter.stored}
+    stored = {id(tensor): tensor for adapter in adapters.values() for tensor in adapter.stored_tensors}
     width = BY_TORCH_NAME[str(format_of_factors(recipe)).removeprefix("torch.")].size
     return CombinedSize(
         tensors=2 * len(ranks) + len(outputs),

@@ -150,12 +150,12 @@ class AdaptedBias(DerivedTensor):
         elements, numeric = elements_of(self.source, read), high_format(self.dtype)
         shift = read_factor(self.shift, read, numeric) * self.scale
 
-        def changed(first: int, into: Any) -> None:
+        def write_change(first: int, into: Any) -> None:
             elements(first, into)
             values = as_torch(into, self.dtype)
             values.add_(shift[first : first + len(values)])
 
-        return changed
+        return write_change
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class TrainedRows(DerivedTensor):
         values = read_factor(self.values, read, dtype)
         positions: Mapping[int, int] = {row: index for index, row in enumerate(self.rows)}
 
-        def changed(first: int, into: Any) -> None:
+        def write_change(first: int, into: Any) -> None:
             elements(first, into)
             memory = as_torch(into, self.dtype)
             end = first + len(memory)
@@ -195,4 +195,4 @@ class TrainedRows(DerivedTensor):
                 low, high = max(first, row * width), min(end, (row + 1) * width)
                 memory[low - first : high - first] = values[positions[row], low - row * width : high - row * width]
 
-        return changed
+        return write_change

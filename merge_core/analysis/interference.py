@@ -239,18 +239,18 @@ def _tally(elements: int, vectors: int, origin: float, gram: NDArray[Any], count
     )
 
 
-def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[TensorJob]:
+def _jobs(models: Sequence[Checkpoint], skipped_tensors: dict[str, list[str]]) -> list[TensorJob]:
     """Return one job for each tensor that all models have in the same shape, in the order of the origin's files."""
     jobs = []
     for name, first in models[0].tensors.items():
         matches = [find_tensor(model, name) for model in models]
         tensors = [tensor for tensor in matches if tensor is not None]
         if len(tensors) < len(models):
-            skipped.setdefault("not in every model", []).append(name)
+            skipped_tensors.setdefault("not in every model", []).append(name)
         elif any(tensor.dtype.kind != "float" for tensor in tensors):
-            skipped.setdefault("not of floating point", []).append(name)
+            skipped_tensors.setdefault("not of floating point", []).append(name)
         elif any(tensor.shape != first.shape for tensor in tensors):
-            skipped.setdefault("of another shape in some model", []).append(name)
+            skipped_tensors.setdefault("of another shape in some model", []).append(name)
         elif first.numel:
             inputs = tuple(Input(str(index), tensor) for index, tensor in enumerate(tensors))
             output = OutputTensor(name, first.dtype, first.shape)
@@ -283,7 +283,7 @@ def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[
 
     with ExitStack() as closing, ThreadPoolExecutor(threads) as executor:
         files: dict[Path, int] = {}
-        for path in dict.fromkeys(part.file for job in jobs for part in job.stored):
+        for path in dict.fromkeys(part.file for job in jobs for part in job.stored_tensors):
             try:
                 files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:

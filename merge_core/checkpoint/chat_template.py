@@ -177,4 +177,4 @@ def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companio
         declaration = templates[DEFAULT] if list(templates) == [DEFAULT] else entries
         content = {**settings, "chat_template": declaration}
         changes[_SETTINGS] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-    return files.changed(changes)
+    return files.with_changes(changes)

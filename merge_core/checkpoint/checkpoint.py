@@ -73,7 +73,7 @@ class Checkpoint:
         """The default chat template, or None."""
         return self.chat_templates.get(DEFAULT)
 
-    def stored(self) -> Iterator[StoredTensor]:
+    def stored_tensors(self) -> Iterator[StoredTensor]:
         """Yield every stored tensor that is read to load the entire checkpoint."""
         for tensor in self.tensors.values():
             yield from tensor.parts

@@ -184,7 +184,7 @@ class Companions:
         """Return the files whose names match."""
         return Companions({name: source for name, source in self.sources.items() if matches(name)})
 
-    def changed(self, changes: Mapping[str, Path | bytes | None]) -> Companions:
+    def with_changes(self, changes: Mapping[str, Path | bytes | None]) -> Companions:
         """Return the files with changes applied: a new source by file name, or None to remove the file."""
         sources = {**self.sources, **changes}
         return Companions({name: sources[name] for name in sorted(sources) if sources[name] is not None})  # type: ignore[misc]

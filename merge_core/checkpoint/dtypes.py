@@ -82,9 +82,9 @@ EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
 }
 
 
-def patterns(stored: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
+def patterns(stored_bytes: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
     """Return a view of the bytes of merged numbers as bit patterns, one unsigned integer per number."""
-    return stored.view(EXPONENTS[dtype.code].dtype)
+    return stored_bytes.view(EXPONENTS[dtype.code].dtype)
 
 
 def numbers(patterns: NDArray[Any], dtype: DType) -> NDArray[Any]:

@@ -60,8 +60,8 @@ class BufferPool:
         retained: Maximum bytes of buffers that stay in use from one pass over a tensor to the next. Default: 0.
     """
 
-    def __init__(self, limit: int, *, pinned: bool, retained: int = 0) -> None:
-        self._limit, self._pinned, self._retainable = limit, pinned, retained
+    def __init__(self, limit: int, *, pinned: bool, retained_bytes: int = 0) -> None:
+        self._limit, self._pinned, self._retainable = limit, pinned, retained_bytes
         self._free: list[Bytes] = []
         self._mapped_bytes = 0
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
 
     The disk then works while kernels are loaded and other tensors are computed.
     """
-    for tensor in job.stored:
+    for tensor in job.stored_tensors:
         fd, end = files[tensor.file], tensor.offset + min(tensor.nbytes, _READ_AHEAD_BYTES)
         for start in range(tensor.offset, end, _ADVICE_BYTES):
             if not read_soon(fd, start, min(_ADVICE_BYTES, end - start)):
@@ -303,18 +303,18 @@ class JobInputs:
 def open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
     """Return a function that reads elements of ``tensor`` from its file, or computes them if they are not stored."""
 
-    def read(stored: StoredTensor, first: int, into: Bytes) -> None:
-        read_into(files[stored.file], into.data, stored.offset + first * stored.dtype.size, stored.file)
+    def read(tensor: StoredTensor, first: int, into: Bytes) -> None:
+        read_into(files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
     if isinstance(tensor, DerivedTensor):
         return tensor.open(read)
     return lambda first, into: read(tensor, first, into)
 
 
-def _to_float64(stored: Bytes, dtype: DType) -> NDArray[np.float64]:
+def _to_float64(stored_bytes: Bytes, dtype: DType) -> NDArray[np.float64]:
     import torch
 
-    values: NDArray[np.float64] = torch.from_numpy(stored).view(getattr(torch, dtype.torch_name)).double().numpy()
+    values: NDArray[np.float64] = torch.from_numpy(stored_bytes).view(getattr(torch, dtype.torch_name)).double().numpy()
     return values
 
 

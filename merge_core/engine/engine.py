@@ -26,7 +26,7 @@ from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, f
 from mergegate.merge_core.engine.pages import input_pages
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, worst_first
-from mergegate.merge_core.files import ASIDE, locked, remove_any, remove_contents, state_directory
+from mergegate.merge_core.files import ASIDE, hold_lock, remove_any, remove_contents, state_directory
 from mergegate.merge_core.plan import MergePlan
 
 _log = logging.getLogger(__name__)
@@ -114,9 +114,9 @@ def merge_weights(
         for path in (*out.glob(f"**/*{journal.SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
             remove_any(path)
 
-    def report(written: int) -> None:
+    def report(written_bytes: int) -> None:
         if on_progress is not None:
-            on_progress(bytes_done + written, total)
+            on_progress(bytes_done + written_bytes, total)
 
     with refuse_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def merge_weights(
             # Let the participants finish one at a time.
             with ExitStack() as finishing:
                 with refuse_disk_errors(out / FINISHING):
-                    finishing.enter_context(locked(out / FINISHING, required=False))
+                    finishing.enter_context(hold_lock(out / FINISHING, required=False))
                 for shard in part.shards:  # A shard may already have its final name.
                     partial = directory / f"{shard.name}{PARTIAL}"
                     with refuse_disk_errors(partial):

@@ -101,7 +101,9 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
     files: dict[Path, int] = {}
     opened: list[tuple[Path, FileIdentity, int]] = []
     try:
-        for path in dict.fromkeys(part.file for job in plan.jobs for part in (*job.stored, *job.measured)):
+        for path in dict.fromkeys(
+            part.file for job in plan.jobs for part in (*job.stored_tensors, *job.measured_tensors)
+        ):
             try:
                 step = step_of(path)
                 source = step_file(step, path.name) if step else path
@@ -245,7 +247,7 @@ class DocumentRun:
             settings=self._settings,
             files=files,
             torch=context.torch,
-            pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda", retained=retained_bytes),
+            pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda", retained_bytes=retained_bytes),
             submit=self._submit,
             write=self._write,
             on_finish=self._end_tensor,
@@ -305,7 +307,7 @@ class DocumentRun:
             self._resumed += resumed
             self._bytes_done += resumed
         if claimed.digest is None:
-            self._output.open(shard, written=claimed.tensors.keys(), on_complete=claimed.record_digest)
+            self._output.open(shard, finished_names=claimed.tensors.keys(), on_complete=claimed.record_digest)
             for name in shard.tensors:
                 if name not in claimed.tensors:
                     self._start(self._jobs[name])

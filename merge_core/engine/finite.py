@@ -31,34 +31,34 @@ PIECE_BYTES = 1 << 20
 _TILE_WORDS = 1 << 12
 
 
-def inspect_numbers(stored: Bytes, dtype: DType, *, fused: bool) -> tuple[int, bool]:
+def inspect_numbers(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> tuple[int, bool]:
     """Return the number of NaN and infinite elements, and whether any element is not zero.
 
     The check inspects only a few bits of each number. It counts elements only if there is something to count.
 
     Args:
-        stored: Bytes of the stored numbers, aligned to 8 bytes.
+        stored_bytes: Bytes of the stored numbers, aligned to 8 bytes.
         dtype: Format of the numbers; a format that merges support.
         fused: Whether to use compiled kernels.
     """
     exponent = EXPONENTS[dtype.code]
-    aligned_size = len(stored) // 8 * 8
-    carried, nonzero_bits = _combine_bits(stored[:aligned_size].view(np.uint64), dtype, fused)
-    if aligned_size < len(stored):
+    aligned_size = len(stored_bytes) // 8 * 8
+    carried, nonzero_bits = _combine_bits(stored_bytes[:aligned_size].view(np.uint64), dtype, fused)
+    if aligned_size < len(stored_bytes):
         tail = np.zeros(8, np.uint8)  # Padding with zeros is safe because they are finite.
-        tail[: len(stored) - aligned_size] = stored[aligned_size:]
+        tail[: len(stored_bytes) - aligned_size] = stored_bytes[aligned_size:]
         tail_bits = _combine_bits(tail.view(np.uint64), dtype, fused=False)
         carried, nonzero_bits = carried | tail_bits[0], nonzero_bits | tail_bits[1]
     signs = _repeat(1 << (8 * exponent.itemsize - 1), exponent.itemsize)
     count = 0
     if carried & signs:
-        count = int(np.count_nonzero((patterns(stored, dtype) & exponent) == exponent))
+        count = int(np.count_nonzero((patterns(stored_bytes, dtype) & exponent) == exponent))
     return count, bool(nonzero_bits & ~signs)
 
 
-def count_non_finite(stored: Bytes, dtype: DType, *, fused: bool) -> int:
+def count_non_finite(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> int:
     """Return the number of NaN and infinite elements; 0 for integers. See :func:`inspect_numbers`."""
-    return inspect_numbers(stored, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
+    return inspect_numbers(stored_bytes, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
 
 
 def _combine_bits(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, int]:

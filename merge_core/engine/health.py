@@ -48,7 +48,7 @@ class TensorHealth:
         }
 
 
-def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
+def sample_elements(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     """Return the sampled elements of ``values``, which start at index ``start`` of a tensor of ``numel`` elements."""
     period = next((period for size, period in _PERIODS if numel > size), 0)
     if not period:

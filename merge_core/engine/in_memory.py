@@ -153,20 +153,20 @@ class _Run:
             write=self._write,
             pages=None,
             on_finish=self._check_health,
-            sampled=False,
+            is_sampled=False,
         )
 
-    def tensors(self, selected: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
-        """Yield each of ``selected`` with its bytes, in that order."""
-        threads = min(self.settings.threads or 1, len(selected))
+    def tensors(self, selected_tensors: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
+        """Yield each of ``selected_tensors`` with its bytes, in that order."""
+        threads = min(self.settings.threads or 1, len(selected_tensors))
         if threads < 2:
-            for tensor in selected:
+            for tensor in selected_tensors:
                 yield tensor, self._compute_tensor(tensor)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
             ahead: deque[tuple[DiskTensor, Future[Bytes]]] = deque()
             try:
-                for tensor in selected:
+                for tensor in selected_tensors:
                     if len(ahead) == threads:
                         first, future = ahead.popleft()
                         yield first, future.result()
@@ -196,9 +196,9 @@ class _Run:
 
     def _check_health(self, run: TensorRun, health: TensorHealth) -> None:
         may_zero = self.plan.method.traits.may_zero
-        if health.zero and not may_zero and not run.context.sampled:
+        if health.zero and not may_zero and not run.context.is_sampled:
             # Zeros are wrong unless the inputs are zero too. Their size is measured only in this case.
-            TensorRun(replace(run.context, sampled=True), run.job, run.device, run.order).begin()
+            TensorRun(replace(run.context, is_sampled=True), run.job, run.device, run.order).begin()
             return
         _require_no_blocking(judge_health([health], may_zero=may_zero))
 

@@ -115,7 +115,7 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
             lines = LineChain(identity)
             with os.fdopen(os.dup(fd), "rb") as file:
                 file.seek(0)
-                believed = list(lines.verified(file, _is_entry))
+                believed = list(lines.read_verified(file, _is_entry))
             entries = [entry for entry, _ in believed]
             shard_file = final_or_partial(out, shard)
             boot = boot_id()

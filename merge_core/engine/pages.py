@@ -46,7 +46,8 @@ def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
     if sum(plan.bytes_read for plan in plans) < _MIN_INPUT_BYTES:
         return None
     largest = max(
-        (tensor for plan in plans for job in plan.jobs for tensor in job.stored), key=lambda tensor: tensor.nbytes
+        (tensor for plan in plans for job in plan.jobs for tensor in job.stored_tensors),
+        key=lambda tensor: tensor.nbytes,
     )
     # The disk is fast if the best of a few uncached reads along the largest tensor is fast.
     buffer, seconds_per_byte = mmap.mmap(-1, _PROBE_BYTES), []
@@ -80,7 +81,7 @@ class InputPages:
         ranges: dict[Path, list[tuple[int, int]]] = {}
         for plan in plans:
             for job in plan.jobs:
-                for tensor in job.stored:
+                for tensor in job.stored_tensors:
                     ranges.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
         # Number of bytes of each part that will still be read. Bytes that several output tensors need count once for
         # each.
@@ -101,7 +102,7 @@ class InputPages:
 
     def admit(self, job: TensorJob, files: Mapping[Path, int]) -> None:
         """Record which inputs of ``job`` are already cached. Call it before any of them is read."""
-        for tensor in job.stored:
+        for tensor in job.stored_tensors:
             was_cached, fd = self._was_cached[tensor.file], files[tensor.file]
             size = os.fstat(fd).st_size
             for part in _parts(tensor.offset, tensor.nbytes):
@@ -119,7 +120,7 @@ class InputPages:
             first: First element, from 0.
             last: End of the elements (exclusive). None means the end of each input.
         """
-        for tensor in job.stored:
+        for tensor in job.stored_tensors:
             start = tensor.offset + first * tensor.dtype.size
             stop = tensor.offset + (tensor.nbytes if last is None else min(last * tensor.dtype.size, tensor.nbytes))
             finished = []
@@ -137,8 +138,8 @@ class InputPages:
 
         The arguments are as in :meth:`release`.
         """
-        if last * sum(tensor.dtype.size for tensor in job.stored) > self._next_pass_bytes:
-            for tensor in job.stored:
+        if last * sum(tensor.dtype.size for tensor in job.stored_tensors) > self._next_pass_bytes:
+            for tensor in job.stored_tensors:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
                 if not any(self._was_cached[tensor.file].get(part) for part in _parts(start, count)):
                     forget_cached(files[tensor.file], start, count)

@@ -14,7 +14,7 @@ from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, device_type
 from mergegate.merge_core.engine.finite import inspect_numbers, require_finite
-from mergegate.merge_core.engine.health import TensorHealth, sampled
+from mergegate.merge_core.engine.health import TensorHealth, sample_elements
 from mergegate.merge_core.engine.pages import InputPages
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import (
@@ -55,7 +55,7 @@ class RunContext:
             :meth:`.writer.ShardFiles.write`.
         on_finish: Function called with the tensor's statistics after all of it has been written.
         pages: Manager of the inputs' pages in the page cache. None means that all pages stay cached.
-        sampled: Whether the size of the result is compared with that of its inputs, for a warning.
+        is_sampled: Whether the size of the result is compared with that of its inputs, for a warning.
     """
 
     method: Method
@@ -70,7 +70,7 @@ class RunContext:
     write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
     on_finish: Callable[[TensorRun, TensorHealth], None]
     pages: InputPages | None
-    sampled: bool = True
+    is_sampled: bool = True
 
 
 @dataclass(eq=False)
@@ -272,16 +272,16 @@ class TensorRun:
             torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
             if device_type(self.device) == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
-        if self.context.sampled:
+        if self.context.is_sampled:
             self._sample(block, merged)
         self._write(block.start, merged, non_finite, nonzero, release=lambda: self.context.pool.give(buffer))
 
-    def _sample(self, block: LoadedBlock, merged: Bytes) -> None:
+    def _sample(self, block: LoadedBlock, merged_bytes: Bytes) -> None:
         """Add to the sums of squares of the result and of its inputs."""
         numel = self.job.output.numel
         inputs = list(zip(block.rows, block.inputs.dtypes, strict=True))[: len(self.job.inputs)]
-        stored = [(merged, self.job.output.dtype), *inputs]
-        samples = [numbers(sampled(patterns(row, dtype), block.start, numel), dtype) for row, dtype in stored]
+        stored = [(merged_bytes, self.job.output.dtype), *inputs]
+        samples = [numbers(sample_elements(patterns(row, dtype), block.start, numel), dtype) for row, dtype in stored]
         squares = [float(np.square(sample, dtype=np.float64).sum()) for sample in samples]
         with self.lock:
             self.squares += squares

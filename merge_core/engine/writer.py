@@ -72,12 +72,12 @@ class ShardFiles:
         self._hasher = threading.Thread(target=self._hash_all, name="sha256", daemon=True)
         self._hasher.start()
 
-    def open(self, shard: Shard, *, written: Collection[str], on_complete: Callable[[str], None]) -> None:
+    def open(self, shard: Shard, *, finished_names: Collection[str], on_complete: Callable[[str], None]) -> None:
         """Start or continue a shard.
 
         Args:
             shard: Layout of the shard.
-            written: Names of the tensors that an interrupted merge has already written.
+            finished_names: Names of the tensors that an interrupted merge has already written.
             on_complete: Function called from another thread with the shard's sha256, once it is written, flushed and
                 hashed.
 
@@ -99,7 +99,7 @@ class ShardFiles:
         open_shard = _OpenShard(shard, fd, on_complete)
         ends = (*shard.offsets[1:], shard.size)
         for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
-            if name in written and start < end:
+            if name in finished_names and start < end:
                 heapq.heappush(open_shard.written, _WrittenRange(start, end))
         with self._condition:
             self._open[shard.name] = open_shard

@@ -14,7 +14,7 @@ from mergegate.merge_core.files.hashing import (
     require_unchanged,
     sha256_file,
 )
-from mergegate.merge_core.files.locks import lock_file, locked, try_open_locked
+from mergegate.merge_core.files.locks import hold_lock, lock_file, try_open_locked
 from mergegate.merge_core.files.new_directory import (
     MARK,
     MARK_CONTENT,
@@ -66,12 +66,12 @@ __all__ = [
     "fsync",
     "fsync_directories",
     "has_mark",
+    "hold_lock",
     "is_disk_error",
     "is_set_aside",
     "is_temporary",
     "keep_only_journal",
     "lock_file",
-    "locked",
     "move_aside",
     "new_directory",
     "open_journal",

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(
+def hold_lock(
     path: Path, *, remove: bool = False, required: bool = True, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Hold an exclusive lock on a directory or a file for the duration of the block; wait until it is free.

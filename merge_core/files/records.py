@@ -72,7 +72,7 @@ class LineChain:
         self._digest.update(body)
         return self._digest.hexdigest().encode() + b" " + body + b"\n"
 
-    def verified(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
+    def read_verified(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
         """Yield the values at the beginning of ``file`` as long as the chain verifies, each with its end offset.
 
         Args:
@@ -115,7 +115,7 @@ class RecordJournal:
                 self._open(location.path)
                 with os.fdopen(os.dup(self._fd), "rb") as file:
                     file.seek(0)
-                    complete = list(self._lines.verified(file, fits))
+                    complete = list(self._lines.read_verified(file, fits))
                 self.records = tuple(record for record, _ in complete)
                 end = complete[-1][1] if complete else 0
                 if end < (size := os.fstat(self._fd).st_size):

@@ -65,17 +65,17 @@ def mean_of_models(task: TensorTask) -> Map:
     return combine([weight * scale for weight in weights], about_base=task.has_base)
 
 
-def check_mean(shared: Values, per_input: Sequence[Values], location: str) -> None:
+def check_mean(shared_values: Values, per_input: Sequence[Values], location: str) -> None:
     """Raise InvalidInput if all weights of a mean are zero, or if ``lambda`` scales it without a base."""
     weights = [values["weight"] for values in per_input if "weight" in values]
     if sum(weights) <= 0:
         raise InvalidInput(
             location, found="weights that add up to 0", expected="a positive sum", remedy="increase a weight"
         )
-    if len(weights) == len(per_input) and shared["lambda"] != 1:
+    if len(weights) == len(per_input) and shared_values["lambda"] != 1:
         raise InvalidInput(
             f"{location}: lambda",
-            found=f"{shared['lambda']:g} without a base",
+            found=f"{shared_values['lambda']:g} without a base",
             expected="1, because lambda scales the difference from a base",
             remedy="set base_model, or remove lambda",
         )
@@ -113,8 +113,8 @@ def _linear(task: TensorTask) -> Map:
 def check_weight_sum(switch: str) -> Callable[[Values, Sequence[Values], str], None]:
     """Return a check that raises InvalidInput if weights add up to 0 and ``switch`` divides by their sum."""
 
-    def check(shared: Values, per_input: Sequence[Values], location: str) -> None:
-        if shared[switch] and abs(sum(values["weight"] for values in per_input if "weight" in values)) < 1e-12:
+    def check(shared_values: Values, per_input: Sequence[Values], location: str) -> None:
+        if shared_values[switch] and abs(sum(values["weight"] for values in per_input if "weight" in values)) < 1e-12:
             raise InvalidInput(
                 location,
                 found="weights that add up to 0",

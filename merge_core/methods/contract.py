@@ -287,7 +287,7 @@ def map_only(create_map: Callable[[TensorTask], Map]) -> Callable[[TensorTask], 
     return steps
 
 
-def row_length(shape: tuple[int, ...], shared: Values) -> int:
+def row_length(shape: tuple[int, ...], shared_values: Values) -> int:
     """Return the grain of methods that work on rows: the last dimension. A one-dimensional tensor is one row."""
     return max(shape[-1], 1) if shape else 1
 

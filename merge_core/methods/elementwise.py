@@ -131,19 +131,19 @@ _ROBUST = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv
 _TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models to leave out on each side", 0.0, 0.49)
 
 
-def _average_middle(skipped: int, scale: float) -> Map:
+def _average_middle(trim_count: int, scale: float) -> Map:
     """Return the map that adds to the base the mean of the task vectors.
 
-    The mean leaves out the ``skipped`` lowest and highest values of each element.
+    The mean leaves out the ``trim_count`` lowest and highest values of each element.
     """
 
     def map_block(block: Block) -> torch.Tensor:
         ordered = block.deltas().sort(0).values
-        middle = ordered[skipped : len(ordered) - skipped]
+        middle = ordered[trim_count : len(ordered) - trim_count]
         return block.base + add_in_order(list(middle)) / len(middle) * scale
 
     def map_stored(block: StoredBlock, out: Any) -> None:
-        load_kernels().trimmed_middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
+        load_kernels().trimmed_middle(block.data, block.rows, block.length, trim_count, np.float32(scale), out)
 
     return Map(map_block, map_stored)
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 GRAIN_ROWS = 128
 
 
-def grain_of_rows(shape: tuple[int, ...], shared: Values) -> int:
+def grain_of_rows(shape: tuple[int, ...], shared_values: Values) -> int:
     """Return the grain of a method on matrices: a run of rows. A tensor that is not a matrix has the default grain."""
-    return GRAIN_ROWS * row_length(shape, shared) if len(shape) == 2 else GRAIN
+    return GRAIN_ROWS * row_length(shape, shared_values) if len(shape) == 2 else GRAIN
 
 
 def rows_of(block: Block, width: int) -> Iterator[torch.Tensor]:

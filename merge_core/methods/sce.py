@@ -49,7 +49,7 @@ def _steps(task: TensorTask) -> Steps:
         if threshold is NOTHING:
             return Map(lambda block: block.base)
 
-    def selected(block: Block) -> torch.Tensor:
+    def keep_selected(block: Block) -> torch.Tensor:
         import torch
 
         deltas = block.deltas()
@@ -66,7 +66,7 @@ def _steps(task: TensorTask) -> Steps:
         arguments = (block.start, block.grain, table, before)
         return load_kernels().energies(block.data, block.rows, block.length, *arguments)
 
-    squares = yield fold_sums(lambda block: block.grain_sums(selected(block).double() ** 2), reduce_stored)
+    squares = yield fold_sums(lambda block: block.grain_sums(keep_selected(block).double() ** 2), reduce_stored)
     means = [float(value) / task.numel for value in squares]
     total = sum(means)
     weights = [mean / total if total >= _NO_SHARES else 1 / len(means) for mean in means]
@@ -74,7 +74,7 @@ def _steps(task: TensorTask) -> Steps:
     def map_block(block: Block) -> torch.Tensor:
         import torch
 
-        deltas = selected(block)
+        deltas = keep_selected(block)
         positive = add_in_order(list(deltas)) >= 0
         merged, divisor = torch.zeros_like(deltas[0]), torch.zeros_like(deltas[0])
         for delta, weight in zip(deltas, weights, strict=True):

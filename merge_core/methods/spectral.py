@@ -131,7 +131,7 @@ def _split_models(task: TensorTask) -> tuple[list[int], list[int]]:
     return tasks, merged or tasks
 
 
-def _check_merged(shared: Values, per_input: Sequence[Values], location: str) -> None:
+def _check_merged(shared_values: Values, per_input: Sequence[Values], location: str) -> None:
     flags = [values["merged"] for values in per_input if "merged" in values]
     if sum(flags) > 1 or all(flags):
         raise InvalidInput(
@@ -168,9 +168,11 @@ def _svc_factors(products: Products, task: TensorTask) -> list[torch.Tensor | No
     return [factor if index in treated else None for index in range(len(task.per_input) - 1)]
 
 
-def _mean(weights: Sequence[float], scale: float, treated: Sequence[int]) -> Map:
+def _mean(weights: Sequence[float], scale: float, model_indices: Sequence[int]) -> Map:
     """Return the map for a tensor that is not a matrix: the scaled mean of the treated weighted task vectors."""
-    shares = [weight * scale / len(treated) if index in treated else 0.0 for index, weight in enumerate(weights)]
+    shares = [
+        weight * scale / len(model_indices) if index in model_indices else 0.0 for index, weight in enumerate(weights)
+    ]
     return combine(shares, about_base=True)
 
 
@@ -252,8 +254,8 @@ def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _add_to_base(merged: torch.Tensor, scale: float) -> Map:
-    flat = merged.reshape(-1)
+def _add_to_base(merged_change: torch.Tensor, scale: float) -> Map:
+    flat = merged_change.reshape(-1)
     return Map(lambda block: block.base + flat[block.start : block.start + len(block.base)] * scale)
 
 

@@ -123,8 +123,8 @@ def _add_base(block: Block, task: TensorTask, vector: torch.Tensor) -> torch.Ten
     return block.base + vector if task.has_base else vector
 
 
-def _by_columns(shape: tuple[int, ...], shared: Values) -> bool:
-    return bool(shared["nuslerp_row_wise"]) and len(shape) > 1
+def _by_columns(shape: tuple[int, ...], shared_values: Values) -> bool:
+    return bool(shared_values["nuslerp_row_wise"]) and len(shape) > 1
 
 
 def _multislerp(task: TensorTask) -> Steps:

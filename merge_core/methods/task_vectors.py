@@ -107,7 +107,7 @@ def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> 
     return base + total * mixing.scale
 
 
-def _check_weights(shared: Values, per_input: Sequence[Values], location: str) -> None:
+def _check_weights(shared_values: Values, per_input: Sequence[Values], location: str) -> None:
     for values in per_input:
         epsilon, density = values.get("epsilon"), values.get("density", 1.0)
         if epsilon is not None and 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):

@@ -102,33 +102,34 @@ def guess_windows(
 
 
 def _guess_window(
-    request: SelectionRequest, pieces: Array, ordered: Array, numel: int, dtype: str
+    request: SelectionRequest, pieces: Array, ordered_scores: Array, numel: int, dtype: str
 ) -> tuple[Window, float]:
     """Return the window of one request, and the share of all scores that it would store.
 
     Args:
         request: Request for the k largest.
         pieces: Sampled scores, ``[pieces, elements]``.
-        ordered: All sampled scores in ascending order.
+        ordered_scores: All sampled scores in ascending order.
         numel: Number of all scores.
         dtype: Data type of the scores.
     """
-    size = len(ordered)
+    size = len(ordered_scores)
     positive = (pieces > 0).mean(1)
     share = request.of_positive * positive.mean() if request.k is None else request.k / numel
     index = size - min(max(round(share * size), 1), size)
     expected = request.of_positive * positive if request.k is None else share
     # Either all or none of the scores that equal the guess are above it, and the pieces may differ in both counts.
     spread = max(
-        np.std((pieces >= ordered[index]).mean(1) - expected), np.std((pieces > ordered[index]).mean(1) - expected)
+        np.std((pieces >= ordered_scores[index]).mean(1) - expected),
+        np.std((pieces > ordered_scores[index]).mean(1) - expected),
     )
     margin = int(_DEVIATIONS * spread / np.sqrt(len(pieces)) * size + np.sqrt(size)) + 1
     top = 2**31 - 1 if dtype == "float32" else 2**63 - 1
-    low = int(ordered[index - margin]) if index >= margin else 0
-    high = int(ordered[index + margin]) + 1 if index + margin < size else top
+    low = int(ordered_scores[index - margin]) if index >= margin else 0
+    high = int(ordered_scores[index + margin]) + 1 if index + margin < size else top
     # Search in the array's own type; otherwise NumPy would copy it into a wider one. Only a NaN is beyond the top.
-    begin, end = ordered.searchsorted(np.array([low, min(high, top)], ordered.dtype))
-    keys, counts = np.unique(ordered[begin:end], return_counts=True)
+    begin, end = ordered_scores.searchsorted(np.array([low, min(high, top)], ordered_scores.dtype))
+    keys, counts = np.unique(ordered_scores[begin:end], return_counts=True)
     most = np.argsort(-counts, kind="stable")[:_COMMON]
     common = most[counts[most] >= (end - begin) * _COMMON_PART]
     stored_share = (end - begin - counts[common].sum()) / size

@@ -198,7 +198,7 @@ def _result_vocabulary(
     vocabularies: Mapping[str, TokenizerDefinition],
     sizes: Mapping[str, int],
     tokenizer_name: str,
-    merged: Sequence[str],
+    merged_models: Sequence[str],
 ) -> tuple[JoinedTokenizer | None, Mapping[str, int], int]:
     """Return the tokenizer to build (None if an existing one suffices), the token ids and the rows of the result.
 
@@ -207,7 +207,9 @@ def _result_vocabulary(
     """
     target = vocabularies[tokenizer_name]
     other_tokenizers = (
-        {name: vocabularies[name] for name in merged if name != tokenizer_name} if choice.source == "union" else {}
+        {name: vocabularies[name] for name in merged_models if name != tokenizer_name}
+        if choice.source == "union"
+        else {}
     )
     extra_tokens = {}
     for row in choice.tokens:
@@ -230,7 +232,7 @@ def _result_vocabulary(
     size = sizes[tokenizer_name]
     beyond_table = [(token, number) for token, number in ids.items() if number >= size]
     for token, number in beyond_table:
-        has_row = any(-1 < vocabularies[name].ids.get(token, -1) < sizes[name] for name in merged)
+        has_row = any(-1 < vocabularies[name].ids.get(token, -1) < sizes[name] for name in merged_models)
         if has_row or token in rows_with_origin:
             size = max(size, number + 1)
     multiple = choice.pad_to_multiple_of or 1

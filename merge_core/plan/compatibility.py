@@ -68,7 +68,7 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
 
 @cached_tokenizers()
 def plan_with_findings(
-    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: Collection[str] = ()
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted_differences: Collection[str] = ()
 ) -> PlannedMerge:
     """Plan the merge of ``recipe`` and check it, using only headers, configs and tokenizer files.
 
@@ -76,8 +76,8 @@ def plan_with_findings(
         recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
         checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. A missing one is a blocking
             finding.
-        accepted: Keys of the tokenizer differences that a reviewer has accepted: ``merges``, ``pre_tokenizer``,
-            ``chat_template``, ...
+        accepted_differences: Keys of the tokenizer differences that a reviewer has accepted: ``merges``,
+            ``pre_tokenizer``, ``chat_template``, ...
     """
     findings: list[Finding] = []
     sizes: list[Finding] = []
@@ -94,7 +94,7 @@ def plan_with_findings(
             tables[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
             findings += unused_tensors(part, tables, blocked)
-            findings += _compare_templates(part, tables, accepted)
+            findings += _compare_templates(part, tables, accepted_differences)
             if part.recipe.output is None:  # An adapter has none of a model's files.
                 findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, tables))
         if not blocked:
@@ -111,7 +111,7 @@ def plan_with_findings(
                     findings += _compare_configs(donor, models[donor], name, checkpoint, aligned=aligned)
                     sizes += compare_sizes(donor, models[donor], name, checkpoint)
                 findings += _compare_forms(document, models[donor], name, checkpoint)
-        compared = compare_to_donor(document, models, frozenset(accepted))
+        compared = compare_to_donor(document, models, frozenset(accepted_differences))
         findings += compared.findings
         measurable += compared.pairs
     # List the cause before its effects. Sizes that block nothing do not count: slices may have cut the layers to fit.
@@ -238,7 +238,7 @@ def _tokenizer_class(files: Companions) -> str:
 
 
 def _compare_templates(
-    plan: MergePlan, tables: Mapping[str, Checkpoint], accepted: Collection[str]
+    plan: MergePlan, tables: Mapping[str, Checkpoint], accepted_differences: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding for each model with chat templates that the result does not get.
 
@@ -267,7 +267,7 @@ def _compare_templates(
             parts += [f"the result gets no {', '.join(absent)}"] if absent else []
             difference = "; ".join(parts)
         yield Finding(
-            "info" if _TEMPLATE_KEY in accepted else "warn",
+            "info" if _TEMPLATE_KEY in accepted_differences else "warn",
             f"{name}: chat template",
             found=difference,
             expected="the templates that the model was trained with",

@@ -68,7 +68,7 @@ class TensorJob:
     mode: Literal["merge", "copy", "equal"]
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def stored_tensors(self) -> tuple[StoredTensor, ...]:
         """Stored tensors that the job reads block by block."""
         tensors = (*(item.tensor for item in self.inputs), *self.measured_importance)
         return tuple(part for tensor in tensors for part in tensor.parts)
@@ -91,7 +91,7 @@ class TensorJob:
         return tuple(value for value in self.importance if not isinstance(value, ExpectedImportance))
 
     @property
-    def measured(self) -> tuple[StoredTensor, ...]:
+    def measured_tensors(self) -> tuple[StoredTensor, ...]:
         """Stored activation statistics of the inputs."""
         return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 

@@ -225,7 +225,7 @@ def _build_plan(
         for job in [jobs_by_name[name]]
     )
     parents = parents_of(recipe, ordered, checkpoints)
-    companions = gather_companions(checkpoints[donor_name], tokenizer, parents).changed(rewritten)
+    companions = gather_companions(checkpoints[donor_name], tokenizer, parents).with_changes(rewritten)
     templates = read_chat_templates(companions)
     if recipe.chat_template is not None:
         models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}

@@ -70,17 +70,17 @@ class RowMap:
 
 
 def map_rows(
-    own: int, ids: NDArray[np.int64], preferred: int | None
+    own_rows: int, ids: NDArray[np.int64], preferred_rows: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[tuple[int, int], ...]]]:
     """Return the lender, row and shared rows of each token of a vocabulary.
 
-    A model uses its own row. If it has none, it uses that of the ``preferred`` model, then that of the only model that
-    has one, then the mean over all models that have one.
+    A model uses its own row. If it has none, it uses that of the ``preferred_rows`` model, then that of the only model
+    that has one, then the mean over all models that have one.
 
     Args:
-        own: Index of the model that the rows are for.
+        own_rows: Index of the model that the rows are for.
         ids: Row of each token in each model, or -1 for none [models, tokens].
-        preferred: Index of the base, if there is one.
+        preferred_rows: Index of the base, if there is one.
 
     Returns:
         Lender, row and shared rows as in :class:`RowMap`. The lender of a token without any row is ``MEAN``.
@@ -94,7 +94,7 @@ def map_rows(
     lender[has_single] = has[:, has_single].argmax(0)
     several = count > 1
     lender[several] = SEVERAL
-    for number in (preferred, own):
+    for number in (preferred_rows, own_rows):
         if number is not None:
             lender[has[number]] = number
     single = np.flatnonzero(lender >= 0)

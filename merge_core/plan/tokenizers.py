@@ -56,25 +56,27 @@ class ComparedTokenizers:
 
 
 def compare_to_donor(
-    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted_differences: frozenset[str]
 ) -> ComparedTokenizers:
     """Compare every model's tokenizer with that of the result."""
     donor = tokenizer_donor(recipe, checkpoints)
     if recipe.output is not None:  # An adapter refers to the rows of its base, which has the tokens of all adapters.
         merged = {str(source.model) for source in recipe.sources}
-        checkpoints, accepted = (
+        checkpoints, accepted_differences = (
             {name: checkpoints[name] for name in checkpoints if name in merged},
-            accepted | {"vocabulary"},
+            accepted_differences | {"vocabulary"},
         )
     try:
         if recipe.tokenizer is not None:
-            return _compare_aligned(recipe, checkpoints, donor, accepted)
-        return _compare_files(donor, checkpoints, accepted)
+            return _compare_aligned(recipe, checkpoints, donor, accepted_differences)
+        return _compare_files(donor, checkpoints, accepted_differences)
     except InvalidInput as error:
         return ComparedTokenizers((finding_of(error),), ())
 
 
-def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> ComparedTokenizers:
+def _compare_files(
+    donor: str, checkpoints: Mapping[str, Checkpoint], accepted_differences: frozenset[str]
+) -> ComparedTokenizers:
     definitions = {name: read_tokenizer(checkpoint.companions) for name, checkpoint in checkpoints.items()}
     vocabularies = {name: read_vocabulary(checkpoint.companions) for name, checkpoint in checkpoints.items()}
     reference = vocabularies[donor]
@@ -99,25 +101,25 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
     for name, vocabulary in vocabularies.items():
         if name == donor:
             continue
-        model_findings = list(_vocabulary_findings(donor, reference, name, vocabulary, accepted))
+        model_findings = list(_vocabulary_findings(donor, reference, name, vocabulary, accepted_differences))
         definition = definitions[name]
         if first is None or definition is None:
             if vocabulary is not None:
                 settings = [read_settings(checkpoints[key].companions) for key in (donor, name)]
                 model_findings += [
-                    _difference_finding(difference, donor, name, accepted, decided=False)
+                    _difference_finding(difference, donor, name, accepted_differences, decided=False)
                     for difference in settings_differences(*settings)
                 ]
             findings += model_findings
             continue
         model_findings += _misnumbered_findings(name, definition)
         for difference in compare_tokenizers(first, definition):
-            model_findings.append(_difference_finding(difference, donor, name, accepted, decided=False))
+            model_findings.append(_difference_finding(difference, donor, name, accepted_differences, decided=False))
         findings += model_findings
         relevant = [
             finding
             for finding in model_findings
-            if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted)
+            if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted_differences)
         ]
         # Without pipelines, the library cannot tell more.
         if relevant and first.has_pipeline and definition.has_pipeline:
@@ -126,7 +128,7 @@ def _compare_files(donor: str, checkpoints: Mapping[str, Checkpoint], accepted: 
 
 
 def _compare_aligned(
-    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str, accepted: frozenset[str]
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str, accepted_differences: frozenset[str]
 ) -> ComparedTokenizers:
     try:
         alignment = align(recipe, checkpoints, donor)
@@ -145,7 +147,9 @@ def _compare_aligned(
         if name != alignment.tokenizer_name:
             relevant = []
             for difference in compare_tokenizers(target, definition):
-                finding = _difference_finding(difference, alignment.tokenizer_name, name, accepted, decided=True)
+                finding = _difference_finding(
+                    difference, alignment.tokenizer_name, name, accepted_differences, decided=True
+                )
                 findings.append(finding)
                 if difference.changes_ids:
                     relevant.append(finding)
@@ -167,10 +171,10 @@ def _compare_aligned(
 
 
 def _difference_finding(
-    difference: SpellingDifference, donor: str, name: str, accepted: frozenset[str], *, decided: bool
+    difference: SpellingDifference, donor: str, name: str, accepted_differences: frozenset[str], *, decided: bool
 ) -> Finding:
     changes = difference.changes_ids and not decided
-    severity = "info" if difference.key in accepted else "block" if changes else "warn"
+    severity = "info" if difference.key in accepted_differences else "block" if changes else "warn"
     return Finding(
         severity,  # type: ignore[arg-type]  # It is one of the three severities.
         f"{name}: {difference.file}: {difference.key}",
@@ -199,7 +203,7 @@ def _misnumbered_findings(name: str, definition: TokenizerDefinition) -> Iterato
 
 
 def _vocabulary_findings(
-    donor: str, reference: Vocabulary, name: str, vocabulary: Vocabulary | None, accepted: frozenset[str]
+    donor: str, reference: Vocabulary, name: str, vocabulary: Vocabulary | None, accepted_differences: frozenset[str]
 ) -> Iterator[Finding]:
     if vocabulary is None:
         yield Finding(
@@ -258,7 +262,7 @@ def _vocabulary_findings(
     elif missing or extra:
         examples = _examples(extra or missing)
         yield Finding(
-            "info" if "vocabulary" in accepted else "block",
+            "info" if "vocabulary" in accepted_differences else "block",
             f"{name}: {file}",
             found=f"{len(extra)} tokens are not in {donor}, and {len(missing)} of its tokens are not here: {examples}",
             expected="one vocabulary",

@@ -38,12 +38,12 @@ def plan_transplant(
     )
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
     companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)
-    companions = companions.changed(donor.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
+    companions = companions.with_changes(donor.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     for checkpoint in (model, donor):
         if (content := checkpoint.companions.json(GENERATION)) is not None:
             donor_settings = donor.companions.json(GENERATION)
             donor_ids = donor.config if donor_settings is None else donor_settings
             merged_settings = {**content, **donor_ids} if checkpoint is donor else translate(content, donor_ids)
-            companions = companions.changed({GENERATION: serialize_config(merged_settings)})
+            companions = companions.with_changes({GENERATION: serialize_config(merged_settings)})
             break
     return replace(plan, tokenizer=donor, companions=companions, chat_templates=donor.chat_templates)

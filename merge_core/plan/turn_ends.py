@@ -53,7 +53,7 @@ def with_turn_ends(
     if not ends or set(extra_ends) <= set(ends):  # Without existing ends there is nothing to extend.
         return companions
     content = {**generation, _END: list(dict.fromkeys((*ends, *extra_ends)))}
-    return companions.changed({GENERATION: serialize_config(content)})
+    return companions.with_changes({GENERATION: serialize_config(content)})
 
 
 def _translate_ends(ends: Sequence[int], name: str | None, alignment: Alignment | None) -> list[int]:

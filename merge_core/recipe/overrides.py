@@ -58,7 +58,7 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
                 expected=f"a setting of the recipe or a parameter of {method.name}",
                 remedy=suggest(name, names) or "use a complete recipe for other changes",
             )
-    result: dict[str, Any] = {**_without(dict(recipe), method, dropped=frozenset(new)), **settings}
+    result: dict[str, Any] = {**_without(dict(recipe), method, dropped_names=frozenset(new)), **settings}
     if method.name != recipe.get("merge_method") and isinstance(result.get("models"), list):
         result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
     if parameters := {**_parameters_in(result, location), **new}:
@@ -77,7 +77,7 @@ def fit_to_method(recipe: Mapping[str, Any], location: str) -> dict[str, Any]:
         InvalidInput: The method is unknown.
     """
     method = find_method(recipe.get("merge_method"), f"{location}: merge_method")
-    result: dict[str, Any] = _without(dict(recipe), method, dropped=frozenset())
+    result: dict[str, Any] = _without(dict(recipe), method, dropped_names=frozenset())
     if method.base == "ordinary" and isinstance(result.get("models"), list):
         models = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in result["models"]]
         if result.get("base_model") not in models:
@@ -101,18 +101,18 @@ def _as_base(entry: Any, method: Method, base: object) -> Any:
     if not isinstance(entry, Mapping) or base is None or entry.get("model") != base:
         return entry
     non_base = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")
-    remaining = _without(entry, method, dropped=non_base)
+    remaining = _without(entry, method, dropped_names=non_base)
     return {key: inner for key, inner in remaining.items() if key not in _TEXT_KEYS}
 
 
-def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
+def _without(value: Any, method: Method, dropped_names: frozenset[str]) -> Any:
     """Return ``value`` without settings that do not apply to the method.
 
-    These are the ``dropped`` parameters and those the method does not have, in every ``parameters``; texts, if the
-    method reads none; and distance rules, if the method has no base.
+    These are the ``dropped_names`` and the parameters that the method does not have, in every ``parameters``; texts, if
+    the method reads none; and distance rules, if the method has no base.
     """
     if isinstance(value, list):
-        return [_without(item, method, dropped) for item in value]
+        return [_without(item, method, dropped_names) for item in value]
     if not isinstance(value, Mapping):
         return value
     result = {}
@@ -122,9 +122,9 @@ def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
         if key == _DISTANCE_KEY and method.base not in ("required", "optional"):
             continue
         if key != _PARAMETERS or not isinstance(inner, Mapping):
-            result[key] = _without(inner, method, dropped)
+            result[key] = _without(inner, method, dropped_names)
             continue
-        parameters = {n: v for n, v in inner.items() if n not in dropped and method.parameter(n) is not None}
+        parameters = {n: v for n, v in inner.items() if n not in dropped_names and method.parameter(n) is not None}
         if parameters:
             result[key] = parameters
     return result

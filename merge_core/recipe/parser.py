@@ -248,24 +248,24 @@ def _method_of(content: Mapping[str, Any], location: str, log: FindingLog) -> Me
     return replace(template, name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
 
 
-def _mixture_of(written: Mapping[str, Any], location: str, directory: Path | None, log: FindingLog) -> Recipe:
+def _mixture_of(settings: Mapping[str, Any], location: str, directory: Path | None, log: FindingLog) -> Recipe:
     """Read a document that builds a mixture of experts. Its sources are the base and all experts, each once."""
-    if written.get("merge_method") is not None:
+    if settings.get("merge_method") is not None:
         log.warn(
             f"{location}: merge_method",
-            found=f"{written['merge_method']!r:.60}, which mergegate ignores for a mixture, as mergekit does",
+            found=f"{settings['merge_method']!r:.60}, which mergegate ignores for a mixture, as mergekit does",
             expected="no merge method",
             remedy="remove it",
         )
     content = known_mapping(
-        {key: value for key, value in written.items() if key not in ("merge_method", *_FORMS)},
+        {key: value for key, value in settings.items() if key not in ("merge_method", *_FORMS)},
         location,
         MIXTURE_KEYS,
         log,
         separator=": ",
     )
     for key in ("gate_mode", "experts_per_token"):
-        require_value(written, key, f"{location}: {key}")
+        require_value(settings, key, f"{location}: {key}")
     mixture = parse_mixture(content, location, log)
     dtype, out_dtype = _format(content, "dtype", location, log), _format(content, "out_dtype", location, log)
     template, name = _text(content, "chat_template", location, log), _name(content, location, log)

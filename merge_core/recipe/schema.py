@@ -138,8 +138,8 @@ def recipe_schema() -> dict[str, Any]:
     }
 
 
-def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+def _closed(required_keys: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required_keys, "properties": properties}
 
 
 def _parameters(parameters: Iterable[Parameter]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class PinnedAdapter(BaseModel):
     revision: str | None
     files: tuple[tuple[str, str], ...]  # name and sha256
 
-    def pinned(self) -> dict[Path, str]:
+    def pinned_files(self) -> dict[Path, str]:
         """Return the sha256 of each file of the adapter."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 

@@ -43,7 +43,7 @@ class Model(BaseModel):
         """Display name."""
         return self.name
 
-    def pinned(self) -> Mapping[Path, str]:
+    def pinned_files(self) -> Mapping[Path, str]:
         """Return the pinned sha256 of each file (see ``tasks.stage.input_guard``)."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 
@@ -64,7 +64,7 @@ def files_fingerprint(models: Sequence[Model]) -> str:
     """
     identities: list[object] = []
     for model in models:
-        for path in sorted(model.pinned()):
+        for path in sorted(model.pinned_files()):
             try:
                 # The device number is left out because it can change when the machine boots.
                 identities.append([path.name, *map(str, file_identity(path)[1:])])

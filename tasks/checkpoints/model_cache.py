@@ -124,17 +124,17 @@ def on_unload(unload: Callable[[], None]) -> None:
 
 
 @contextmanager
-def torch_threads(loaded: LoadedModel, threads: int | None = None) -> Iterator[None]:
-    """Set the number of torch threads for calls of ``loaded`` inside the context. A small network gets one thread.
+def torch_threads(loaded_model: LoadedModel, threads: int | None = None) -> Iterator[None]:
+    """Set the number of torch threads for calls of the model inside the context. A small network gets one thread.
 
     Args:
-        loaded: Model that is called.
+        loaded_model: Model that is called.
         threads: Number of threads. Default: the number that torch is set to.
     """
     import torch
 
     previous = torch.get_num_threads()
-    torch.set_num_threads(1 if loaded.is_small else threads or previous)
+    torch.set_num_threads(1 if loaded_model.is_small else threads or previous)
     try:
         yield
     finally:
@@ -249,8 +249,8 @@ def _release_memory() -> None:
             torch.cuda.empty_cache()
 
 
-def _bytes_of(loaded: LoadedModel) -> int:
-    return sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
+def _bytes_of(loaded_model: LoadedModel) -> int:
+    return sum(int(tensor.nbytes) for tensor in (*loaded_model.network.parameters(), *loaded_model.network.buffers()))
 
 
 def _bytes_on(device: str, sizes: Mapping[_CacheKey, int]) -> int:

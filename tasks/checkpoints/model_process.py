@@ -468,11 +468,11 @@ def answer_question(
     """Run ``function`` and return the final response. The module docstring lists its forms."""
     last_sent = 0.0
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(count: int, total: int) -> None:
         nonlocal last_sent
-        if done == total or time.monotonic() - last_sent >= _PROGRESS_EVERY_S:
+        if count == total or time.monotonic() - last_sent >= _PROGRESS_EVERY_S:
             last_sent = time.monotonic()
-            connection.send(("progress", done, total))
+            connection.send(("progress", count, total))
 
     try:
         with disk_errors_refused():

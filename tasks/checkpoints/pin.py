@@ -82,18 +82,18 @@ class PinnedCheckpoint(Model):
     is_merged: Annotated[bool, NotInKey] = True
     adapter: Annotated[PinnedAdapter | None, NotInKey] = None  # Adapter that is applied. The digest covers it.
 
-    def pinned(self) -> Mapping[Path, str]:
-        return {**super().pinned(), **(self.adapter.pinned() if self.adapter else {})}
+    def pinned_files(self) -> Mapping[Path, str]:
+        return {**super().pinned_files(), **(self.adapter.pinned_files() if self.adapter else {})}
 
     def present(self) -> Iterable[Path]:
-        return (*super().present(), *(self.adapter.pinned() if self.adapter else ()))
+        return (*super().present(), *(self.adapter.pinned_files() if self.adapter else ()))
 
     @property
     def directories(self) -> tuple[Path, ...]:
         """Directories of the model and of its adapter."""
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
-    def renamed(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
+    def rename(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
         """Return the same parent with ``rename`` applied to its name, its reference and that of its adapter."""
         adapter = self.adapter and self.adapter.model_copy(update={"ref": rename(self.adapter.ref)})
         return self.model_copy(update={"name": rename(self.name), "ref": rename(self.ref), "adapter": adapter})
@@ -283,14 +283,14 @@ def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
 
 
 def pin_checkpoints(
-    parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted: Collection[str] = ()
+    parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted_repositories: Collection[str] = ()
 ) -> tuple[PinnedCheckpoint, ...]:
     """Hash the files of the parents and return the pinned parents. All files must be on this machine.
 
     Args:
         parents: Resolved parents.
         hashes: Memo of the file hashes that are already known.
-        trusted: Repositories whose code may run, each with its commit: ``org/name@<40 hex digits>``.
+        trusted_repositories: Repositories whose code may run, each with its commit: ``org/name@<40 hex digits>``.
 
     Raises:
         InvalidInput: A directory contains no checkpoint files.
@@ -315,7 +315,7 @@ def pin_checkpoints(
                 digest=digest,
                 files=_names_and_hashes(files),
                 adapter=adapter,
-                runs_code=repo_at_commit is not None and repo_at_commit in trusted,
+                runs_code=repo_at_commit is not None and repo_at_commit in trusted_repositories,
             )
         )
     return tuple(pinned)

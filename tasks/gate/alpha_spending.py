@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mergegate.merge_core.files import Damaged, locked, read_state, set_aside_damaged, state_directory, write_state
+from mergegate.merge_core.files import Damaged, hold_lock, read_state, set_aside_damaged, state_directory, write_state
 from mergegate.tasks.stage import home
 
 
@@ -38,7 +38,7 @@ def record_refusal(anchor: str, merge: str) -> None:
     """Record that the anchor refused a merge, both given by digest. Recording the same merge again changes nothing."""
     record = _record_path(anchor)
     state_directory(record.parent, private=True)
-    with locked(record.parent):
+    with hold_lock(record.parent):
         refused = _read_refusals(record)
         if merge in refused:
             return

@@ -75,7 +75,7 @@ def graded_difference(
     return Difference(mean, min(low, mean), max(high, mean), variance)
 
 
-def refuted(
+def refutes(
     differences: NDArray[np.float64], means: NDArray[np.float64] | float, confidence: float, schedule: tuple[int, ...]
 ) -> NDArray[np.bool_]:
     """Return whether the data refute a mean difference of ``means`` or more.
@@ -163,7 +163,7 @@ def _upper_bound(values: NDArray[np.float64], confidence: float, schedule: tuple
     steps = 10_000 if schedule[-1] >= 500 else 1_000
     grid = np.arange(-steps, steps) / steps - 1e-9
     above = grid[(grid > values.mean()) & (grid > -1)]
-    open_ = np.flatnonzero(~refuted(values, above, confidence, schedule))
+    open_ = np.flatnonzero(~refutes(values, above, confidence, schedule))
     if not len(open_):
         return float(values.mean())
     last = int(open_[-1]) + 1

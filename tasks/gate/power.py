@@ -114,24 +114,24 @@ class GatePower(BaseModel):
         return sum({task.task: task.documents for task in self.tasks}.values())
 
 
-def gate_power(planned: Sequence[PlannedTask], rule: GateRule, seed: int = 0) -> GatePower:
+def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int = 0) -> GatePower:
     """Return the power of the guards, by task and over all tasks.
 
     Args:
-        planned: Guards with their tasks. At least one.
+        planned_tasks: Guards with their tasks. At least one.
         rule: Rule with the confidence of the attempt.
         seed: Seed of the simulation. Default: 0.
     """
-    chance = publication_chance(planned, rule, seed=seed)
+    chance = publication_chance(planned_tasks, rule, seed=seed)
     recommended, times = None, 2
     while chance < POWER and recommended is None and times <= _MAX_FACTOR:
-        extended = [entry._replace(looks=tuple(times * n for n in entry.looks)) for entry in planned]
+        extended = [entry._replace(looks=tuple(times * n for n in entry.looks)) for entry in planned_tasks]
         if publication_chance(extended, rule, seed=seed) >= POWER:
             recommended = sum(entry.looks[-1] for entry in extended)
         times *= 2
     return GatePower(
         chance=chance,
-        detectable=detectable_mean_drop(planned, rule),
+        detectable=detectable_mean_drop(planned_tasks, rule),
         tasks=tuple(
             TaskPower(
                 task=entry.guard.task,
@@ -140,7 +140,7 @@ def gate_power(planned: Sequence[PlannedTask], rule: GateRule, seed: int = 0) ->
                 detectable=detectable_mean_drop([entry], rule),
                 basis=entry.basis,
             )
-            for entry in planned
+            for entry in planned_tasks
         ),
         documents_wanted=recommended,
     )
@@ -161,7 +161,7 @@ def power_finding(power: GatePower) -> Finding | None:
 
 
 def order_by_information(
-    planned: Sequence[PlannedTask], documents: Mapping[str, int], seconds: Mapping[str, float]
+    planned_tasks: Sequence[PlannedTask], documents: Mapping[str, int], seconds: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Return tasks in evaluation order: the most informative per second first.
 
@@ -171,12 +171,12 @@ def order_by_information(
     first, and ties keep their order.
 
     Args:
-        planned: Guards with their tasks.
+        planned_tasks: Guards with their tasks.
         documents: Number of documents of each task that will be scored after this look.
         seconds: Time that the look will take for each task, in seconds.
     """
     information: dict[str, float] = {}
-    for entry in planned:
+    for entry in planned_tasks:
         evidence = documents[entry.guard.task] * entry.guard.upper_limit**2 / max(entry.discordance, 1e-9)
         information[entry.guard.task] = max(evidence, information.get(entry.guard.task, 0.0))
 
@@ -184,22 +184,24 @@ def order_by_information(
     return tuple(sorted(rates, key=rates.__getitem__, reverse=True))
 
 
-def publication_chance(planned: Sequence[PlannedTask], rule: GateRule, drop: float = 0.0, *, seed: int = 0) -> float:
+def publication_chance(
+    planned_tasks: Sequence[PlannedTask], rule: GateRule, drop: float = 0.0, *, seed: int = 0
+) -> float:
     """Return the share of merges that pass although they are truly ``drop`` points worse on every task."""
     rng = np.random.default_rng(seed)
-    drawn = [draw(entry.guard, drop / 100, entry.discordance, entry.looks[-1], _RUNS, rng) for entry in planned]
-    return float(passing_merges(drawn, last_confidence(planned, rule), as_suite=rule.rule == "suite").mean())
+    drawn = [draw(entry.guard, drop / 100, entry.discordance, entry.looks[-1], _RUNS, rng) for entry in planned_tasks]
+    return float(passing_merges(drawn, last_confidence(planned_tasks, rule), as_suite=rule.rule == "suite").mean())
 
 
-def detectable_mean_drop(planned: Sequence[PlannedTask], rule: GateRule) -> float:
+def detectable_mean_drop(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> float:
     """Return the smallest true drop of the mean, in points, that is detected with power 0.8."""
     errors = [
         TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 100 * math.sqrt(entry.discordance / entry.looks[-1]))
-        for entry in planned
+        for entry in planned_tasks
     ]
     error = mean_drop(errors)[2]
-    limit = mean_limit([entry.guard for entry in planned], attrgetter("max_drop"))
-    quantile, power = normal_quantile(last_confidence(planned, rule)), normal_quantile(POWER)
+    limit = mean_limit([entry.guard for entry in planned_tasks], attrgetter("max_drop"))
+    quantile, power = normal_quantile(last_confidence(planned_tasks, rule)), normal_quantile(POWER)
     return float(max(limit + power * error, (quantile + power) * error))
 
 
@@ -233,9 +235,9 @@ def draw(guard: Guard, drop: float, discordance: float, n: int, runs: int, rng: 
     return DrawnDrops(guard, counts[:, 0], counts[:, 1], n)
 
 
-def last_confidence(planned: Sequence[PlannedTask], rule: GateRule) -> float:
+def last_confidence(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> float:
     """Return the one-sided confidence of the last look that this run's documents allow."""
-    weights = task_weights([TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 0.0) for entry in planned])
+    weights = task_weights([TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 0.0) for entry in planned_tasks])
     return look_levels(
-        information_shares(weights, {entry.guard.task: entry.looks for entry in planned}), rule.confidence
+        information_shares(weights, {entry.guard.task: entry.looks for entry in planned_tasks}), rule.confidence
     )[-1]

@@ -50,15 +50,15 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
 
 
 def comparable_parents(
-    reference: str | Sequence[str], parents: Sequence[str], merged: Collection[str], location: str
+    reference: str | Sequence[str], parents: Sequence[str], merged_names: Collection[str], location: str
 ) -> tuple[str, ...]:
     """Return the parents that 'best parent' chooses from, in their original order.
 
     Args:
         reference: 'fine-tunes', 'all', one name or several.
         parents: Names of all parents.
-        merged: Names of parents whose weights are merged. A base that task vectors are only measured from is not one of
-            them, because a merge does not have to be better at everything than the base model.
+        merged_names: Names of parents whose weights are merged. A base that task vectors are only measured from is not
+            one of them, because a merge does not have to be better at everything than the base model.
         location: Setting that messages name.
 
     Raises:
@@ -67,7 +67,7 @@ def comparable_parents(
     if reference == ALL_PARENTS:
         return tuple(parents)
     if reference == FINE_TUNES:
-        return tuple(name for name in parents if name in merged) or tuple(parents)
+        return tuple(name for name in parents if name in merged_names) or tuple(parents)
     names = (reference,) if isinstance(reference, str) else tuple(reference)
     for name in names:
         if name not in parents:
@@ -107,7 +107,7 @@ def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...
 
 
 def reference_models(
-    guard: Guard, models: Iterable[str], merged: str, parents: Collection[str] | None = None
+    guard: Guard, models: Iterable[str], merged_name: str, parents: Collection[str] | None = None
 ) -> tuple[str, ...]:
     """Return the models that the guard may compare with: one, several parents, or none if the release does not exist.
 
@@ -116,7 +116,9 @@ def reference_models(
     """
     names = tuple(models)
     if guard.guarded_by == BEST_PARENT:
-        return tuple(name for name in names if name not in (merged, *RELEASES) and (parents is None or name in parents))
+        return tuple(
+            name for name in names if name not in (merged_name, *RELEASES) and (parents is None or name in parents)
+        )
     return (guard.guarded_by,) if guard.guarded_by in names else ()
 
 

@@ -173,7 +173,7 @@ class ReferenceChoice(NamedTuple):
 def measure_guard(
     guard: Guard,
     metric: str,
-    paired: PairedScores,
+    paired_scores: PairedScores,
     higher_is_better: bool,
     *,
     choice: ReferenceChoice | None = None,
@@ -181,9 +181,9 @@ def measure_guard(
 ) -> GuardEvidence:
     """Return the evidence on one guard from paired scores within ``guard.score_range``, in scoring order.
 
-    ``paired`` holds the scores of all documents that were evaluated so far. ``choice`` is the chosen reference model,
-    by default the guard's ``guarded_by``. ``schedule`` is the number of documents after each planned look; if it is
-    empty, this look is the only one.
+    ``paired_scores`` holds the scores of all documents that were evaluated so far. ``choice`` is the chosen reference
+    model, by default the guard's ``guarded_by``. ``schedule`` is the number of documents after each planned look; if it
+    is empty, this look is the only one.
 
     Raises:
         InvalidInput: If there are too few documents or clusters, the cluster of a document is unknown, or a score is
@@ -191,14 +191,18 @@ def measure_guard(
     """
     choice = choice or ReferenceChoice(guard.guarded_by)
     sign = 1.0 if higher_is_better else -1.0
-    n = len(paired.documents)
+    n = len(paired_scores.documents)
     if n < 2:
         raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, preferably hundreds")
-    reference = _rescaled(guard, metric, paired, paired.reference, choice.name)
-    merge = _rescaled(guard, metric, paired, paired.merge, "the merge")
+    reference = _rescaled(guard, metric, paired_scores, paired_scores.reference, choice.name)
+    merge = _rescaled(guard, metric, paired_scores, paired_scores.merge, "the merge")
     clusters = None
     if guard.clustered_by is not None:
-        clusters = tuple(task for task, _ in paired.documents) if guard.clustered_by == "task" else paired.clusters
+        clusters = (
+            tuple(task for task, _ in paired_scores.documents)
+            if guard.clustered_by == "task"
+            else paired_scores.clusters
+        )
         check_clusters(clusters, guard.clustered_by, guard.task)
     return GuardEvidence(
         guard=guard,
@@ -246,12 +250,12 @@ def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outco
 
 
 def judge_guards(
-    measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False, pending: int = 0
+    guard_evidence: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False, pending: int = 0
 ) -> tuple[GuardVerdict, ...]:
     """Return the verdicts of all guards of a merge, each at the look that its task has reached.
 
     Args:
-        measured: Evidence on each guard.
+        guard_evidence: Evidence on each guard.
         confidence: One-sided confidence of each passing guard over all of its looks, and the confidence that no alarm
             is false.
         as_suite: Whether each task must only not have fallen far, instead of being within its own margin.
@@ -260,15 +264,15 @@ def judge_guards(
     Raises:
         InvalidInput: If a task has been evaluated to a point where no look was planned.
     """
-    alarms = alarm_confidences(measured, confidence, pending)
-    questions = sum(evidence.candidates for evidence in measured)
+    alarms = alarm_confidences(guard_evidence, confidence, pending)
+    questions = sum(evidence.candidates for evidence in guard_evidence)
     return tuple(
         _judge(evidence, confidence, alarm, questions, as_suite=as_suite)
-        for evidence, alarm in zip(measured, alarms, strict=True)
+        for evidence, alarm in zip(guard_evidence, alarms, strict=True)
     )
 
 
-def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float, pending: int = 0) -> list[float]:
+def alarm_confidences(guard_evidence: Sequence[GuardEvidence], confidence: float, pending: int = 0) -> list[float]:
     """Return the confidence, over all looks, at which each guard is tested for any drop.
 
     This is Holm's step-down procedure in the form of Bretz et al. 2009 (Stat. Med. 28:586): the guards still without a
@@ -276,13 +280,13 @@ def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float, pend
     share as described in ``tasks.gate.sequential`` (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). Guards without
     evidence (``pending``) keep their shares, so a result that holds without them holds for any result of theirs.
     """
-    confidences = [confidence] * len(measured)
-    waiting = list(range(len(measured)))
+    confidences = [confidence] * len(guard_evidence)
+    waiting = list(range(len(guard_evidence)))
     while waiting:
         for i in waiting:
-            questions = (len(waiting) + pending) * measured[i].candidates
+            questions = (len(waiting) + pending) * guard_evidence[i].candidates
             confidences[i] = confidence if questions == 1 else 1 - (1 - confidence) / questions
-        dropped = [i for i in waiting if measured[i].interval(confidences[i]).low > 0]
+        dropped = [i for i in waiting if guard_evidence[i].interval(confidences[i]).low > 0]
         waiting = [i for i in waiting if i not in dropped]
         if not dropped:
             break
@@ -382,12 +386,12 @@ def _chance_left(
 
 
 def _rescaled(
-    guard: Guard, metric: str, paired: PairedScores, scores: Sequence[float], model: str
+    guard: Guard, metric: str, paired_scores: PairedScores, scores: Sequence[float], model: str
 ) -> tuple[float, ...]:
     """Return the scores of one model on a scale from 0 to 1, on which ``max_drop`` counts hundredths."""
     low, high = guard.score_range
     rounding = 1e-9 * (high - low)  # In floating point, 0.1 + 0.2 is more than 0.3.
-    for (task, doc_id), score in zip(paired.documents, scores, strict=True):
+    for (task, doc_id), score in zip(paired_scores.documents, scores, strict=True):
         if not low - rounding <= score <= high + rounding:
             raise InvalidInput(
                 f"{guard.task}: {metric} of {model}",

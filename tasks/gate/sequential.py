@@ -76,7 +76,7 @@ def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ..
     return tuple(min(NormalDist().cdf(bound), _NEARLY_SURE) for bound in _bounds(shares, spent))
 
 
-def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
+def _bounds(shares: Sequence[float], spent_alpha: Sequence[float]) -> list[float]:
     """Return the bounds on the z statistic of each look that are first crossed with the probabilities to spend.
 
     The sum ``S = z * sqrt(share)`` is a Brownian motion. The density of paths below all earlier bounds is carried from
@@ -88,7 +88,7 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
     all_nodes, weights = _leggauss(400)
     nodes, mass = np.zeros(1), np.ones(1)  # Before the first look S is 0; mass is density times weight.
     last_share, spent_before = 0.0, 0.0
-    for share, spent_until in zip(shares, spent, strict=True):
+    for share, spent_until in zip(shares, spent_alpha, strict=True):
         step = math.sqrt(share - last_share)
         # Find by bisection the value that the next sum exceeds with the probability to spend.
         bound_from, bound_to = -_FAR, _FAR + float(nodes.max())

@@ -122,7 +122,7 @@ class GatePlan:
     def content_key(self) -> object:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def judged(self, guards: Sequence[Guard]) -> tuple[Guard, ...]:
+    def guards_to_judge(self, guards: Sequence[Guard]) -> tuple[Guard, ...]:
         """Return the guards without those against a champion that does not exist yet."""
         return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
 
@@ -165,7 +165,7 @@ def gate(
         return gate_verdict((), drift, rule.on_inconclusive)
     check_guards(guards, set(scores) - {merged, CHAMPION, ANCHOR})
     scores_by_task = _scores_by_task(scores)
-    judged = plan.judged(guards)
+    judged = plan.guards_to_judge(guards)
     pending = [guard for guard in judged if guard.task in waiting and (merged, guard.task) not in scores_by_task]
     measured = [_measure(guard, scores, scores_by_task, plan) for guard in judged if guard not in pending]
     notes = tuple(f"{guard.task}: no release to compare with yet" for guard in guards if guard not in judged)
@@ -205,7 +205,7 @@ def cannot_pass(
 
     ``scores`` holds the scores by model, on this task at least.
     """
-    judged = plan.judged(guards)
+    judged = plan.guards_to_judge(guards)
     scores_by_task = _scores_by_task(scores)
     for is_anchor in (False, True):
         group = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]
@@ -222,7 +222,10 @@ def cannot_pass(
 
 
 def perplexity_drift(
-    likelihoods: Mapping[str, Artifact[Likelihoods]], limits: DriftLimits, confidence: float, merged: str = "merge"
+    likelihoods: Mapping[str, Artifact[Likelihoods]],
+    limits: DriftLimits,
+    confidence: float,
+    merged_models: str = "merge",
 ) -> DriftVerdict:
     """Return the drift verdict on stored likelihoods, for callers that need it before the costly tasks are run.
 
@@ -233,7 +236,7 @@ def perplexity_drift(
         name: ModelLikelihoods(artifact.value, read_documents(artifact.directory))
         for name, artifact in likelihoods.items()
     }
-    merge = models.pop(merged)
+    merge = models.pop(merged_models)
     return judge_drift(models, merge, limits, confidence)
 
 

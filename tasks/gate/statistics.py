@@ -53,23 +53,23 @@ def student_quantile(confidence: float, degrees: int) -> float:
 
 
 @lru_cache(maxsize=4096)  # One verdict computes the same bounds several times.
-def binary_difference(lost: int, won: int, n: int, confidence: float) -> Difference:
+def binary_difference(losses: int, wins: int, n: int, confidence: float) -> Difference:
     """Return the difference of two paired proportions; see ``binary_bounds``.
 
     Args:
-        lost: Documents that count +1: the reference is right and the merge is wrong.
-        won: Documents that count -1.
+        losses: Documents that count +1: the reference is right and the merge is wrong.
+        wins: Documents that count -1.
         n: Number of all documents, at least 1.
         confidence: One-sided confidence of each bound, in (0, 1).
     """
-    counts = np.asarray(lost, dtype=np.float64), np.asarray(won, dtype=np.float64)
+    counts = np.asarray(losses, dtype=np.float64), np.asarray(wins, dtype=np.float64)
     low, high = binary_bounds(*counts, n, confidence)
     _, variance = _adjusted(*counts, n)
-    return Difference((lost - won) / n, float(low), float(high), float(variance))
+    return Difference((losses - wins) / n, float(low), float(high), float(variance))
 
 
 def binary_bounds(
-    lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, confidence: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return bounds of the difference of paired proportions, vectorized over many samples of ``n`` documents.
 
@@ -79,52 +79,54 @@ def binary_bounds(
     the 95 % bound. Tango's score interval uses the spread that each hypothetical value would have, and errs on the safe
     side there.
 
-    ``lost`` and ``won`` are counts of equal shape.
+    ``losses`` and ``wins`` are counts of equal shape.
 
     Returns:
         ``low, high`` of that shape, in [-1, 1].
     """
-    centre, variance = _adjusted(lost, won, n)
+    centre, variance = _adjusted(losses, wins, n)
     half = normal_quantile(confidence) * np.sqrt(variance / (n + 2))
-    low = np.minimum(centre - half, -_score_bound(won, lost, n, confidence))
-    high = np.maximum(centre + half, _score_bound(lost, won, n, confidence))
+    low = np.minimum(centre - half, -_score_bound(wins, losses, n, confidence))
+    high = np.maximum(centre + half, _score_bound(losses, wins, n, confidence))
     return np.maximum(-1.0, low), np.minimum(1.0, high)
 
 
 def _adjusted(
-    lost: NDArray[np.float64], won: NDArray[np.float64], n: int
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return Bonett and Price's mean and variance of the difference of one document."""
-    p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
+    p_lost, p_won = (losses + 1) / (n + 2), (wins + 1) / (n + 2)
     centre = p_lost - p_won
     return centre, p_lost + p_won - centre**2
 
 
-def _score_bound(lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float) -> NDArray[np.float64]:
+def _score_bound(
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, confidence: float
+) -> NDArray[np.float64]:
     """Return Tango's upper bound, found by bisection: the difference at which the score test just rejects."""
     quantile = normal_quantile(confidence)
-    low, high = (lost - won) / n, np.ones_like(lost)
+    low, high = (losses - wins) / n, np.ones_like(losses)
     for _ in range(50):
         middle = (low + high) / 2
-        inside = score_statistic(lost, won, n, middle) > -quantile
+        inside = score_statistic(losses, wins, n, middle) > -quantile
         low, high = np.where(inside, middle, low), np.where(inside, high, middle)
     return high
 
 
 def score_statistic(
-    lost: NDArray[np.float64], won: NDArray[np.float64], n: int, difference: NDArray[np.float64] | float
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, difference: NDArray[np.float64] | float
 ) -> NDArray[np.float64]:
     """Return Tango's score statistic of the hypothesis that the true difference is ``difference``, in (-1, 1).
 
     It is standard normal under the hypothesis. For a difference of zero it is McNemar's statistic,
     ``(lost - won) / sqrt(lost + won)``.
     """
-    b = -lost - won + (2 * n - lost + won) * difference
-    c = -won * difference * (1 - difference)
+    b = -losses - wins + (2 * n - losses + wins) * difference
+    c = -wins * difference * (1 - difference)
     p_won = (np.sqrt(np.maximum(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # Most likely value under the hypothesis.
     spread = n * (2 * p_won + difference * (1 - difference))
     # If nothing changed and no change was expected, there is no evidence either way.
-    return (lost - won - n * difference) / np.sqrt(np.maximum(spread, 1e-300))
+    return (losses - wins - n * difference) / np.sqrt(np.maximum(spread, 1e-300))
 
 
 def selection_bias(scores: Sequence[Sequence[float]]) -> float:

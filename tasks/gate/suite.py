@@ -83,19 +83,19 @@ class TaskDrop(NamedTuple):
     high: Points
 
 
-def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVerdict:
+def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> SuiteVerdict:
     """Return the verdict on the mean drop over all tasks.
 
     Args:
-        measured: Evidence of the guards, at least one. Several guards of one task count as that task's mean.
+        guard_evidence: Evidence of the guards, at least one. Several guards of one task count as that task's mean.
         confidence: One-sided confidence over all looks together.
 
     Raises:
         InvalidInput: If tasks have been evaluated to a point where no look was planned.
     """
     # The tasks of a suite are extended together while they have documents.
-    documents = {evidence.guard.task: evidence.documents for evidence in measured}
-    planned = _steps({evidence.guard.task: evidence.schedule for evidence in measured})
+    documents = {evidence.guard.task: evidence.documents for evidence in guard_evidence}
+    planned = _steps({evidence.guard.task: evidence.schedule for evidence in guard_evidence})
     if documents not in planned:
         raise InvalidInput(
             "evaluate.tasks",
@@ -104,26 +104,26 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
             remedy="evaluate up to the next look, or set rule: each",
         )
     number = planned.index(documents)
-    level = look_levels(suite_information(measured), confidence)[number]
+    level = look_levels(suite_information(guard_evidence), confidence)[number]
     look = InterimLook(number=number + 1, of=len(planned), documents=sum(documents.values()), confidence=level)
-    estimates = [100 * np.asarray(evidence.interval(confidence, look.confidence)[:3]) for evidence in measured]
+    estimates = [100 * np.asarray(evidence.interval(confidence, look.confidence)[:3]) for evidence in guard_evidence]
     mean_interval = mean_drop(
-        [_task_drop(evidence, *estimate) for evidence, estimate in zip(measured, estimates, strict=True)]
+        [_task_drop(evidence, *estimate) for evidence, estimate in zip(guard_evidence, estimates, strict=True)]
     )
     drop, low, high = map(float, mean_interval)
     error = mean_drop(
         [
             _task_drop(evidence, 0.0, -task_error, task_error)
-            for evidence, task_error in _standard_errors(measured, confidence)
+            for evidence, task_error in _standard_errors(guard_evidence, confidence)
         ]
     )[2]
-    guards = [evidence.guard for evidence in measured]
+    guards = [evidence.guard for evidence in guard_evidence]
     max_drop = mean_limit(guards, attrgetter("max_drop"))
     margin = mean_limit(guards, attrgetter("upper_limit"))
     outcome = decide_guard(drop, low, high, max_drop, margin, last_look=look.number == look.of)
-    references = {evidence.reference for evidence in measured}
+    references = {evidence.reference for evidence in guard_evidence}
     verdict = SuiteVerdict(
-        tasks=len({evidence.guard.task for evidence in measured}),
+        tasks=len({evidence.guard.task for evidence in guard_evidence}),
         reference=references.pop() if len(references) == 1 else "their references",
         documents=look.documents,
         drop=drop,
@@ -136,21 +136,21 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
         reason="",
         detectable_drop=(normal_quantile(look.confidence) + normal_quantile(POWER)) * error,
         look=look,
-        pooled=pooled_drops(measured, confidence),
+        pooled=pooled_drops(guard_evidence, confidence),
     )
     if outcome == "inconclusive":
         update = {
             "documents_needed": _documents_to_decide(verdict, error),
-            "chance_left": _chance_left(measured, verdict, error),
+            "chance_left": _chance_left(guard_evidence, verdict, error),
         }
         verdict = verdict.model_copy(update=update)
     return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
-def suite_information(measured: Sequence[GuardEvidence]) -> tuple[float, ...]:
+def suite_information(guard_evidence: Sequence[GuardEvidence]) -> tuple[float, ...]:
     """Return ``information_shares`` of the suite's looks."""
-    weights = task_weights([_task_drop(evidence, 0.0, 0.0, 0.0) for evidence in measured])
-    return information_shares(weights, {evidence.guard.task: evidence.schedule for evidence in measured})
+    weights = task_weights([_task_drop(evidence, 0.0, 0.0, 0.0) for evidence in guard_evidence])
+    return information_shares(weights, {evidence.guard.task: evidence.schedule for evidence in guard_evidence})
 
 
 def information_shares(weights: Mapping[str, float], schedules: Mapping[str, Sequence[int]]) -> tuple[float, ...]:
@@ -199,23 +199,23 @@ def task_weights(parts: Sequence[TaskDrop]) -> dict[str, float]:
     return {task: weight / total for task, weight in weights.items()}
 
 
-def pooled_drops(measured: Sequence[GuardEvidence], confidence: float = 0.95) -> tuple[PooledDrop, ...]:
+def pooled_drops(guard_evidence: Sequence[GuardEvidence], confidence: float = 0.95) -> tuple[PooledDrop, ...]:
     """Return each guard's drop, shrunk toward the common mean as far as noise explains the spread between guards.
 
     The formula is ``mean + t2 / (t2 + v) * (drop - mean)`` with the squared error ``v`` of each guard and the variance
     ``t2`` between them (DerSimonian & Laird 1986, Control. Clin. Trials 7:177). This indicates an alarming task better
     than the largest of many noisy numbers does. It decides nothing.
     """
-    drops = [100 * sum(evidence.differences) / len(evidence.differences) for evidence in measured]
-    squared = [max(error**2, 1e-12) for _, error in _standard_errors(measured, confidence)]
+    drops = [100 * sum(evidence.differences) / len(evidence.differences) for evidence in guard_evidence]
+    squared = [max(error**2, 1e-12) for _, error in _standard_errors(guard_evidence, confidence)]
     precision = [1 / error for error in squared]
     mean = sum(p * d for p, d in zip(precision, drops, strict=True)) / sum(precision)
     spread = sum(p * (d - mean) ** 2 for p, d in zip(precision, drops, strict=True))
     scale = sum(precision) - sum(p**2 for p in precision) / sum(precision)
-    between = max(0.0, (spread - (len(measured) - 1)) / scale) if len(measured) > 1 else 0.0
+    between = max(0.0, (spread - (len(guard_evidence) - 1)) / scale) if len(guard_evidence) > 1 else 0.0
     return tuple(
         PooledDrop(task=evidence.guard.task, drop=drop, pooled=mean + between / (between + error) * (drop - mean))
-        for evidence, drop, error in zip(measured, drops, squared, strict=True)
+        for evidence, drop, error in zip(guard_evidence, drops, squared, strict=True)
     )
 
 
@@ -223,14 +223,14 @@ def _task_drop(evidence: GuardEvidence, drop: Points, low: Points, high: Points)
     return TaskDrop(evidence.guard.task, evidence.guard.weight, drop, low, high)
 
 
-def _standard_errors(measured: Sequence[GuardEvidence], confidence: float) -> list[tuple[GuardEvidence, float]]:
+def _standard_errors(guard_evidence: Sequence[GuardEvidence], confidence: float) -> list[tuple[GuardEvidence, float]]:
     """Return each guard with the standard error of its drop in points.
 
     The error is the same at any ``confidence``. At the one used for the bounds, the interval is already cached.
     """
     return [
         (evidence, 100 * math.sqrt(evidence.interval(confidence, confidence).variance / len(evidence.differences)))
-        for evidence in measured
+        for evidence in guard_evidence
     ]
 
 
@@ -248,8 +248,8 @@ def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:
     return max(verdict.documents + 1, math.ceil(verdict.documents * (z * error / distance) ** 2))
 
 
-def _chance_left(measured: Sequence[GuardEvidence], verdict: SuiteVerdict, error: float) -> float | None:
-    information, reached = suite_information(measured), verdict.look.number - 1 if verdict.look else 0
+def _chance_left(guard_evidence: Sequence[GuardEvidence], verdict: SuiteVerdict, error: float) -> float | None:
+    information, reached = suite_information(guard_evidence), verdict.look.number - 1 if verdict.look else 0
     if reached + 1 == len(information):
         return None
     share = information[reached]

@@ -84,7 +84,7 @@ class ReadWindow(NamedTuple):
 
 
 def split_into_windows(
-    loaded: LoadedModel, model: Model, documents: Sequence[OwnDocument], max_length: int
+    loaded_model: LoadedModel, model: Model, documents: Sequence[OwnDocument], max_length: int
 ) -> Iterator[ReadWindow]:
     """Yield windows that contain each token of each document exactly once as a new token.
 
@@ -93,7 +93,7 @@ def split_into_windows(
     conversation is rendered with the chat template of the model.
 
     Args:
-        loaded: Model with its tokenizer.
+        loaded_model: Model with its tokenizer.
         model: Pinned model, for error messages.
         documents: Plain documents or conversations.
         max_length: Largest number of tokens in a window. The context length of the model limits it further.
@@ -101,30 +101,30 @@ def split_into_windows(
     Raises:
         InvalidInput: If the tokenizer does not belong to the weights, or a conversation does not fit the template.
     """
-    length = min(max_length, loaded.context or max_length)
+    length = min(max_length, loaded_model.context or max_length)
     for document in documents:
         if isinstance(document, str):
-            tokens = encode_text(loaded, model, document, with_specials=True)
+            tokens = encode_text(loaded_model, model, document, with_specials=True)
             own = [True] * len(tokens)
         else:
-            tokens, own = _encode_conversation(loaded, model, document)
+            tokens, own = _encode_conversation(loaded_model, model, document)
         for start in range(0, len(tokens), length):
             end = min(start + length, len(tokens))
             yield ReadWindow(tokens[max(0, end - length) : end], own[start:end])
 
 
 def _encode_conversation(
-    loaded: LoadedModel, model: Model, messages: Sequence[ChatMessage]
+    loaded_model: LoadedModel, model: Model, messages: Sequence[ChatMessage]
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a rendered conversation and, for each, whether the model writes the next token."""
 
     def render(conversation: Sequence[ChatMessage], *, add_prompt: bool = False) -> str:
         plain = [message._asdict() for message in conversation]
-        text: str = loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt)
+        text: str = loaded_model.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt)
         return text
 
     location = f"{model.name} ({model.directory}): chat template"
-    if not loaded.tokenizer.chat_template:
+    if not loaded_model.tokenizer.chat_template:
         raise InvalidInput(
             location,
             found="missing",
@@ -148,9 +148,9 @@ def _encode_conversation(
         ) from None
 
     def size(text: str) -> int:
-        return len(encode_text(loaded, model, text, with_specials=False))
+        return len(encode_text(loaded_model, model, text, with_specials=False))
 
-    tokens = encode_text(loaded, model, full_text, with_specials=False)
+    tokens = encode_text(loaded_model, model, full_text, with_specials=False)
     own = [False] * len(tokens)
     for before, after in spans:
         for index in range(max(size(before) - 1, 0), min(size(after) - 1, len(tokens))):
@@ -245,18 +245,18 @@ def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
         )
 
 
-def unmeasured_experts(stored: Checkpoint, owners: Mapping[str, str]) -> tuple[str, ...]:
+def unmeasured_experts(checkpoint: Checkpoint, owners: Mapping[str, str]) -> tuple[str, ...]:
     """Return name patterns of the expert matrices that no statistics were measured for.
 
     Args:
-        stored: Checkpoint with the weights of the model.
+        checkpoint: Checkpoint with the weights of the model.
         owners: Owners of the measured matrices, see :func:`measure_in_runs`.
 
     Returns:
         Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the layer and expert numbers.
     """
     patterns = set()
-    for name, tensor in stored.tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         if name not in owners and len(tensor.shape) == 2 and is_routed_expert(name) and is_projection(name):
             words = name.split(".")
             patterns.add(".".join("*" if word.isdecimal() else word for word in words))

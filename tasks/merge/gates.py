@@ -256,7 +256,7 @@ def _embedding_reader(model: Model) -> Callable[[str], Array]:
 
     location = f"{model.name} ({model.directory})"
     checkpoint = open_checkpoint(model.directory)
-    tables = [tensor for tensor in checkpoint.stored() if is_embedding(tensor.name)]
+    tables = [tensor for tensor in checkpoint.stored_tensors() if is_embedding(tensor.name)]
     if len(tables) != 1 or tables[0].dtype.kind != "float":
         raise InvalidInput(
             location,

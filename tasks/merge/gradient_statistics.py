@@ -199,11 +199,11 @@ def read_gradients(job: CalibrationJob, on_progress: TellProgress) -> Importance
     )
 
 
-def _parts(loaded: LoadedModel, names: StoredNames) -> list[_Part]:
+def _parts(loaded_model: LoadedModel, names: StoredNames) -> list[_Part]:
     """Return the parameters that are stored in the same shape or as separate experts, in network order."""
     parts: dict[int, tuple[Any, list[str]]] = {}
     experts: dict[int, tuple[ExpertSlice, ...]] = {}
-    for path, parameter in loaded.network.named_parameters(remove_duplicate=False):
+    for path, parameter in loaded_model.network.named_parameters(remove_duplicate=False):
         if not parameter.is_floating_point():
             continue
         module, _, last = path.rpartition(".")

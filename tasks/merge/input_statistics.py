@@ -146,11 +146,11 @@ class _InputSums:
         limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
     """
 
-    def __init__(self, loaded: LoadedModel, run: Sequence[_Part], experts: Mapping[str, Any], limit: int) -> None:
+    def __init__(self, loaded_model: LoadedModel, run: Sequence[_Part], experts: Mapping[str, Any], limit: int) -> None:
         self.sums: dict[str, torch.Tensor] = {}
         self.owners: dict[str, str] = {}
         self.unreached: dict[str, int] = {}  # Width by name.
-        self._network, self._limit = loaded.network, limit
+        self._network, self._limit = loaded_model.network, limit
         self._modules = {name: module for part in run for name, module in part.modules.items()}
         self._matrices = {(matrix.parameter, matrix.number): matrix for part in run for matrix in part.matrices}
         # One matrix per parameter: all matrices of a parameter have the same sizes.
@@ -289,7 +289,7 @@ def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatisti
     )
 
 
-def _parts(loaded: LoadedModel, names: StoredNames, limit: int) -> tuple[list[_Part], dict[str, Any]]:
+def _parts(loaded_model: LoadedModel, names: StoredNames, limit: int) -> tuple[list[_Part], dict[str, Any]]:
     """Return the parts of the network in network order, and the parameters that contain experts by name in memory.
 
     Linear layers with weights on disk are grouped by layer of the network. Each expert of a layer is its own part.
@@ -298,7 +298,7 @@ def _parts(loaded: LoadedModel, names: StoredNames, limit: int) -> tuple[list[_P
 
     parts: dict[tuple[str, int, int | None], _Part] = {}
     experts = {}
-    for path, module in loaded.network.named_modules():
+    for path, module in loaded_model.network.named_modules():
         if isinstance(module, torch.nn.Linear):
             stored = names.find(f"{path}.weight")
             if stored is None or not is_projection(stored.name) or stored.shape != tuple(module.weight.shape):

@@ -71,10 +71,10 @@ def optimizer_state(
     )
 
 
-def optimizer_steps(pinned: PinnedRecipe) -> tuple[str, ...]:
+def optimizer_steps(pinned_recipe: PinnedRecipe) -> tuple[str, ...]:
     """Return the names of the steps whose results are optimizer states."""
-    steps = {step.name for step in pinned.recipe.steps}
-    return tuple(name for name in pinned.recipe.states if name in steps)
+    steps = {step.name for step in pinned_recipe.recipe.steps}
+    return tuple(name for name in pinned_recipe.recipe.states if name in steps)
 
 
 def optimizer_state_paths(artifact: Artifact[OptimizerState]) -> dict[str, tuple[str, Path]]:

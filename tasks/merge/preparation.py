@@ -62,7 +62,7 @@ def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]
         find: Function that returns the pinned model of a reference.
     """
 
-    def stored(stage: Any) -> Callable[..., Any]:
+    def call_stored(stage: Any) -> Callable[..., Any]:
         def find_in_store(*inputs: object) -> Any:
             if (result := stage.find(*inputs)) is None:
                 raise _NotFound
@@ -76,8 +76,8 @@ def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]
         return loadable[0]
 
     try:
-        recipe = with_distances(recipe, find, stored(model_distances))
-        recipe = with_gates(recipe, find, stored(router_rows))
-        return with_statistics(recipe, find_loadable, stored)
+        recipe = with_distances(recipe, find, call_stored(model_distances))
+        recipe = with_gates(recipe, find, call_stored(router_rows))
+        return with_statistics(recipe, find_loadable, call_stored)
     except _NotFound:
         return None

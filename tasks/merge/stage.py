@@ -158,25 +158,29 @@ def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ..
     return tuple(distances)
 
 
-def _combine(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
+def _combine(out: Path, pinned_recipe: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     """Execute a recipe whose result is an adapter."""
     began = time.monotonic()
     state_directory(out)
     combined = combine_parents(
-        pinned.recipe,
-        [(parent.ref, parent.directory, parent.adapter.directory) for parent in pinned.parents if parent.adapter],
+        pinned_recipe.recipe,
+        [
+            (parent.ref, parent.directory, parent.adapter.directory)
+            for parent in pinned_recipe.parents
+            if parent.adapter
+        ],
         out,
         seed=numerics.seed,
         on_progress=lambda done, total: advance(done, total, "B"),
     )
     tensors = combined.adapter.tensors().values()
     return MergeSummary(
-        method=pinned.recipe.merge_method,
+        method=pinned_recipe.recipe.merge_method,
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors),
         bytes_written=sum(tensor.nbytes for tensor in tensors),
-        warnings=(f"rank {pinned.recipe.output.rank}: {combined.error:.2%} of the change is left out",)
-        if pinned.recipe.output and pinned.recipe.output.rank
+        warnings=(f"rank {pinned_recipe.recipe.output.rank}: {combined.error:.2%} of the change is left out",)
+        if pinned_recipe.recipe.output and pinned_recipe.recipe.output.rank
         else (),
         seconds=time.monotonic() - began,
         weights={},
@@ -216,16 +220,16 @@ def combine_parents(
     return combined
 
 
-def merged_model(artifact: Artifact[MergeSummary], pinned: PinnedRecipe) -> Model:
+def merged_model(artifact: Artifact[MergeSummary], pinned_recipe: PinnedRecipe) -> Model:
     """Return the merge as a model. A merged adapter includes the model that it applies to."""
     files = tuple(sorted(artifact.files.items()))
-    if pinned.recipe.output:
-        parent = next(candidate for candidate in pinned.parents if candidate.adapter)
+    if pinned_recipe.recipe.output:
+        parent = next(candidate for candidate in pinned_recipe.parents if candidate.adapter)
         adapter = PinnedAdapter(ref=MERGED, directory=artifact.directory, revision=None, files=files)
         digest = adapted_digest(parent.digest, artifact.digest)
         update = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
         return parent.model_copy(update={**update, "is_base": False, "is_merged": False})
     # The merge runs the code of its donor, if there is any.
-    donor = next((parent for parent in pinned.parents if parent.ref == str(pinned.recipe.donor)), None)
+    donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
     runs_code = donor is not None and donor.runs_code
     return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files, runs_code=runs_code)

@@ -1,6 +1,6 @@
 """Publish a release: define its files, and bring them to their target in one atomic step."""
 
-from mergegate.tasks.publish.card_scores import escaped
+from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -38,7 +38,7 @@ __all__ = [
     "ReleaseFile",
     "ReleaseParts",
     "checksums_text",
-    "escaped",
+    "escape",
     "parse_checksums",
     "pending_release",
     "public_key",

@@ -10,7 +10,7 @@ import yaml
 
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from mergegate.tasks.publish.card_metadata import CardMetadata
-from mergegate.tasks.publish.card_scores import escaped, markdown_table, quality_section
+from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section
 from mergegate.tasks.report import ReportContent
 from mergegate.tasks.serve import SERVED_AS_LORA
 
@@ -65,9 +65,9 @@ def model_card(
     # Lines that licenses require to be displayed, such as 'Built with Llama'.
     display_lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
     sections = [
-        f"# {escaped(content.name)}",
-        *(f"**{escaped(line)}**" for line in display_lines),
-        f"A merge made without training: {escaped(content.method)}. It was checked, evaluated and gated by mergegate "
+        f"# {escape(content.name)}",
+        *(f"**{escape(line)}**" for line in display_lines),
+        f"A merge made without training: {escape(content.method)}. It was checked, evaluated and gated by mergegate "
         "before it was released. The evidence is in [report.html](report.html), where it comes from in "
         "[provenance.json](provenance.json).",
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
@@ -110,20 +110,20 @@ def model_card(
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     rows = [
-        f"| {escaped(model.ref)} | {model.role} | {escaped(model.licence)} | `{model.revision or model.digest[:16]}` |"
+        f"| {escape(model.ref)} | {model.role} | {escape(model.licence)} | `{model.revision or model.digest[:16]}` |"
         for model in content.parents
     ]
     head = "| model | role | licence | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
     parts = [head + "\n".join(rows)]
     if license.ancestors:
         rows = [
-            f"| {escaped(model.name)} | {escaped(model.license)} | {f'`{model.revision}`' if model.revision else ''} |"
+            f"| {escape(model.name)} | {escape(model.license)} | {f'`{model.revision}`' if model.revision else ''} |"
             for model in license.ancestors
         ]
         head = "Models that these were made from, as far as their cards say, with what they are licensed under:\n\n"
         parts.append(head + "| model | licence | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
     if license.unread:
-        names = ", ".join(f"{escaped(name)} ({escaped(reason)})" for name, reason in license.unread.items())
+        names = ", ".join(f"{escape(name)} ({escape(reason)})" for name, reason in license.unread.items())
         parts.append(f"Named by those cards, but not to be read: {names}.")
     return "\n\n".join(parts)
 
@@ -131,7 +131,7 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
 def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
     combination = license.combination
     reasons = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
-    parts = [f"**{escaped(license.result)}**" + (f": {escaped(reasons[0])}." if reasons else "")]
+    parts = [f"**{escape(license.result)}**" + (f": {escape(reasons[0])}." if reasons else "")]
     if "LICENSE" in files:
         parts[0] += " The text is in [LICENSE](LICENSE)."
     texts = [name for name in files if name == "LICENSE" or name.startswith("licenses/")]
@@ -144,7 +144,7 @@ def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
             own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in sources]
             links = ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
             outcome = f"{_DONE[item.kind].format(texts=links)} | {_LEFT.get(item.kind, '')}"
-        rows.append(f"| {escaped(item.text)} | {escaped(', '.join(item.because))} | {outcome} |")
+        rows.append(f"| {escape(item.text)} | {escape(', '.join(item.because))} | {outcome} |")
     head = "| what is asked | by | done here | left to you |\n| :-- | :-- | :-- | :-- |\n"
     parts.append(head + "\n".join(rows) if rows else "No obligations.")
     if accepted := [reason for reason in combination.reasons if reason.accepted]:

@@ -23,9 +23,9 @@ _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
 def quality_section(content: ReportContent) -> str:
     """Return the section under 'Evidence': the verdict in one sentence, then the tables that have content."""
     verdict = content.verdict
-    parts = [f"**{wording.title(verdict)}.** {escaped(wording.sentence(content))}"]
+    parts = [f"**{wording.title(verdict)}.** {escape(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
-        parts.append("\n".join(f"* {escaped(reason)}" for reason in reasons))
+        parts.append("\n".join(f"* {escape(reason)}" for reason in reasons))
     parts += [part for part in (_scores(content), _guards(content)) if part]
     drift = verdict.drift
     if models := tuple(model for model in content.models if model.likelihoods is not None):
@@ -39,16 +39,16 @@ def quality_section(content: ReportContent) -> str:
         parts.append(f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}")
         if drift is not None:
             parts.append(
-                f"{wording.TIMES} {wording.format_ratio(drift)} of {escaped(drift.reference)}, the better parent; "
+                f"{wording.TIMES} {wording.format_ratio(drift)} of {escape(drift.reference)}, the better parent; "
                 f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
             )
     lines = []
     if content.judge is not None:
-        lines.append(f"* Answers, judged by {escaped(content.judge.model)}: {escaped(content.judge.reason)}")
+        lines.append(f"* Answers, judged by {escape(content.judge.model)}: {escape(content.judge.reason)}")
     if content.served:
         passed = sum(check.outcome == "pass" for check in content.served)
-        server = f" by {escaped(content.server)}" if content.server else ""
-        mode = f" It was {escaped(content.served_as)}." if content.served_as else ""
+        server = f" by {escape(content.server)}" if content.server else ""
+        mode = f" It was {escape(content.served_as)}." if content.served_as else ""
         lines.append(f"* Served{server}: {passed} of {len(content.served)} checks passed.{mode}")
     parts += ["\n".join(lines)] if lines else []
     return "\n\n".join(parts)
@@ -72,7 +72,7 @@ def score_interval(score: TaskScore) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return ``text`` as one line of Markdown that displays it literally."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
 
@@ -81,7 +81,7 @@ def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], number
     """Return a Markdown table. The last ``numbers`` columns are right-aligned, and cells are displayed literally."""
     head = tuple(columns)
     rule = [":--"] * (len(head) - numbers) + ["--:"] * numbers
-    lines = [tuple(map(escaped, head)), tuple(rule), *(tuple(map(escaped, row)) for row in rows)]
+    lines = [tuple(map(escape, head)), tuple(rule), *(tuple(map(escape, row)) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -130,5 +130,5 @@ def _guards(content: ReportContent) -> str:
         f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
         "drop is a loss."
     )
-    suites = "".join(f"\n\n{escaped(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
+    suites = "".join(f"\n\n{escape(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
     return f"### Verdicts\n\n{table}{suites}\n\n{note}"

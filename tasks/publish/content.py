@@ -44,7 +44,7 @@ class ReleaseFile:
         """Return the whole content."""
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
-    def altered(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
+    def alteration_error(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
         """Return the error for a source with another ``sha256`` than the gated one, or with another ``problem``."""
         return Refused(
             str(self.source),

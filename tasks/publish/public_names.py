@@ -195,7 +195,7 @@ def _is_private(text: str) -> bool:
     return text.startswith(("/", "~", "file:"))
 
 
-def _short_names(paths: Iterable[str], base: Path, reserved: Sequence[str]) -> dict[str, str]:
+def _short_names(paths: Iterable[str], base: Path, reserved_names: Sequence[str]) -> dict[str, str]:
     """Return a distinct name for each path; see `PublicNames.from_recipe`."""
     names: dict[str, str] = {}
     lengths: dict[str, int] = {}
@@ -207,7 +207,7 @@ def _short_names(paths: Iterable[str], base: Path, reserved: Sequence[str]) -> d
             lengths[path] = 1
     while True:
         names |= {path: "/".join(PurePosixPath(path).parts[1:][-length:]) for path, length in lengths.items()}
-        counts = Counter([*names.values(), *reserved])
+        counts = Counter([*names.values(), *reserved_names])
         longer = [
             path
             for path, length in lengths.items()

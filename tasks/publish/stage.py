@@ -154,7 +154,7 @@ def _release_files(target: PublishTarget, root: Path, parts: ReleaseParts) -> tu
     """
     content, pinned, numerics, names = parts.content, parts.pinned, parts.numerics, parts.names
     license = names.apply(parts.license.value)
-    parents = tuple(parent.renamed(names.rename_text) for parent in pinned.parents)
+    parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
     files = [
         *stored_files(parts.merge),
         *license_files(parents, license),

@@ -147,7 +147,7 @@ def draw_dots(plot: str, dots: Sequence[Dot], unit: str, label: str) -> tuple[st
                     face = Ink.TEXT.value if dot.merged else Ink.PAPER.value
                     edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
                     axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
-                name, style = shortened(dot.name, form.label_length), TextStyle(size=13, bold=dot.merged)
+                name, style = shorten(dot.name, form.label_length), TextStyle(size=13, bold=dot.merged)
                 left, right = ((0, -8), (0, -8)) if form.stacked else ((-form.left, 0), (form.right - 132, 0))
                 _write(axes, (0, row), left, name, style)
                 _write(axes, (1, row), right, dot.text, replace(style, align="right"))
@@ -247,8 +247,8 @@ def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
 
 def _names(axes: Axes, form: Format, row: int, line: Line) -> None:
     """Write the name, numbers and outcome of a row, next to its interval or (stacked) above it."""
-    label = shortened(line.label, form.label_length)
-    detail = shortened(line.detail, form.label_length + 5)
+    label = shorten(line.label, form.label_length)
+    detail = shorten(line.detail, form.label_length + 5)
     verdict = f"{wording.GLYPHS[line.outcome]} {line.word}"
     ink = OUTCOME_INK[line.outcome]
     bold, small = TextStyle(size=13, bold=True), TextStyle(size=11.5, ink=Ink.MUTED)
@@ -269,7 +269,7 @@ def _write(axes: Axes, point: tuple[float, float], shift: tuple[float, float], t
     write(axes, point, text, style, shift=shift, coordinates=axes.get_yaxis_transform(), zorder=3)
 
 
-def shortened(text: str, length: int) -> str:
+def shorten(text: str, length: int) -> str:
     """Return ``text`` as one printable line of at most ``length`` characters.
 
     The middle is cut out, because both ends of a name help to distinguish it.

@@ -88,7 +88,7 @@ class ClusterRunner:
         self._cluster: Cluster | None = None
         self._marker: Path | None = None
 
-    def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
+    def run_each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         if not items:
             return
         from prefect import Task

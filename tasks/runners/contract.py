@@ -24,7 +24,7 @@ class Cluster(Protocol):
         ``on_outcome`` is called, in any thread, with the state of the task or with the exception that replaced it.
         """
 
-    def cancel(self, submitted: Any) -> None:
+    def cancel(self, future: Any) -> None:
         """Cancel an item. It may continue if it is already running."""
 
     def close(self) -> None:

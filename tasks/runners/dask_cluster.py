@@ -119,9 +119,9 @@ class DaskCluster:
         future.add_done_callback(lambda completed: on_outcome(outcome_of(completed, death)))
         return future
 
-    def cancel(self, submitted: Any) -> None:
+    def cancel(self, future: Any) -> None:
         with suppress(Exception):
-            submitted.cancel()
+            future.cancel()
 
     def close(self) -> None:
         if not self._is_own:

@@ -97,9 +97,9 @@ class RayCluster:
         reference.future().add_done_callback(lambda completed: on_outcome(outcome_of(completed, death)))
         return reference
 
-    def cancel(self, submitted: Any) -> None:
+    def cancel(self, future: Any) -> None:
         with suppress(Exception):
-            ray.cancel(submitted, force=True)
+            ray.cancel(future, force=True)
 
     def close(self) -> None:
         self._resources.close()

@@ -83,7 +83,7 @@ class Runner(Protocol):
     def is_parallel(self) -> bool:
         """Whether several items run in parallel."""
 
-    def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
+    def run_each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         """Yield the index and the result or exception of ``function`` for each item, in order of completion.
 
         Closing the iterator cancels the items in progress.
@@ -144,7 +144,7 @@ class LocalRunner:
     def is_parallel(self) -> bool:
         return len(self._slots) > 1
 
-    def each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
+    def run_each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         if not self.is_parallel:
             for index, item in enumerate(items):
                 yield index, _call(function, item)

@@ -223,18 +223,18 @@ def _allow(ruleset: int, path: str, access: int) -> None:
             os.close(descriptor)
 
 
-def _all_but(hidden: set[str], root: str) -> Iterator[str]:
-    """Yield the smallest set of paths that covers everything at or below ``root`` except ``hidden``."""
-    if root in hidden:
+def _all_but(hidden_paths: set[str], root: str) -> Iterator[str]:
+    """Yield the smallest set of paths that covers everything at or below ``root`` except ``hidden_paths``."""
+    if root in hidden_paths:
         return
     prefix = root.rstrip("/") + "/"
-    if not any(path.startswith(prefix) for path in hidden):
+    if not any(path.startswith(prefix) for path in hidden_paths):
         yield root
         return
     with contextlib.suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
             if not entry.is_symlink():  # rules apply to the target, which is covered elsewhere
-                yield from _all_but(hidden, entry.path)
+                yield from _all_but(hidden_paths, entry.path)
 
 
 def _home() -> Path:

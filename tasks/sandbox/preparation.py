@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.files import locked
+from mergegate.merge_core.files import hold_lock
 
 _PATIENCE_S = 600.0  # after that, the caller continues without compiled modules
 
@@ -53,7 +53,7 @@ def compile_imports(python: str | Path, imports: str, last_source: Path, environ
         return
     if not last_source.is_file() or not os.access(last_source.parent, os.W_OK):
         return
-    with locked(last_source.parent, required=False):  # only one of several simultaneous runs compiles
+    with hold_lock(last_source.parent, required=False):  # only one of several simultaneous runs compiles
         if is_compiled():
             return
         command, devnull = [str(python), "-P", "-c", imports], subprocess.DEVNULL

@@ -72,9 +72,9 @@ def check_generation(subject: ServedSubject) -> list[Check]:
             completion = parse_completion(answer)
             if completion is None:
                 if _NON_FINITE.search(answer.complaint):
-                    return [Check.failed("finite logprobs", answer.complaint, "finite numbers", _BROKEN_MODEL)]
+                    return [Check.failed_check("finite logprobs", answer.complaint, "finite numbers", _BROKEN_MODEL)]
                 seen = f"after {_quoted(prompt)}: {answer.complaint}"
-                return [Check.failed("text", seen, "HTTP 200", _BROKEN_MODEL)]
+                return [Check.failed_check("text", seen, "HTTP 200", _BROKEN_MODEL)]
             completions.append(completion)
 
     name, expected = "finite logprobs", "finite numbers"
@@ -83,17 +83,17 @@ def check_generation(subject: ServedSubject) -> list[Check]:
     if not numbers:
         checks = [Check.not_offered(name, "the server returns no log-probabilities")]
     elif broken:
-        checks = [Check.failed(name, f"{broken} of {len(numbers)} are not finite", expected, _BROKEN_MODEL)]
+        checks = [Check.failed_check(name, f"{broken} of {len(numbers)} are not finite", expected, _BROKEN_MODEL)]
     else:
-        checks = [Check.passed(name, f"{len(numbers)} tokens", expected)]
+        checks = [Check.passed_check(name, f"{len(numbers)} tokens", expected)]
 
     name, expected = "text", f"after at least half of {len(first)} prompts"
     texts = [completion.text.strip() for completion in first if completion.text.strip()]
     if 2 * len(texts) < len(first) or not texts:
         empty = f"nothing after {len(first) - len(texts)} of {len(first)} prompts"
-        checks.append(Check.failed(name, empty, expected, _BROKEN_MODEL))
+        checks.append(Check.failed_check(name, empty, expected, _BROKEN_MODEL))
     else:
-        checks.append(Check.passed(name, _quoted(texts[0]), expected))
+        checks.append(Check.passed_check(name, _quoted(texts[0]), expected))
 
     name, unit = "greedy twice", "token ids" if all(completion.exact for completion in first) else "text"
     expected = f"equal {unit} both times"
@@ -101,11 +101,11 @@ def check_generation(subject: ServedSubject) -> list[Check]:
         if original.identity != repeat.identity:
             seen = f"prompt {position + 1}: {_quoted(original.text)}, then {_quoted(repeat.text)}"
             remedy = "use a deterministic server, and check the weights for NaN"
-            checks.append(Check.failed(name, seen, expected, remedy))
+            checks.append(Check.failed_check(name, seen, expected, remedy))
             break
     else:
         tokens = sum(completion.tokens for completion in first)
-        checks.append(Check.passed(name, f"{tokens} tokens after {len(first)} prompts", expected))
+        checks.append(Check.passed_check(name, f"{tokens} tokens after {len(first)} prompts", expected))
 
     name, expected = "no loop", f"at most half of them over {100 * _MAX_LOOP_SHARE:.0f} % one pattern"
     if all(len(completion.identity) < 2 <= completion.tokens for completion in first):
@@ -115,8 +115,8 @@ def check_generation(subject: ServedSubject) -> list[Check]:
     loops = [share for share in shares if share > _MAX_LOOP_SHARE]
     seen = f"{len(loops)} of {len(shares)}; {100 * max(shares):.0f} % at most"
     if 2 * len(loops) > len(shares):
-        return [*checks, Check.failed(name, seen, expected, _BROKEN_MODEL)]
-    return [*checks, Check.passed(name, seen, expected)]
+        return [*checks, Check.failed_check(name, seen, expected, _BROKEN_MODEL)]
+    return [*checks, Check.passed_check(name, seen, expected)]
 
 
 def looped_share(tokens: Sequence[Any]) -> float:
@@ -140,16 +140,16 @@ def check_parity(subject: ServedSubject) -> list[Check]:
     differences = _differences(subject, subject.reference)
     if isinstance(differences, Answer):
         if differences.status != 200:
-            return [Check.failed(name, differences.complaint, expected, _BROKEN_MODEL)]
+            return [Check.failed_check(name, differences.complaint, expected, _BROKEN_MODEL)]
         return [Check.not_offered(name, "the server does not return the likelihood of a prompt", expected)]
     mean = fmean(differences) if all(map(math.isfinite, differences)) else math.nan
     seen = f"{mean:.4f} on average of {len(differences)} tokens, {max(differences):.3f} at most"
     if mean <= limit:
-        return [Check.passed(name, seen, expected)]
+        return [Check.passed_check(name, seen, expected)]
     remedy = (
         "the server and transformers compute different models from these files; compare config.json with a parent's"
     )
-    return [Check.failed(name, seen, expected, remedy)]
+    return [Check.failed_check(name, seen, expected, remedy)]
 
 
 def check_adapter(subject: ServedSubject) -> list[Check]:
@@ -171,10 +171,10 @@ def check_adapter(subject: ServedSubject) -> list[Check]:
     own, without = distances
     seen = f"{own:.4f} nats a token with it, {without:.4f} without"
     if own <= without / 2:
-        return [Check.passed(name, seen, expected)]
+        return [Check.passed_check(name, seen, expected)]
     if without <= subject.settings.max_difference:
         return [Check.not_offered(name, f"{seen}; the effect is too small to measure", expected)]
-    return [Check.failed(name, seen, expected, "serve it merged: name base+adapter in a recipe of its own")]
+    return [Check.failed_check(name, seen, expected, "serve it merged: name base+adapter in a recipe of its own")]
 
 
 def _differences(subject: ServedSubject, reference: Reference) -> list[float] | Answer:
@@ -218,23 +218,25 @@ def check_chat(subject: ServedSubject) -> list[Check]:
         return [Check.not_offered("chat", "the checkpoint has no chat template")]
     remedy = "set 'chat_template' in the recipe to auto or to the name of a known template"
     if chat is not None and chat.problem:
-        return [Check.failed("chat", chat.problem, "a template that renders", remedy)]
+        return [Check.failed_check("chat", chat.problem, "a template that renders", remedy)]
     messages = list(chat.messages) if chat else [{"role": "user", "content": subject.settings.prompts[0]}]
     body = {"model": subject.model, "messages": messages, "max_tokens": subject.settings.max_tokens, "temperature": 0}
     answer = subject.client.request("/v1/chat/completions", body | {"logprobs": True, "seed": 0})
     if answer.status in _NOT_OFFERED:
         if must_chat:
             expected = "an answer, because serve.chat is true"
-            return [Check.failed("chat", answer.complaint, expected, "use a server that supports chats")]
+            return [Check.failed_check("chat", answer.complaint, expected, "use a server that supports chats")]
         return [Check.not_offered("chat", answer.complaint)]
     reply = parse_completion(answer, is_chat=True)
     if reply is None:
-        return [Check.failed("chat", answer.complaint, "an answer", remedy)]
+        return [Check.failed_check("chat", answer.complaint, "an answer", remedy)]
     if reply.logprobs is not None and not all(map(math.isfinite, reply.logprobs)):
-        return [Check.failed("chat", "log-probabilities that are not finite", "finite numbers", _BROKEN_MODEL)]
+        return [Check.failed_check("chat", "log-probabilities that are not finite", "finite numbers", _BROKEN_MODEL)]
     if not reply.text.strip():
-        return [Check.failed("chat", "an empty answer", "some text", "compare the template with that of a parent")]
-    checks = [Check.passed("chat", _quoted(reply.text), "some text")]
+        return [
+            Check.failed_check("chat", "an empty answer", "some text", "compare the template with that of a parent")
+        ]
+    checks = [Check.passed_check("chat", _quoted(reply.text), "some text")]
     if chat is not None:
         ids = _tokenize(subject, messages=messages, add_generation_prompt=True)
         checks.append(_compare_ids("chat template", ids, chat.ids))
@@ -254,8 +256,10 @@ def _compare_ids(name: str, theirs: Sequence[int] | None, ours: Sequence[int]) -
     if tuple(theirs) != tuple(ours):
         first = next((index for index, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
         seen = f"id {first} is {theirs[first]}, not {ours[first]}" if first is not None else f"{len(theirs)} ids"
-        return Check.failed(name, seen, expected, "compare tokenizer.json and tokenizer_config.json with a parent's")
-    return Check.passed(name, f"{len(theirs)} ids agree", expected)
+        return Check.failed_check(
+            name, seen, expected, "compare tokenizer.json and tokenizer_config.json with a parent's"
+        )
+    return Check.passed_check(name, f"{len(theirs)} ids agree", expected)
 
 
 def check_ends(subject: ServedSubject) -> list[Check]:
@@ -264,14 +268,14 @@ def check_ends(subject: ServedSubject) -> list[Check]:
     checks: list[Check] = []
     if reference is not None and not reference.ends:
         seen, remedy = "no file specifies which token ends a sequence", "set eos_token_id as in the parents"
-        checks = [Check.failed(name, seen, "an id", remedy, field)]
+        checks = [Check.failed_check(name, seen, "an id", remedy, field)]
     elif reference and reference.chat and (turn := reference.chat.turn_ends) and turn[0] not in reference.ends:
         number, token = turn
         seen = f"a turn of the chat template ends with {token!r} (id {number}), which does not end the sequence"
         expected = f"{number} among {list(reference.ends)}"
-        checks = [Check.failed(name, seen, expected, f"add {number} to eos_token_id", field)]
+        checks = [Check.failed_check(name, seen, expected, f"add {number} to eos_token_id", field)]
     elif reference is not None:
-        checks = [Check.passed(name, f"stops at {', '.join(map(str, reference.ends))}", "stop")]
+        checks = [Check.passed_check(name, f"stops at {', '.join(map(str, reference.ends))}", "stop")]
         prompt = subject.settings.prompts[0]
         for end in reference.ends:
             # A bias forces this id, independent of the model. The server must stop there.
@@ -286,7 +290,7 @@ def check_ends(subject: ServedSubject) -> list[Check]:
                     checks = [Check.not_offered(name, "the server ignores logit_bias")]
                 else:
                     seen = f"the server continues after id {end}: {completion.finish_reason}"
-                    checks = [Check.failed(name, seen, "stop", "compare eos_token_id with the parents'", field)]
+                    checks = [Check.failed_check(name, seen, "stop", "compare eos_token_id with the parents'", field)]
                 break
 
     for prompt in subject.settings.stops:
@@ -297,8 +301,8 @@ def check_ends(subject: ServedSubject) -> list[Check]:
         expected = "a stop without reaching the limit"
         if completion is None or completion.finish_reason != "stop":
             remedy = "compare eos_token_id with the parents', or increase serve.max_tokens"
-            return [*checks, Check.failed("stops", seen, expected, remedy)]
-        checks.append(Check.passed("stops", seen, expected))
+            return [*checks, Check.failed_check("stops", seen, expected, remedy)]
+        checks.append(Check.passed_check("stops", seen, expected))
     return checks
 
 
@@ -315,9 +319,9 @@ def check_length_limit(subject: ServedSubject) -> list[Check]:
     after = subject.complete(subject.settings.prompts[0], 1)
     seen = f"HTTP {answer.status} to {length:,} tokens, then HTTP {after.status}"
     if 400 <= answer.status < 500 and after.status == 200:
-        return [Check.passed(name, seen, expected)]
+        return [Check.passed_check(name, seen, expected)]
     remedy = "set serve.max_model_len to at most the length that the model supports"
-    return [Check.failed(name, seen, expected, remedy)]
+    return [Check.failed_check(name, seen, expected, remedy)]
 
 
 def _quoted(text: str) -> str:

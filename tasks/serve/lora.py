@@ -66,15 +66,15 @@ def base_name(name: str) -> str:
     return f"{name}-base"
 
 
-def plan_lora(adapted: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
+def plan_lora(adapted_model: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
     """Return the base and the adapter if vLLM can serve them as LoRA, or else the reason why it cannot.
 
     Raises:
         InvalidInput: The files are not a checkpoint, or the adapter does not fit it.
     """
-    assert adapted.adapter is not None  # callers ensure this
-    adapted.open()  # raises unless every tensor of the adapter belongs to the base
-    base, adapter = open_checkpoint(adapted.directory), open_adapter(adapted.adapter.directory)
+    assert adapted_model.adapter is not None  # callers ensure this
+    adapted_model.open()  # raises unless every tensor of the adapter belongs to the base
+    base, adapter = open_checkpoint(adapted_model.directory), open_adapter(adapted_model.adapter.directory)
     if kind.python is None:
         return "serve.command is given one model"
     conflicts = [word for word in settings.arguments if word.partition("=")[0] in _LORA_OPTIONS]

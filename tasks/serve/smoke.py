@@ -77,13 +77,13 @@ def smoke_checkpoint(
     settings: ServeSettings,
     setup: SmokeSetup,
     *,
-    adapted: PinnedCheckpoint | None = None,
+    adapted_model: PinnedCheckpoint | None = None,
     on_progress: OnStep = lambda done, step: None,
 ) -> ServeVerdict:
     """Serve ``model`` and check its answers.
 
-    ``adapted`` is the base with its adapter if ``model`` is the two of them merged. vLLM then serves the adapter as
-    LoRA, if it can. The reference is always computed from ``model``.
+    ``adapted_model`` is the base with its adapter if ``model`` is the two of them merged. vLLM then serves the adapter
+    as LoRA, if it can. The reference is always computed from ``model``.
 
     Raises:
         InvalidInput: The checkpoint cannot be read.
@@ -93,12 +93,12 @@ def smoke_checkpoint(
     checkpoint = open_checkpoint(model.directory)
     if model.runs_code:
         settings = settings.model_copy(update={"arguments": (*settings.arguments, "--trust-remote-code")})
-    lora = plan_lora(adapted, setup.kind, settings) if adapted else None
+    lora = plan_lora(adapted_model, setup.kind, settings) if adapted_model else None
     reference: Reference | None = None
     while True:
         if isinstance(lora, ServedAdapter):
             results = static_checks(lora.base, must_chat=settings.chat, runs_code=model.runs_code)
-            factors = replace(lora.base, tensors={tensor.name: tensor for tensor in lora.adapter.stored})
+            factors = replace(lora.base, tensors={tensor.name: tensor for tensor in lora.adapter.stored_tensors})
             results.append(check_finite(factors).model_copy(update={"name": "finite factors"}))
             way = lora.description
         else:
@@ -235,7 +235,7 @@ class ServerProbe:
     def record_no_answer(self, reason: str) -> None:
         """Record that the server did not answer during the latest check."""
         remedy = "increase serve.request_timeout for a slow machine; otherwise see the server's log"
-        self.checks.append(Check.failed(self.step, reason, "an answer", remedy))
+        self.checks.append(Check.failed_check(self.step, reason, "an answer", remedy))
 
     def cost(self, server: ServerProcess | None = None) -> ServingCost:
         """Return the measured cost. Memory is known only for a server that mergegate started, after it has ended."""
@@ -258,7 +258,7 @@ class _Served(NamedTuple):
 
 
 def _serve(
-    served: _Served, settings: ServeSettings, setup: SmokeSetup, on_progress: OnStep
+    served_subject: _Served, settings: ServeSettings, setup: SmokeSetup, on_progress: OnStep
 ) -> tuple[list[Check], ServingCost]:
     """Start the server, check its answers, and return the checks and the cost.
 
@@ -266,10 +266,10 @@ def _serve(
         _LoraUnsupported: The server does not support the adapter for this kind of model.
         MachineFailed: The server cannot run on this machine.
     """
-    kind, log, lora = setup.kind, setup.log, served.lora
+    kind, log, lora = setup.kind, setup.log, served_subject.lora
     on_progress(2, f"waiting for {kind.label}")
     compile_server(kind)
-    command = launch(settings, kind, lora.base if lora else served.checkpoint, lora.arguments if lora else None)
+    command = launch(settings, kind, lora.base if lora else served_subject.checkpoint, lora.arguments if lora else None)
     server = ServerProcess(command, log, settings)
     probe: ServerProbe | None = None
     results: list[Check] = []
@@ -277,10 +277,12 @@ def _serve(
     try:
         with server:
             server.await_ready(lambda seconds: on_progress(2, f"waiting for {kind.label}: {seconds:.0f} s"))
-            results = [Check.passed("ready", f"after {server.seconds_to_ready or 0:.1f} s", expected)]
+            results = [Check.passed_check("ready", f"after {server.seconds_to_ready or 0:.1f} s", expected)]
             client = Client(server.url, settings.request_timeout)
             base = base_name(server.model) if lora else None
-            subject = ServedSubject(client, server.model, settings, served.reference, served.longest, base=base)
+            subject = ServedSubject(
+                client, server.model, settings, served_subject.reference, served_subject.longest, base=base
+            )
             probe = ServerProbe(subject, on_progress)
             probe.run(server)
     except ServerEnded as end:
@@ -303,11 +305,11 @@ def _serve(
             ) from None
         if probe is None:
             seen = f"ended before it answered: {end.cause}"
-            results = [Check.failed("ready", seen, expected, _SEE_LOG, log.name)]
+            results = [Check.failed_check("ready", seen, expected, _SEE_LOG, log.name)]
         else:
             seen = f"ended when asked for {probe.step}: {end.cause}"
             expected = "a server that continues to answer"
-            probe.checks.append(Check.failed("server lives", seen, expected, _SEE_LOG, log.name))
+            probe.checks.append(Check.failed_check("server lives", seen, expected, _SEE_LOG, log.name))
     except Unreachable as error:
         if probe is None:
             raise

@@ -52,8 +52,8 @@ def measure_speed(subject: ServedSubject) -> tuple[list[Check], Speed]:
     seen = token_rate(max(rates))
     if floor is not None and max(rates) < floor:
         remedy = "use a faster machine, or decrease serve.min_tokens_per_second"
-        return [Check.failed("throughput", seen, expected, remedy)], speed
-    return [Check.passed("throughput", seen, expected)], speed
+        return [Check.failed_check("throughput", seen, expected, remedy)], speed
+    return [Check.passed_check("throughput", seen, expected)], speed
 
 
 def _timed(subject: ServedSubject, tokens: int) -> tuple[Answer, float]:

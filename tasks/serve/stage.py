@@ -50,14 +50,14 @@ def serve_models(
     root: Path,
     merge: Model,
     parents: Sequence[Model] = (),
-    adapted: PinnedCheckpoint | None = None,
+    adapted_model: PinnedCheckpoint | None = None,
 ) -> ServedModels | None:
     """Serve the merge and, if ``settings.parents`` is set, its parents. Return None without settings.
 
     Parents are served only for comparison. Neither their answers nor a failure to serve them refuses the merge.
 
-    If the merge is an adapter, ``merge`` is the adapter merged into its base, and ``adapted`` is the base with the
-    adapter.
+    If the merge is an adapter, ``merge`` is the adapter merged into its base, and ``adapted_model`` is the base with
+    the adapter.
 
     Raises:
         InvalidInput: The server is not installed, or the merge cannot be read.
@@ -66,7 +66,7 @@ def serve_models(
     if settings is None:
         return None
     server = server_of(settings, root)
-    verdict = serve(merge, settings, server, runtime(), adapted).value
+    verdict = serve(merge, settings, server, runtime(), adapted_model).value
     if not settings.parents or verdict.refuses():
         return ServedModels(verdict=verdict)
     # A parent may be a base model, which need not chat.
@@ -119,13 +119,17 @@ def _smoke(
     settings: ServeSettings,
     server: ServerVersion,
     runtime: Runtime,
-    adapted: PinnedCheckpoint | None = None,
+    adapted_model: PinnedCheckpoint | None = None,
 ) -> ServeVerdict:
     log = out / LOG
     setup = SmokeSetup(ServerKind(server.label, server.python, server.on_cpu), runtime.device, log)
     try:
         return smoke_checkpoint(
-            model, settings, setup, adapted=adapted, on_progress=lambda done, step: advance(done, STEPS, "steps")
+            model,
+            settings,
+            setup,
+            adapted_model=adapted_model,
+            on_progress=lambda done, step: advance(done, STEPS, "steps"),
         )
     except MachineFailed as error:
         if not log.exists():

@@ -44,7 +44,7 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: 
         expected = "a chat template, because serve.chat is true and a server refuses every chat without it"
         remedy = "set 'chat_template' in the recipe to auto or to the name of a known template"
         location = str(checkpoint.directory / "chat_template.jinja")
-        checks.append(Check.failed("chat template", "no chat template", expected, remedy, location))
+        checks.append(Check.failed_check("chat template", "no chat template", expected, remedy, location))
     return checks
 
 
@@ -55,37 +55,39 @@ def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Ch
     checkpoint. Each kind of disagreement gives one check: missing, of another shape, not part of this model.
     """
 
-    def failed(location: str, observation: str, expected: str, remedy: str) -> Check:
-        return Check.failed("tensors", observation, expected, remedy, location)
+    def failed_check(location: str, observation: str, expected: str, remedy: str) -> Check:
+        return Check.failed_check("tensors", observation, expected, remedy, location)
 
     def count_others(items: Sequence[Any]) -> str:
         return f" (and {len(items) - 1} more)" if len(items) > 1 else ""
 
-    pickled = [tensor for tensor in checkpoint.stored() if tensor.file.suffix != ".safetensors"]
+    pickled = [tensor for tensor in checkpoint.stored_tensors() if tensor.file.suffix != ".safetensors"]
     if pickled:
-        return [failed(str(pickled[0].file), "pickled weights", "safetensors", "save the weights as safetensors")]
+        return [failed_check(str(pickled[0].file), "pickled weights", "safetensors", "save the weights as safetensors")]
     report = call_model_process(_load_on_meta, (checkpoint, runs_code), location=f"{checkpoint.directory}: its tensors")
     if report.unknown:
         return [Check.not_offered("tensors", report.unknown, "a model of transformers")]
     config_file = checkpoint.directory / "config.json"
     if report.problem:
         seen = f"transformers cannot build a model from it: {report.problem}"
-        return [failed(str(config_file), seen, "a configuration of transformers", "compare it with a parent's")]
+        return [failed_check(str(config_file), seen, "a configuration of transformers", "compare it with a parent's")]
     checks = []
     if missing := report.missing:
         seen = f"missing{count_others(missing)}; the configuration requires it"
-        checks.append(failed(missing[0], seen, "every tensor of the model", "merge again, or copy it from a parent"))
+        checks.append(
+            failed_check(missing[0], seen, "every tensor of the model", "merge again, or copy it from a parent")
+        )
     if mismatched := report.mismatched:
         name, stored, expected = mismatched[0]
         seen = f"shape {list(stored)}{count_others(mismatched)}"
         remedy = "correct config.json (heads, sizes, number of experts, vocab_size), or the weights"
-        checks.append(failed(name, seen, f"shape {list(expected)}, according to config.json", remedy))
+        checks.append(failed_check(name, seen, f"shape {list(expected)}, according to config.json", remedy))
     if unexpected := report.unexpected:
         seen = f"not part of the model that config.json describes{count_others(unexpected)}"
         remedy = "correct config.json (num_hidden_layers, architectures), or remove the tensor"
-        checks.append(failed(unexpected[0], seen, "only tensors of the model", remedy))
+        checks.append(failed_check(unexpected[0], seen, "only tensors of the model", remedy))
     count = f"{len(checkpoint.tensors)} tensors"
-    return checks or [Check.passed("tensors", count, "the tensors that config.json describes")]
+    return checks or [Check.passed_check("tensors", count, "the tensors that config.json describes")]
 
 
 def check_vocabulary(checkpoint: Checkpoint) -> Check:
@@ -106,10 +108,10 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
     try:
         vocabulary = read_vocabulary(checkpoint.companions)
     except InvalidInput as error:
-        return Check.failed(name, error.found, error.expected, error.remedy, error.where)
+        return Check.failed_check(name, error.found, error.expected, error.remedy, error.where)
     if vocabulary is None:
         remedy = "copy tokenizer.json and tokenizer_config.json from a parent"
-        return Check.failed(name, "no tokenizer", "tokenizer.json next to the weights", remedy, str(directory))
+        return Check.failed_check(name, "no tokenizer", "tokenizer.json next to the weights", remedy, str(directory))
     if not shapes:
         return Check.not_offered(name, "the checkpoint has no embedding with a known name")
     rows = shapes[0][0]
@@ -119,7 +121,7 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
             beyond = sum(number >= rows for number in vocabulary.ids.values())
             seen = f"{token!r} has id {highest}, the embedding {rows} rows ({beyond} ids without a row)"
             remedy = "set 'tokenizer: {source: union}' in the recipe, or use the tokenizer of the embedding's parent"
-            return Check.failed(name, seen, f"ids below {rows}", remedy, str(directory / "tokenizer.json"))
+            return Check.failed_check(name, seen, f"ids below {rows}", remedy, str(directory / "tokenizer.json"))
     sources: dict[str, Mapping[str, Any]] = {"config.json": checkpoint.config}
     if (directory / "generation_config.json").is_file():
         sources["generation_config.json"] = read_json(directory / "generation_config.json")
@@ -130,16 +132,16 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
                 if type(number) is int and not 0 <= number < rows:
                     seen = f"{field} is {number}, the embedding has {rows} rows"
                     expected, remedy = f"ids below {rows}", "copy the field from a parent"
-                    return Check.failed(name, seen, expected, remedy, str(directory / file))
+                    return Check.failed_check(name, seen, expected, remedy, str(directory / file))
     size = f"{len(vocabulary.ids)} tokens" if vocabulary.is_complete else "a binary tokenizer file"
-    return Check.passed(name, f"{size}, {rows} rows", "a row for every id")
+    return Check.passed_check(name, f"{size}, {rows} rows", "a row for every id")
 
 
 def check_finite(checkpoint: Checkpoint) -> Check:
     """Check that every weight is finite. All weights are read, one block at a time."""
     broken: list[tuple[str, int]] = []
     total = 0
-    for tensor in checkpoint.stored():
+    for tensor in checkpoint.stored_tensors():
         count, code = 0, tensor.dtype.code
         for block in _blocks(tensor):
             elements = np.frombuffer(block, dtype=np.uint8)
@@ -156,8 +158,8 @@ def check_finite(checkpoint: Checkpoint) -> Check:
         others = f", and some of {len(broken) - 1} more tensors" if len(broken) > 1 else ""
         seen = f"{count} of {checkpoint.tensors[name].numel:,} elements are NaN or infinite{others}"
         remedy = "check the parents for NaN, and the range of the recipe's dtype"
-        return Check.failed("finite weights", seen, "finite numbers", remedy, name)
-    return Check.passed("finite weights", f"{format_bytes(total)}, all finite", "finite numbers")
+        return Check.failed_check("finite weights", seen, "finite numbers", remedy, name)
+    return Check.passed_check("finite weights", f"{format_bytes(total)}, all finite", "finite numbers")
 
 
 class Disagreements(NamedTuple):

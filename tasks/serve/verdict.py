@@ -35,11 +35,11 @@ class Check(BaseModel):
     remedy: str = ""
 
     @classmethod
-    def passed(cls, name: str, observation: str, expected: str = "") -> Check:
+    def passed_check(cls, name: str, observation: str, expected: str = "") -> Check:
         return cls(name=name, outcome="pass", seen=observation, expected=expected)
 
     @classmethod
-    def failed(cls, name: str, observation: str, expected: str, remedy: str, location: str = "") -> Check:
+    def failed_check(cls, name: str, observation: str, expected: str, remedy: str, location: str = "") -> Check:
         return cls(name=name, outcome="fail", seen=observation, expected=expected, remedy=remedy, where=location)
 
     @classmethod
@@ -83,7 +83,7 @@ class ServeVerdict(StageValue):
     def refuses(self) -> bool:
         return self.outcome == "fail"
 
-    def refused(self) -> Refused | None:
+    def refusal(self) -> Refused | None:
         """Return the error that forbids publication, or None. The flow raises it after writing the report."""
         if self.outcome == "pass":
             return None
@@ -150,7 +150,7 @@ class WronglyConfigured(MachineFailed):
 
 
 def serve_verdict(
-    model: str, server: str, checks: list[Check], measured: ServingCost | None = None, way: str = ""
+    model: str, server: str, checks: list[Check], cost: ServingCost | None = None, way: str = ""
 ) -> ServeVerdict:
     """Combine all checks into a verdict. A single failed check fails the model."""
     failed = any(check.outcome == "fail" for check in checks)
@@ -160,5 +160,5 @@ def serve_verdict(
         outcome="fail" if failed else "pass",
         checks=tuple(checks),
         way=way,
-        measured=measured or ServingCost(),
+        measured=cost or ServingCost(),
     )

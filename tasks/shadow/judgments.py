@@ -26,7 +26,7 @@ from mergegate.merge_core.files import (
     Damaged,
     JournalLocation,
     RecordJournal,
-    locked,
+    hold_lock,
     open_journal,
     read_state,
     set_aside_damaged,
@@ -182,7 +182,7 @@ def open_judged(
     location = _journal_location(directory, profile, candidate, judging)
     state_directory(directory, private=True)
     with (
-        locked(location.path.with_suffix(".lock"), required=False, on_wait=on_wait),
+        hold_lock(location.path.with_suffix(".lock"), required=False, on_wait=on_wait),
         open_journal(location, _is_valid_record) as journal,
     ):
         yield JudgedPairs(journal)

@@ -44,7 +44,7 @@ class PinnedInput(Protocol):
     def label(self) -> str:
         """Name to display, such as ``reverser``."""
 
-    def pinned(self) -> Mapping[Path, str]:
+    def pinned_files(self) -> Mapping[Path, str]:
         """Return the pinned sha256 of each file."""
 
     def present(self) -> Iterable[Path]:
@@ -86,7 +86,7 @@ def read_pinned(
     inputs = tuple(pinned_inputs(arguments.values()))
     for pinned_input in inputs if has_detail_listener() else ():
         by_directory: dict[Path, list[str]] = {}
-        for path in pinned_input.pinned():
+        for path in pinned_input.pinned_files():
             by_directory.setdefault(path.parent, []).append(path.name)
         for directory, names in by_directory.items():
             detail("reads %s: %s", directory, ", ".join(sorted(names)))
@@ -124,7 +124,7 @@ def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[P
     """
     identities = _identities(inputs)
     for pinned_input in inputs:
-        pinned = pinned_input.pinned()
+        pinned = pinned_input.pinned_files()
         if not pinned:
             continue
         for path, sha256 in pinned.items():
@@ -175,7 +175,7 @@ def _identities(inputs: Iterable[PinnedInput]) -> dict[Path, FileIdentity | None
     """Return the identity of every file that was pinned or would be read now, with None for a missing file."""
     identities: dict[Path, FileIdentity | None] = {}
     for pinned_input in inputs:
-        pinned = pinned_input.pinned()
+        pinned = pinned_input.pinned_files()
         for path in {*pinned, *pinned_input.present()} if pinned else ():
             try:
                 identities[path] = file_identity(path)
@@ -201,7 +201,7 @@ class _StoredInput:
         self._artifact = artifact
         self.label = f"{artifact.stage} {artifact.key[:12]}"
 
-    def pinned(self) -> Mapping[Path, str]:
+    def pinned_files(self) -> Mapping[Path, str]:
         return {self._artifact.directory / name: sha256 for name, sha256 in self._artifact.files.items()}
 
     def present(self) -> Iterable[Path]:

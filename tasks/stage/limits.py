@@ -128,7 +128,7 @@ def declare_stage(name: str) -> None:
 
 
 @contextmanager
-def limited(limits: Limits) -> Iterator[None]:
+def apply_limits(limits: Limits) -> Iterator[None]:
     """Apply limits to the run inside the block and to its stages.
 
     Raises:

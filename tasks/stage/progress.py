@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
     def on_message(self, text: str) -> None: ...
     def on_start(self, stage: str, subject: str) -> None: ...
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None: ...
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None: ...
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None: ...
     def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None: ...
 
@@ -62,10 +62,10 @@ def running_stage() -> tuple[str, str, str]:
     return _running.get()
 
 
-def advance(completed: int, total: int, unit: str) -> None:
-    """Report the progress of the running stage: ``completed`` of ``total`` in ``unit``, such as 'B' or 'documents'."""
+def advance(count: int, total: int, unit: str) -> None:
+    """Report the progress of the running stage: ``count`` of ``total`` in ``unit``, such as 'B' or 'documents'."""
     if (watcher := _watcher.get()) is not None:
-        watcher.on_progress(*_running.get()[:2], completed, total, unit)
+        watcher.on_progress(*_running.get()[:2], count, total, unit)
 
 
 def describe_progress(say: Callable[[int], str]) -> None:
@@ -162,7 +162,7 @@ class DeferredProgress:
     def on_start(self, stage: str, subject: str) -> None:
         """Do nothing, because the stage will have ended before it is reported."""
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
         """Do nothing, because the stage will have ended before it is reported."""
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
@@ -184,8 +184,8 @@ class RelayedProgress:
     def on_start(self, stage: str, subject: str) -> None:
         self._watcher.on_start(stage, subject)
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
-        self._watcher.on_progress(stage, subject, completed, total, unit)
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
+        self._watcher.on_progress(stage, subject, count, total, unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         self._watcher.on_description(stage, subject, say)
@@ -253,13 +253,13 @@ class _JointProgress:
     def on_start(self, stage: str, subject: str) -> None:
         self._total = 0
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
         if stage != self._stage:
             return
         self._total = total
         remaining = round(total * sum(self._remaining_sizes[1:]) / self._remaining_sizes[0])
         before = self._completed_before
-        self._outer_context.run(advance, before + completed, before + total + remaining, unit)
+        self._outer_context.run(advance, before + count, before + total + remaining, unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         """Do nothing, because the joint line shows a count."""
@@ -290,8 +290,8 @@ class ProgressLog:
         """Log nothing, because Prefect logs the start."""
         self._pulse.on_start(stage, subject)
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
-        self._pulse.on_progress(stage, subject, completed, total, unit)
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
+        self._pulse.on_progress(stage, subject, count, total, unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
         self._pulse.on_description(stage, subject, say)

@@ -28,10 +28,10 @@ class Pace:
     unit: str = ""  # 'B', 'tokens' or 'requests'.
     words: Callable[[int], str] | None = None  # The stage's own description, in at most the given number of characters.
 
-    def on_progress(self, completed: int, total: int, unit: str, now: float) -> None:
-        """Record that ``completed`` of ``total`` units are done."""
-        self.completed, self.total, self.unit = completed, total, unit
-        self.first_report = self.first_report or (now, completed)
+    def on_progress(self, count: int, total: int, unit: str, now: float) -> None:
+        """Record that ``count`` of ``total`` units are done."""
+        self.completed, self.total, self.unit = count, total, unit
+        self.first_report = self.first_report or (now, count)
 
     def text(self, now: float, *, bar: bool) -> str:
         """Return a line such as ``412 of 1,319 requests · 35/s · 26 s left``, or an empty string before any report.
@@ -73,11 +73,11 @@ class Pulse:
         now = self._clock()
         self._calls[stage, subject] = (Pace(now), now)
 
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
+    def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
         """Record the progress of a call, and log it if a line is due."""
         if (call := self._calls.get((stage, subject))) is not None:
             pace, _ = call
-            pace.on_progress(completed, total, unit, self._clock())
+            pace.on_progress(count, total, unit, self._clock())
             self._log_if_due(stage, subject, lambda now: pace.text(now, bar=False))
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:

@@ -28,9 +28,9 @@ from mergegate.merge_core.files import (
     HASHES,
     HashMemo,
     fsync,
+    hold_lock,
     is_set_aside,
     is_temporary,
-    locked,
     regular_files,
     remove_any,
     state_directory,
@@ -115,7 +115,7 @@ def collect_garbage(
         return CollectedGarbage(_plan(root, explain_retention(runs), rule, moment), 0)
     state_directory(root, private=True)
     before = store_bytes(root)
-    with locked(state_directory(root / LOCKS) / _COLLECTION, remove=True, on_wait=on_wait):
+    with hold_lock(state_directory(root / LOCKS) / _COLLECTION, remove=True, on_wait=on_wait):
         _empty_trash(root)
         needs = _Needs(runs)
         busy: set[tuple[str, str]] = set()
@@ -150,7 +150,7 @@ class _Needs:
 
 def _plan(
     root: Path,
-    needed: Mapping[EntryName, str],
+    reasons_to_keep: Mapping[EntryName, str],
     rule: RetentionRule,
     now: float,
     busy: Collection[tuple[str, str]] = (),
@@ -159,7 +159,7 @@ def _plan(
     trash = root / TRASH
     trash_bytes = directory_bytes(trash) if trash.is_dir() else 0
     other_bytes = store_bytes(root) - sum(entry.bytes for entry in entries) - trash_bytes
-    return plan_retention(entries, needed, rule, now, other_bytes=max(0, other_bytes), busy=busy)
+    return plan_retention(entries, reasons_to_keep, rule, now, other_bytes=max(0, other_bytes), busy=busy)
 
 
 def _move_to_trash(root: Path, entry: StoreEntry, needs: _Needs) -> bool:

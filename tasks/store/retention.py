@@ -155,7 +155,7 @@ def needed_by(runs: Sequence[RunUse], counting: Mapping[str, str]) -> dict[Entry
 
 def plan_retention(
     entries: Iterable[StoreEntry],
-    needed: Mapping[EntryName, str],
+    reasons_to_keep: Mapping[EntryName, str],
     rule: RetentionRule,
     now: float,
     *,
@@ -166,7 +166,7 @@ def plan_retention(
 
     Args:
         entries: Entries of the store.
-        needed: Entries that must stay, each with the reason.
+        reasons_to_keep: Entries that must stay, each with the reason.
         rule: Grace period and quota.
         now: Seconds since the epoch. An entry with a later time of use, after the clock was set back, counts as used
             now.
@@ -179,7 +179,7 @@ def plan_retention(
     retained: list[tuple[StoreEntry, str]] = []
     for entry in oldest_first:
         age = max(0.0, now - entry.used)
-        if (why := needed.get(entry.entry_name)) and entry.kind not in ("set aside", "left over"):
+        if (why := reasons_to_keep.get(entry.entry_name)) and entry.kind not in ("set aside", "left over"):
             retained.append((entry, why))
         elif (entry.stage, entry.name) in busy:
             retained.append((entry, "in use"))

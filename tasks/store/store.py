@@ -35,7 +35,7 @@ from mergegate.merge_core.files import (
     HashMemo,
     fsync,
     fsync_directories,
-    locked,
+    hold_lock,
     move_aside,
     read_state,
     regular_files,
@@ -137,10 +137,10 @@ class Store:
     def __init__(
         self,
         root: Path,
-        shared: SharedStore | None = None,
+        shared_store: SharedStore | None = None,
         about_to_read: Callable[[Path], None] = lambda path: None,
     ) -> None:
-        self.root, self.shared = root, shared
+        self.root, self.shared = root, shared_store
         self.hashes = HashMemo(root / HASHES, about_to_read)
 
     def directory(self, stage: str, key: str) -> Path:
@@ -215,7 +215,7 @@ class Store:
         """
         for key in self.shared.keys(stage, prefix) if self.shared else ():
             final = self.directory(stage, key)
-            with locked(self._lock_file(stage, key), remove=True):
+            with hold_lock(self._lock_file(stage, key), remove=True):
                 if self.shared is not None and not os.path.lexists(final):
                     self._remember(self.shared.fetch(stage, key, final))
         artifacts = []
@@ -236,7 +236,7 @@ class Store:
 
         For ``prefix``, see :func:`family_prefix`. ``on_wait`` is called once if another process holds the lock.
         """
-        return locked(self._lock_file(stage, prefix), remove=True, on_wait=on_wait)
+        return hold_lock(self._lock_file(stage, prefix), remove=True, on_wait=on_wait)
 
     def open_value(self, stage: str, key: str, value_type: type[R]) -> StoredValue[R]:
         """Return the value of a stage that writes no files, after comparing it with its digests.
@@ -327,7 +327,7 @@ class Store:
             The result, and whether this call created it.
         """
         stage, key, path, shared = entry.stage, entry.key, entry.path, self.shared
-        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+        with hold_lock(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             if (cached := entry.find()) is not None:
                 detail("store: found %s", path)
                 return cached, False

@@ -74,7 +74,7 @@ def trial_sets(
 def pin_sweep(
     settings: SweepSettings,
     text: HeldOutText | None,
-    guarded: Mapping[str, str | None],
+    guarded_clusters: Mapping[str, str | None],
     root: Path,
     hashes: HashMemo,
     data: Path | None = None,
@@ -84,7 +84,7 @@ def pin_sweep(
     Args:
         settings: Settings of the search.
         text: Held-out documents of ``perplexity``. None if the profile has none.
-        guarded: Cluster field that the gate uses for each task, by the task's name in the profile.
+        guarded_clusters: Cluster field that the gate uses for each task, by the task's name in the profile.
         root: Directory that relative paths are relative to.
         hashes: Cache of file hashes.
         data: Directory of datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
@@ -98,7 +98,7 @@ def pin_sweep(
     for index, term in enumerate(settings.objective):
         if term.task is None:
             continue
-        previous = cluster_fields.get(term.task) or guarded.get(term.task)
+        previous = cluster_fields.get(term.task) or guarded_clusters.get(term.task)
         if term.cluster_by and previous not in (None, term.cluster_by):
             raise InvalidInput(
                 f"sweep.objective[{index}].cluster_by",
@@ -107,7 +107,7 @@ def pin_sweep(
             )
         cluster_fields[term.task] = term.cluster_by or previous
     for constraint in settings.constraints:
-        cluster_fields.setdefault(constraint.task, guarded.get(constraint.task))
+        cluster_fields.setdefault(constraint.task, guarded_clusters.get(constraint.task))
     searches_text = any(term.task is None for term in settings.objective)
     if searches_text and text is None:
         raise InvalidInput(

@@ -16,6 +16,8 @@ from mergegate.merge_core.methods import Method, merge_methods
 
 # fmt: off
 # fmt: off
+# fmt: off
+# fmt: off
 _TOP_KEYS = (
     "genome", "tasks", "limit", "num_fewshot", "shuffle", "random_init", "apply_chat_template", "fewshot_as_multiturn",
 )
@@ -221,14 +223,14 @@ def _tasks(content: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]
     return tasks
 
 
-def _check_keys(content: Mapping[str, Any], allowed: Sequence[str], location: str) -> None:
+def _check_keys(content: Mapping[str, Any], allowed_keys: Sequence[str], location: str) -> None:
     for key in content:
-        if key not in allowed:
+        if key not in allowed_keys:
             raise InvalidInput(
                 f"{location}: {key}",
                 found="an unknown key",
-                expected=", ".join(allowed),
-                remedy=suggest(str(key), allowed),
+                expected=", ".join(allowed_keys),
+                remedy=suggest(str(key), allowed_keys),
             )
 
 

@@ -29,7 +29,7 @@ from mergegate.merge_core.files import (
     JournalLocation,
     RecordJournal,
     disk_errors_refused,
-    locked,
+    hold_lock,
     open_journal,
     state_directory,
 )
@@ -89,12 +89,12 @@ class Ledger:
                 "seconds": dict(scores.seconds or {}),
                 "problem": scores.problem,
                 "study": self._study,
-                "used": self.used,
+                "used": self.used_seconds,
             }
         )
 
     @property
-    def used(self) -> float:
+    def used_seconds(self) -> float:
         """Wall time spent searching this study, in seconds, summed over all runs."""
         return self._used + self._clock() - self._opened
 
@@ -118,7 +118,7 @@ def open_ledger(
     with disk_errors_refused(directory):
         state_directory(directory)
     with (
-        locked(directory / "lock", required=False, on_wait=on_wait),
+        hold_lock(directory / "lock", required=False, on_wait=on_wait),
         open_journal(JournalLocation(directory / "trials.journal", scoring), _is_valid_record) as journal,
     ):
         ledger = Ledger(journal, study)
@@ -126,7 +126,7 @@ def open_ledger(
             yield ledger
         finally:
             # Record the time that no trial accounts for.
-            journal.append({"study": study, "used": ledger.used})
+            journal.append({"study": study, "used": ledger.used_seconds})
 
 
 def study_key(space: Space, settings: SweepSettings) -> str:

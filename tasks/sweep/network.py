@@ -191,7 +191,7 @@ class BaseDistance:
         }
         return merge_tensors(self._plan, names=[tensor.name for tensor in stored if tensor.name in self._common])
 
-    def add(self, name: str, merged: torch.Tensor, base: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def add(self, name: str, merged_tensor: torch.Tensor, base: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Add a tensor of the candidate."""
         if name not in self._common:
             return
@@ -199,7 +199,7 @@ class BaseDistance:
         if name not in self._squares:
             self._squares[name] = float(before.square().sum())
         self._base_square += self._squares[name]
-        self._change_square += float((merged.double() - before).square_().sum())
+        self._change_square += float((merged_tensor.double() - before).square_().sum())
 
     def measure(self, plan: MergePlan, settings: NetworkSettings) -> None:
         """Merge a candidate once more, only to measure its change."""
@@ -235,7 +235,7 @@ def load_network(
     return CandidateNetwork(loaded, structure, targets, tied)
 
 
-def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+def _map_tensors(loaded_model: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Map the tensors of the files to tensors of the network, and return the names of shared ones.
 
     Both are empty unless the files account for every tensor of the network.
@@ -243,7 +243,7 @@ def _map_tensors(loaded: LoadedModel, directory: Path) -> tuple[dict[str, torch.
     import torch
     from safetensors import safe_open
 
-    state: dict[str, torch.Tensor] = loaded.network.state_dict(keep_vars=False)
+    state: dict[str, torch.Tensor] = loaded_model.network.state_dict(keep_vars=False)
     targets: dict[str, torch.Tensor] = {}
     tied: set[str] = set()
     filled: set[tuple[int, int]] = set()  # address and size

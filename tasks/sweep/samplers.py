@@ -58,7 +58,7 @@ class Sampler(Protocol):
     def ask(self) -> list[Point]:
         """Return the next generation. Call :meth:`tell` with all of its results before asking for another one."""
 
-    def tell(self, scored: Sequence[TrialResult]) -> None:
+    def tell(self, trial_results: Sequence[TrialResult]) -> None:
         """Receive the results of a generation, in the order of its points."""
 
 
@@ -113,7 +113,7 @@ class RandomSearch:
         """Return the next ``count`` points. Two calls draw the same points as one call for their sum."""
         return [self._space.decode(self._rng.random(len(self._space.coordinates))) for _ in range(count)]
 
-    def tell(self, scored: Sequence[TrialResult]) -> None:
+    def tell(self, trial_results: Sequence[TrialResult]) -> None:
         """Ignore the results, because draws do not depend on them."""
 
 
@@ -148,9 +148,11 @@ class EvolutionStrategy:
         self._pending = [self._strategy.ask() for _ in range(self._strategy.population_size)]
         return [self._space.decode(self._position(draw)) for draw in self._pending]
 
-    def tell(self, scored: Sequence[TrialResult]) -> None:
+    def tell(self, trial_results: Sequence[TrialResult]) -> None:
         """Update the distribution, and restart it if it has converged."""
-        ranks = rank([result.scores for result in scored], [result.violation for result in scored], self._objective)
+        ranks = rank(
+            [result.scores for result in trial_results], [result.violation for result in trial_results], self._objective
+        )
         self._strategy.tell([(draw, float(position)) for draw, position in zip(self._pending, ranks, strict=True)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # With categories only, cmaes warns that it has no stopping rule.
@@ -265,10 +267,10 @@ class OptunaSearch:
             points.append(self._space.decode([(value + 0.5) / count if count else value for value, count in values]))
         return points
 
-    def tell(self, scored: Sequence[TrialResult]) -> None:
+    def tell(self, trial_results: Sequence[TrialResult]) -> None:
         """Add the results of a generation to the study, in the order of its points."""
         with quiet_optuna(self._optuna):
-            for trial, result in zip(self._pending, scored, strict=True):
+            for trial, result in zip(self._pending, trial_results, strict=True):
                 self._record(trial, result)
 
     def _record(self, trial: Any, result: TrialResult) -> None:

@@ -130,7 +130,7 @@ class _Search:
     def run(self) -> Study:
         sampler = make_sampler(self.space, self.objective, self.settings)
         baseline = RandomSearch(self.space, self.settings.seed + _BASELINE_SEED, 1)
-        self.used_before = self.ledger.used
+        self.used_before = self.ledger.used_seconds
         results = score_hand_written(self.problem, self.score_all, self.ledger)
         start_table = results[0].table
         self.references = {**self.problem.references, HAND_WRITTEN: start_table}
@@ -178,19 +178,19 @@ class _Search:
             population=generation_size(len(self.space.coordinates), self.settings),
             scored_count=len(self.first_of),
             new_count=self.new_count,
-            seconds={**self.seconds, "wall": self.ledger.used},
+            seconds={**self.seconds, "wall": self.ledger.used_seconds},
             spent=self._spent(),
             stop_reason=stop_reason or "trials",
         )
 
-    def _baseline_due(self, proposed: int) -> int:
-        """Return how many random search trials are due after ``proposed`` trials of the sampler."""
+    def _baseline_due(self, proposed_count: int) -> int:
+        """Return how many random search trials are due after ``proposed_count`` trials of the sampler."""
         requested = self.settings.random_trials
         if requested is None:
             limit = self.settings.budget.trials // (_BASELINE_RATIO + 1)
-            return 0 if self.settings.sampler == "random" else min(limit, proposed // _BASELINE_RATIO)
+            return 0 if self.settings.sampler == "random" else min(limit, proposed_count // _BASELINE_RATIO)
         searched = self.settings.budget.trials - len(self._hand_written_trials()) - requested
-        return min(requested, math.ceil(requested * proposed / searched)) if searched > 0 else requested
+        return min(requested, math.ceil(requested * proposed_count / searched)) if searched > 0 else requested
 
     def _hand_written_trials(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.origin == "hand-written"]
@@ -220,7 +220,7 @@ class _Search:
         possible = [*requests, *(replace(request, race=first_race) for request in requests)]
         if any(self.ledger.find(request_key(request, self.directory)) is not None for request in possible):
             return None
-        budget, used = self.settings.budget, self.ledger.used
+        budget, used = self.settings.budget, self.ledger.used_seconds
         if budget.hours is not None and used >= 3600 * budget.hours:
             return "hours"
         spent = self._spent()
@@ -329,12 +329,12 @@ class _Search:
 
     def _spent(self) -> float | None:
         rate = self.settings.budget.cost_per_hour
-        return None if rate is None else self.ledger.used / 3600 * self.workers * rate
+        return None if rate is None else self.ledger.used_seconds / 3600 * self.workers * rate
 
     def _report_progress(self, generation: int) -> None:
         best, budget = best_of(self.trials, self.objective), self.settings.budget
         by_hand = best_of(self._hand_written_trials(), self.objective)
-        count, used = len(self.trials) + self.finished, self.ledger.used
+        count, used = len(self.trials) + self.finished, self.ledger.used_seconds
         estimates = []
         if self.new_count:
             estimates.append((used - self.used_before) / self.new_count * max(0, budget.trials - count))

@@ -144,7 +144,7 @@ class SearchDocuments:
             self._looks.append(_Look(parts, tuple(_make_batches(rows)), tuple(lengths)))
             start = end
 
-    def evaluate(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
+    def evaluate(self, loaded_model: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[ScoresByMetric]:
         """Evaluate a model, and yield the scores of all documents so far after each look.
 
         The caller may stop after any look. ``alive`` is called after each batch.
@@ -152,7 +152,9 @@ class SearchDocuments:
         needs_entropy = any(key.measure == "entropy" for key in self._metric_keys)
         scores: dict[MetricKey, list[float]] = {key: [] for key in self._metric_keys}
         for look in self._looks:
-            answers = measure_answers(loaded.network, look.batches, len(look.lengths), alive, entropy=needs_entropy)
+            answers = measure_answers(
+                loaded_model.network, look.batches, len(look.lengths), alive, entropy=needs_entropy
+            )
             measures: dict[str, list[_Measures]] = {}
             begin = 0
             for name in self._likelihood_tasks:
@@ -167,10 +169,10 @@ class SearchDocuments:
                 documents = look.parts[key.task]
                 if key.task == TEXT:
                     assert self._text is not None, "a metric key requires it"
-                    scores[key] += self._text.likelihoods(loaded, documents)
+                    scores[key] += self._text.likelihoods(loaded_model, documents)
                 elif key.measure == "metric":
                     task = self._tasks[key.task]
-                    scores[key] += task.outcomes(loaded, key.metric, documents, alive) if documents else []
+                    scores[key] += task.outcomes(loaded_model, key.metric, documents, alive) if documents else []
                 else:
                     scores[key] += [getattr(values, key.measure) for values in measures[key.task]]
             yield {key: np.array(numbers, np.float64) for key, numbers in scores.items()}

@@ -142,7 +142,7 @@ class TrialPool:
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
         """Score candidates, and reject a result unless the parents still match their pinned hashes when it arrives."""
         parents = self._search.setting.parents
-        for number, result in self._runner.each(partial(score_trial, self._search.setting), requests):
+        for number, result in self._runner.run_each(partial(score_trial, self._search.setting), requests):
             # Compare hashes only if the fingerprint changed, because hashing can take longer than a trial.
             if (fingerprint := files_fingerprint(parents)) != self._fingerprint:
                 require_pinned(parents, store().hashes)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mergegate.merge_core.errors import EXIT_CODES
-from mergegate.merge_core.files import locked
+from mergegate.merge_core.files import hold_lock
 from mergegate.tasks.report import RunRecord
 
 METRICS, OTEL = "MERGEGATE_METRICS", "MERGEGATE_OTEL"
@@ -90,7 +90,7 @@ def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str]
     metrics = list(run_metrics(record))
     try:
         if path := environment.get(METRICS):
-            with locked(home / "metrics.lock", required=False):
+            with hold_lock(home / "metrics.lock", required=False):
                 write_text_file(Path(path), metrics)
         if environment.get(OTEL, "").lower() not in ("1", "true", "yes"):
             return

@@ -133,7 +133,7 @@ def test_the_size_of_a_combination_is_known_from_headers(
     assert size.tensors == len(made)
     assert size.parameters == sum(one.numel() for one in made)
     assert size.nbytes == sum(one.nbytes for one in made)
-    assert size.read == sum(one.nbytes for adapter in adapters.values() for one in adapter.stored)
+    assert size.read == sum(one.nbytes for adapter in adapters.values() for one in adapter.stored_tensors)
     assert size.files == len(names)
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from demo_project import PROFILES, Project
 
-from mergegate.tasks.preflight.licenses import quoted
+from mergegate.tasks.preflight.licenses import quote_text
 
 DEMO = PROFILES / "demo"
 
@@ -57,7 +57,7 @@ def release(machine: Path, recipe: dict[str, object], *, remedy: dict[str, objec
             "license": {
                 "purpose": "research",
                 "visibility": "private",
-                "accepted": {quoted(name): "alice: it is the demo's base" for name in ancestors},
+                "accepted": {quote_text(name): "alice: it is the demo's base" for name in ancestors},
             }
         },
         "perplexity": {"documents": "held.jsonl", "max_increase": "5%" if remedy else "99%"},

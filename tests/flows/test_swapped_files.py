@@ -76,7 +76,7 @@ def test_every_stage_that_reads_a_model_is_given_one_that_is_pinned(release: Rel
     for _, call in release.calls.values():
         for one in pinned_inputs(call.inputs.arguments.values()):
             assert isinstance(one, PinnedInput)
-            assert any(path.name == WEIGHTS for path in one.pinned()) or not isinstance(one, Model)
+            assert any(path.name == WEIGHTS for path in one.pinned_files()) or not isinstance(one, Model)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, OutOfTime
 from mergegate.tasks.checkpoints.model_process import answer_question, end_model_process
-from mergegate.tasks.stage import Limits, limited, memory_of_child
+from mergegate.tasks.stage import Limits, apply_limits, memory_of_child
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 
 for known in ("merge", "gate"):
@@ -30,14 +30,18 @@ def wait(seconds: float = HANG_S) -> None:
 
 class TestTimeLimits:
     def test_a_stage_ends_when_its_time_is_up_and_names_its_limit(self) -> None:
-        with limited(Limits(stages={"merge": "0.05 s"})), pytest.raises(OutOfTime) as refused, within_limit("merge"):
+        with (
+            apply_limits(Limits(stages={"merge": "0.05 s"})),
+            pytest.raises(OutOfTime) as refused,
+            within_limit("merge"),
+        ):
             wait()
         assert refused.value.where == "merge"
         assert "limits.stages.merge" in refused.value.expected
 
     def test_a_run_ends_when_its_time_is_up_whatever_its_stages_may(self) -> None:
         def both() -> None:
-            with limited(Limits(run="0.05 s")), within_limit("merge"):
+            with apply_limits(Limits(run="0.05 s")), within_limit("merge"):
                 wait()
 
         with pytest.raises(OutOfTime) as refused:
@@ -46,7 +50,7 @@ class TestTimeLimits:
 
     def test_the_next_stage_has_its_own_time(self) -> None:
         limits = Limits(stages={"merge": "0.05 s"})
-        with limited(limits):
+        with apply_limits(limits):
             with pytest.raises(OutOfTime), within_limit("merge"):
                 wait()
             with within_limit("gate"):
@@ -59,7 +63,7 @@ class TestTimeLimits:
             except Exception:  # Any code along the way may catch this broadly.
                 wait()
 
-        with limited(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
+        with apply_limits(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
             careless()
 
     def test_what_cleans_up_is_not_interrupted_again(self) -> None:
@@ -72,13 +76,13 @@ class TestTimeLimits:
                 wait(0.2)  # Longer than the limit itself.
                 cleaned.append(True)
 
-        with limited(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
+        with apply_limits(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
             work()
         assert cleaned
 
     def test_a_time_limit_leaves_no_alarm_behind(self) -> None:
         before = signal.getsignal(signal.SIGALRM)
-        with limited(Limits()), within_limit("merge"):
+        with apply_limits(Limits()), within_limit("merge"):
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
         assert signal.getsignal(signal.SIGALRM) is before
@@ -87,7 +91,7 @@ class TestTimeLimits:
         ended = []
 
         def work() -> None:
-            with limited(Limits(run="0.01 s")), within_limit("merge"):
+            with apply_limits(Limits(run="0.01 s")), within_limit("merge"):
                 wait(0.05)
             ended.append(True)
 
@@ -122,12 +126,15 @@ class TestSettings:
             Limits(run=limit)
 
     def test_an_unknown_stage_is_refused_with_a_suggestion(self) -> None:
-        with pytest.raises(InvalidInput, match="an unknown stage") as refused, limited(Limits(stages={"merg": "1 h"})):
+        with (
+            pytest.raises(InvalidInput, match="an unknown stage") as refused,
+            apply_limits(Limits(stages={"merg": "1 h"})),
+        ):
             pass
         assert "merge" in refused.value.remedy
 
     def test_the_memory_of_processes_holds_inside_only(self) -> None:
-        with limited(Limits(memory="3GB")):
+        with apply_limits(Limits(memory="3GB")):
             assert memory_of_child(7) == 3_000_000_000
         assert memory_of_child(7) == 7
 

@@ -21,7 +21,7 @@ from mergegate.tasks.evaluation import by_task
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.gate import graded_scores
-from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed, refuted
+from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed, refutes
 from mergegate.tasks.gate.regression import judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.settings import Guard
@@ -59,7 +59,7 @@ def test_a_mean_is_refuted_if_a_plain_martingale_reaches_its_target(seed: int, n
     differences = rng.choice([-1.0, -0.2, 0.0, 0.1, 1.0], n, p=[0.05, 0.2, 0.5, 0.2, 0.05])
     means = rng.uniform(-0.2, 0.9, 8)
     wealth = np.array([most_wealth(differences.tolist(), mean, confidence) for mean in means])
-    found = refuted(differences, means, confidence, (n,))
+    found = refutes(differences, means, confidence, (n,))
     clear = np.abs(np.log(wealth * (1 - confidence))) > 0.02  # the slopes come from a table
     assert (found == (wealth >= 1 / (1 - confidence)))[clear].all()
 
@@ -99,7 +99,7 @@ def test_exact_enumeration_refutes_the_truth_no_more_often_than_allowed(
     chances = np.prod(np.asarray(shares)[every], axis=1)
     assert chances.sum() == pytest.approx(1)
     truth = float(values @ np.asarray(shares))
-    wrong = refuted(values[every], truth, confidence, schedule)
+    wrong = refutes(values[every], truth, confidence, schedule)
     assert float(chances @ wrong) <= 1 - confidence + 1e-12
     if confidence == 0.6 and shares == SHARES["symmetric"]:
         assert wrong.any()
@@ -116,8 +116,8 @@ def test_bets_are_finite_for_every_plan() -> None:
 
 def test_a_batch_of_samples_is_judged_like_single_samples() -> None:
     samples = np.random.default_rng(1).normal(-0.03, 0.2, (30, 80)).clip(-1, 1)
-    one_by_one = [bool(refuted(sample, np.array([0.03]), 0.95, (80,))[0]) for sample in samples]
-    assert refuted(samples, 0.03, 0.95, (80,)).tolist() == one_by_one
+    one_by_one = [bool(refutes(sample, np.array([0.03]), 0.95, (80,))[0]) for sample in samples]
+    assert refutes(samples, 0.03, 0.95, (80,)).tolist() == one_by_one
     assert 0 < sum(one_by_one) < 30
 
 
@@ -133,8 +133,8 @@ def test_every_mean_above_the_bound_is_refuted() -> None:
     differences = np.random.default_rng(2).choice([0.0, 1.0, -0.05], 300, p=[0.5, 0.03, 0.47])
     found = graded_difference(differences, 0.95)
     above = np.linspace(found.high + 1e-9, 0.999, 2000)
-    assert refuted(differences, above, 0.95, (300,)).all()
-    assert not refuted(differences, np.array([found.high - 0.0011]), 0.95, (300,)).any()
+    assert refutes(differences, above, 0.95, (300,)).all()
+    assert not refutes(differences, np.array([found.high - 0.0011]), 0.95, (300,)).any()
 
 
 def test_a_mean_refuted_at_an_early_look_stays_refuted() -> None:

@@ -121,7 +121,7 @@ def test_tokens_that_only_one_model_has_block_unless_recipe_or_profile_handles_t
     assert "tokenizer_source" in finding.remedy
     recipe = load_recipe(LINEAR)
     opened = {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()}
-    (finding,) = plan_with_findings(recipe, opened, accepted=["vocabulary"]).findings
+    (finding,) = plan_with_findings(recipe, opened, accepted_differences=["vocabulary"]).findings
     assert finding.severity == "info"
 
 

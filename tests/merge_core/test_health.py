@@ -10,7 +10,7 @@ from family import merge_text, random_tensors, save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.merge_core.engine.health import TensorHealth, judge_health, sampled
+from mergegate.merge_core.engine.health import TensorHealth, judge_health, sample_elements
 
 NORM = "model.layers.1.mlp.up_proj.weight"
 
@@ -92,7 +92,7 @@ def test_unused_tensors_and_a_contradicting_config_are_in_the_record(tmp_path: P
 @given(st.integers(0, 60), st.integers(1, 400_000))
 def test_samples_do_not_depend_on_where_a_block_starts(start: int, length: int) -> None:
     indices = torch.arange(start * 1000, start * 1000 + length)
-    looked_at = sampled(indices, start * 1000, 10_000_000).flatten()
+    looked_at = sample_elements(indices, start * 1000, 10_000_000).flatten()
     assert ((looked_at % 16384) < 256).all()
     assert len(looked_at) <= length
     assert len(looked_at) >= max(0, (length // 16384 - 1)) * 256

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.merge_core.files import lock_file, locked, try_open_locked
+from mergegate.merge_core.files import hold_lock, lock_file, try_open_locked
 
 FLAGS = os.O_RDWR | os.O_CREAT
 
@@ -36,10 +36,10 @@ def test_a_second_process_waits_and_reports_it_once(path: Path) -> None:
     waiting, order = threading.Event(), []
 
     def second() -> None:
-        with locked(path, on_wait=waiting.set):
+        with hold_lock(path, on_wait=waiting.set):
             order.append("second")
 
-    with locked(path, on_wait=lambda: order.append("nobody was there")):
+    with hold_lock(path, on_wait=lambda: order.append("nobody was there")):
         thread = threading.Thread(target=second)
         thread.start()
         assert waiting.wait(60)
@@ -52,11 +52,11 @@ def test_a_waiter_locks_the_current_file_after_the_old_one_was_removed(path: Pat
     waiting, inside, leave = threading.Event(), threading.Event(), threading.Event()
 
     def second() -> None:
-        with locked(path, remove=True, on_wait=waiting.set):
+        with hold_lock(path, remove=True, on_wait=waiting.set):
             inside.set()
             leave.wait(60)
 
-    with locked(path, remove=True):
+    with hold_lock(path, remove=True):
         thread = threading.Thread(target=second)
         thread.start()
         assert waiting.wait(60)
@@ -68,7 +68,7 @@ def test_a_waiter_locks_the_current_file_after_the_old_one_was_removed(path: Pat
 
 
 def test_a_directory_can_be_locked(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with hold_lock(tmp_path):
         assert try_open_locked(tmp_path, os.O_RDONLY) is None
         assert list(tmp_path.iterdir()) == []
     descriptor = try_open_locked(tmp_path, os.O_RDONLY)
@@ -80,7 +80,7 @@ def test_killing_the_process_releases_its_lock(path: Path) -> None:
     code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.files import locked\n"
     code += "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
-    with locked(path, on_wait=lambda: pytest.fail("somebody still holds it")):
+    with hold_lock(path, on_wait=lambda: pytest.fail("somebody still holds it")):
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_lock_on_a_file_that_was_replaced_does_not_count(path: Path) -> None:
 def test_a_file_system_without_locks_is_an_error_unless_they_are_not_required(
     path: Path, no_locks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)), locked(path):
+    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)), hold_lock(path):
         pass
-    with locked(path, required=False):
+    with hold_lock(path, required=False):
         assert "does not support locks" in caplog.text

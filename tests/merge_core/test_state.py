@@ -22,7 +22,7 @@ from mergegate.merge_core.files import (
     Damaged,
     HashMemo,
     hashing,
-    locked,
+    hold_lock,
     move_aside,
     open_journal,
     read_state,
@@ -329,7 +329,7 @@ def test_a_lock_works_despite_obstacles_at_its_path(tmp_path: Path, damage: Call
     path = tmp_path / "lock"
     path.touch()
     damage(path)
-    with locked(path, remove=True):
+    with hold_lock(path, remove=True):
         assert path.is_file()
     assert not path.exists()
 

@@ -335,7 +335,7 @@ def test_the_name_rule_only_notes_a_private_model() -> None:
 def test_a_review_that_is_accepted_by_license_is_allowed_and_stays_on_record() -> None:
     verdict = combine_licenses([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
     assert verdict.status == "allowed"
-    assert verdict.accepted == ("llama3.2: alice: text-only model",)
+    assert verdict.acceptances == ("llama3.2: alice: text-only model",)
     assert verdict.license == "llama3.2"
 
 
@@ -349,7 +349,7 @@ def test_an_acceptance_does_not_cover_another_parent() -> None:
     parents = [_parent("acme/chat", "llama3.2"), _parent("acme/code", "llama3.2")]
     assert combine_licenses(parents, LLAMA, TABLE, {"acme/chat": "alice: text-only"}).status == "review"
     both = {"acme/chat": "alice: text-only", "acme/code": "bob: text-only"}
-    assert combine_licenses(parents, LLAMA, TABLE, both).accepted == tuple(
+    assert combine_licenses(parents, LLAMA, TABLE, both).acceptances == tuple(
         f"{key}: {value}" for key, value in both.items()
     )
 
@@ -419,7 +419,7 @@ def test_an_unread_ancestor_is_accepted_once_for_all_descendants() -> None:
     parents = [_parent(name, "mit", unread=("meta/llama",)) for name in ("acme/chat", "acme/code")]
     verdict = combine_licenses(parents, SELL, TABLE, {"meta/llama": "alice: has read its licence, it is MIT"})
     assert verdict.status == "allowed"
-    assert verdict.accepted == ("meta/llama: alice: has read its licence, it is MIT",)
+    assert verdict.acceptances == ("meta/llama: alice: has read its licence, it is MIT",)
     assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
 
 

@@ -35,7 +35,7 @@ def test_the_verdict_records_acceptances_with_user_and_reason(tmp_path: Path) ->
     chat = _model(tmp_path / "chat", "license: llama3.2\nbase_model: gone/base")
     verdict = check_licenses.work(read_licenses([chat], TABLE), settings.use("acme/Llama-mix"), TABLE, accepted)
     assert verdict.refusal() is None
-    assert verdict.combination.accepted == (
+    assert verdict.combination.acceptances == (
         "gone/base: bob: it is MIT, seen on 1 May",
         "llama3.2: alice: text-only model",
     )

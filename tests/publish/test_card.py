@@ -158,7 +158,7 @@ def test_the_card_names_who_accepted_a_doubt_and_why(tmp_path: Path) -> None:
     settled = license_verdict("other", accepted={"acme/other": "alice: we have a contract"})
     card = card_of(tmp_path, verdict=settled)
     assert "| acme/other: alice: we have a contract |" in card
-    assert settled.combination.accepted
+    assert settled.combination.acceptances
 
 
 def test_the_card_names_ancestors_and_unreadable_ancestors(tmp_path: Path) -> None:

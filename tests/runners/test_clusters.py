@@ -28,7 +28,7 @@ class Opened:
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[tuple[int, Any]]:
         """Run each call in its own flow, as sweeps and releases do, because one runner serves several flows."""
-        worker_functions.pending_calls[:] = [lambda: list(self.runner.each(function, items))]
+        worker_functions.pending_calls[:] = [lambda: list(self.runner.run_each(function, items))]
         return worker_functions.run_in_flow()
 
 
@@ -57,7 +57,9 @@ def test_results_equal_those_of_this_process(opened: Opened) -> None:
 
 def test_two_items_run_at_a_time_and_results_arrive_in_order_of_completion(opened: Opened, tmp_path: Path) -> None:
     items = [(tmp_path, number, 4) for number in range(4)]
-    found = worker_functions.record_arrivals(opened.runner.each(worker_functions.finish_in_reverse, items), tmp_path)
+    found = worker_functions.record_arrivals(
+        opened.runner.run_each(worker_functions.finish_in_reverse, items), tmp_path
+    )
     assert dict(found) == {0: 0, 1: 1, 2: 4, 3: 9}
     assert found[0][0] == 1
 
@@ -129,7 +131,7 @@ def test_stages_that_run_on_a_worker_are_reported_to_the_run(opened: Opened) -> 
 
 
 def test_a_runner_is_usable_after_an_iterator_was_closed(opened: Opened, tmp_path: Path) -> None:
-    results = opened.runner.each(worker_functions.record_run, [(tmp_path, number) for number in range(20)])
+    results = opened.runner.run_each(worker_functions.record_run, [(tmp_path, number) for number in range(20)])
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert dict(opened.each(worker_functions.square, range(3))) == {0: 0, 1: 1, 2: 4}
@@ -151,11 +153,11 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
     ) as there:
         settings = RunnerSettings(kind="dask", address=there.scheduler_address)
         with open_runner(settings) as runner:
-            (_, worker), *_ = runner.each(worker_functions.worker_environment, [0])
+            (_, worker), *_ = runner.run_each(worker_functions.worker_environment, [0])
             assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
             mark = next(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
             mark.unlink()  # Simulates a machine that has a different directory at this path.
-            (_, error), *_ = runner.each(worker_functions.square, [0])
+            (_, error), *_ = runner.run_each(worker_functions.square, [0])
             assert isinstance(error, InvalidInput)
             assert "another directory" in error.found
         with Client(there.scheduler_address) as client:
@@ -170,4 +172,4 @@ def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dask_cluster, "_PATIENCE_S", 0.5)
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")
     with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no Dask scheduler"):
-        list(runner.each(worker_functions.square, [0]))
+        list(runner.run_each(worker_functions.square, [0]))

@@ -24,7 +24,7 @@ from mergegate.tasks.stage.progress import report_stage
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_each_item_runs_once_for_any_number_of_workers(workers: int, tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
-        found = dict(runner.each(worker_functions.record_run, [(tmp_path, number) for number in range(20)]))
+        found = dict(runner.run_each(worker_functions.record_run, [(tmp_path, number) for number in range(20)]))
     assert found == {number: number * number for number in range(20)}
     assert all(len(file.read_text().split()) == 1 for file in tmp_path.iterdir())
 
@@ -36,7 +36,7 @@ def test_one_worker_uses_the_current_thread_and_keeps_the_order() -> None:
         threads.add(threading.current_thread())
         return item
 
-    assert list(local_runner().each(seen, [3, 1, 2])) == [(0, 3), (1, 1), (2, 2)]
+    assert list(local_runner().run_each(seen, [3, 1, 2])) == [(0, 3), (1, 1), (2, 2)]
     assert threads == {threading.current_thread()}
     assert not local_runner().is_parallel
 
@@ -44,7 +44,7 @@ def test_one_worker_uses_the_current_thread_and_keeps_the_order() -> None:
 def test_results_arrive_in_order_of_completion(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 4) for number in range(4)]
-        came = worker_functions.record_arrivals(runner.each(worker_functions.finish_in_reverse, items), tmp_path)
+        came = worker_functions.record_arrivals(runner.run_each(worker_functions.finish_in_reverse, items), tmp_path)
     assert came[0][0] == 1
     assert dict(came) == {0: 0, 1: 1, 2: 4, 3: 9}
 
@@ -52,7 +52,7 @@ def test_results_arrive_in_order_of_completion(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_failed_item_does_not_stop_the_others(workers: int) -> None:
     with open_runner(RunnerSettings(workers=workers)) as runner:
-        found = dict(runner.each(worker_functions.refuse_odd, range(4)))
+        found = dict(runner.run_each(worker_functions.refuse_odd, range(4)))
     assert (found[0], found[2]) == (0, 2)
     assert [type(found[at]) for at in (1, 3)] == [Refused, Refused]
 
@@ -61,13 +61,13 @@ def test_threads_inherit_the_context_of_the_caller() -> None:
     held: ContextVar[str] = ContextVar("held")
     held.set("here")
     with open_runner(RunnerSettings(workers=2)) as runner:
-        assert {value for _, value in runner.each(lambda _: held.get("elsewhere"), range(4))} == {"here"}
+        assert {value for _, value in runner.run_each(lambda _: held.get("elsewhere"), range(4))} == {"here"}
 
 
 def test_each_slot_runs_one_item_at_a_time(tmp_path: Path) -> None:
     with open_runner(RunnerSettings(workers=2)) as runner:
         items = [(tmp_path, number, 2) for number in range(2)]
-        assert {value for _, value in runner.each(worker_functions.slot_with_both_running, items)} == {0, 1}
+        assert {value for _, value in runner.run_each(worker_functions.slot_with_both_running, items)} == {0, 1}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -79,7 +79,7 @@ def test_closing_the_iterator_starts_no_more_items(workers: int) -> None:
         time.sleep(0.005)
 
     with open_runner(RunnerSettings(workers=workers)) as runner:
-        results = runner.each(begin, range(1000))
+        results = runner.run_each(begin, range(1000))
         next(results)
         results.close()  # type: ignore[attr-defined]
         many = len(begun)
@@ -96,12 +96,12 @@ def test_an_interrupt_is_raised_in_the_calling_thread(workers: int) -> None:
         raise Interrupt
 
     with open_runner(RunnerSettings(workers=workers)) as runner, pytest.raises(Interrupt):
-        list(runner.each(end, range(3)))
+        list(runner.run_each(end, range(3)))
 
 
 def test_no_items_give_no_results() -> None:
     with open_runner(RunnerSettings(workers=3)) as runner:
-        assert list(runner.each(worker_functions.square, [])) == []
+        assert list(runner.run_each(worker_functions.square, [])) == []
 
 
 @pytest.mark.parametrize("kind", ["dask", "ray"])
@@ -115,7 +115,7 @@ def test_a_missing_package_is_reported_when_the_runner_is_opened(kind: str, monk
 @pytest.mark.skipif(find_spec("prefect_dask") is None, reason="without the extra 'dask'")
 def test_a_cluster_that_is_not_needed_is_not_started() -> None:
     with open_runner(_settings("dask")) as runner:
-        assert list(runner.each(worker_functions.square, [])) == []
+        assert list(runner.run_each(worker_functions.square, [])) == []
 
 
 def _settings(kind: str) -> RunnerSettings:
@@ -176,4 +176,4 @@ def test_relayed_stages_reach_the_watcher() -> None:
 
 def test_a_local_runner_implements_the_protocol() -> None:
     runner: Runner = local_runner()
-    assert dict(runner.each(worker_functions.square, [4])) == {0: 16}
+    assert dict(runner.run_each(worker_functions.square, [4])) == {0: 16}

@@ -228,7 +228,7 @@ def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_famil
         merged,
         ServeSettings(**SETTINGS),
         SmokeSetup(replace(CPU, python=vllm), "cpu", tmp_path / "server.log"),
-        adapted=pinned(demo),
+        adapted_model=pinned(demo),
     )
     assert verdict.outcome == "pass", verdict.failures
     assert verdict.way == "served merged: vLLM does not support LoRA for LlamaForCausalLM"
@@ -246,7 +246,7 @@ def test_a_non_finite_factor_is_refused_without_a_server(demo: Path, tmp_path: P
         model_in(pinned(adapter).directory),
         ServeSettings(**SETTINGS),
         SmokeSetup(CPU, "cpu", tmp_path / "server.log"),
-        adapted=pinned(adapter),
+        adapted_model=pinned(adapter),
     )
     assert [(check.name, check.where) for check in verdict.failures] == [("finite factors", name)]
     assert not (tmp_path / "server.log").exists()

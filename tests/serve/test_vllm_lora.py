@@ -52,7 +52,7 @@ def merged(adapter: Path) -> Model:
 
 def smoke(merged: Model, adapter: Path, log: Path) -> ServeVerdict:
     kind = find_server(SETTINGS, PROJECT)
-    return smoke_checkpoint(merged, SETTINGS, SmokeSetup(kind, "cpu", log), adapted=pinned(adapter))
+    return smoke_checkpoint(merged, SETTINGS, SmokeSetup(kind, "cpu", log), adapted_model=pinned(adapter))
 
 
 @pytest.mark.long
@@ -73,7 +73,7 @@ def test_an_adapter_with_the_wrong_sign_is_refused_by_parity(adapter: Path, merg
     seen = {check.name: check.seen for check in verdict.failures}
     assert "on average" in seen["parity"]
     assert "adapter" in seen
-    refusal = verdict.refused()
+    refusal = verdict.refusal()
     assert refusal is not None
     assert refusal.exit_code == 3
 

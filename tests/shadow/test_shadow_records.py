@@ -115,10 +115,10 @@ def recorder(
 def test_a_slow_database_delays_no_client_and_overflow_is_counted() -> None:
     database = Slow()
     keeping = recorder(database)
-    keeping.put(record("0"))
+    keeping.enqueue(record("0"))
     assert database.writing.wait(30)
     for number in range(25):
-        keeping.put(record(f"{number + 1}"))
+        keeping.enqueue(record(f"{number + 1}"))
     assert keeping.counts() == {"not recorded: queue full": 15, "waiting for the database": 10}
     database.go.set()
     keeping.close()
@@ -130,8 +130,8 @@ def test_unredactable_and_long_bodies_are_skipped_and_counted() -> None:
     database = Slow()
     database.go.set()
     keeping = recorder(database, max_body_bytes=1024, redaction=Redaction(["secret"]))
-    keeping.put(record("long", request=b'"' + b"x" * 2000 + b'"', response=b'"a secret"'))
-    keeping.put(record("odd", request=b"secret, and no JSON", response=b'"fine"'))
+    keeping.enqueue(record("long", request=b'"' + b"x" * 2000 + b'"', response=b'"a secret"'))
+    keeping.enqueue(record("odd", request=b"secret, and no JSON", response=b'"fine"'))
     keeping.close()
     kept = {one.exchange: one for batch, _ in database.kept for one in batch}
     assert (kept["long"].request, kept["long"].response) == (b"", b'"a [redacted]"')

@@ -87,11 +87,11 @@ def test_a_corrupt_file_is_an_empty_ledger(tmp_path: Path) -> None:
 
 def test_the_time_used_covers_all_runs_of_a_study(tmp_path: Path) -> None:
     with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        first = ledger.used
+        first = ledger.used_seconds
     with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        assert ledger.used > first
+        assert ledger.used_seconds > first
     with open_ledger(KEY, "another", root=tmp_path) as ledger:
-        assert ledger.used < first + 10
+        assert ledger.used_seconds < first + 10
 
 
 def test_the_key_of_a_request_covers_recipe_set_race_and_directory(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
 
 
 def _renumber(
-    model: str, checkpoint: Checkpoint, measured: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
+    model: str, checkpoint: Checkpoint, measurements: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
 ) -> tuple[Checkpoint, InputMeasurements | None]:
     """Return a model and its measurements with expert ``order[i]`` of each module, and its router row, at ``i``.
 
@@ -300,8 +300,8 @@ def _renumber(
         InvalidInput: A tensor may depend on the order of the experts in an unknown way, or there is no router.
     """
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
-    importance = dict(measured.importance) if measured else {}
-    names = {name: name for name in (*measured.moments, *importance)} if measured else {}
+    importance = dict(measurements.importance) if measurements else {}
+    names = {name: name for name in (*measurements.moments, *importance)} if measurements else {}
     for module_name, order in orders.items():
         module = modules[module_name]
         if module.unknown or not any(len(tensor.shape) == 2 for tensor in module.router.values()):
@@ -325,13 +325,13 @@ def _renumber(
             table[name] = permuted_rows(tensor, order)
             if name in importance:
                 importance[name] = permuted_rows(importance[name], order)
-    if measured is not None:
-        measured = replace(
-            measured,
-            moments={name: measured.moments[old] for name, old in names.items() if old in measured.moments},
+    if measurements is not None:
+        measurements = replace(
+            measurements,
+            moments={name: measurements.moments[old] for name, old in names.items() if old in measurements.moments},
             importance={name: importance[old] for name, old in names.items() if old in importance},
         )
-    return replace(checkpoint, tensors=table), measured
+    return replace(checkpoint, tensors=table), measurements
 
 
 def _groups(config: Mapping[str, Any], experts: int) -> int:

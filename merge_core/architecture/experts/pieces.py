@@ -204,17 +204,17 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def _pieces(
-    tensor: AnyTensor, fused: Mapping[str, _Module], names: ExpertNames, hidden: int | None
+    tensor: AnyTensor, fused_modules: Mapping[str, _Module], names: ExpertNames, hidden_size: int | None
 ) -> Iterator[AnyTensor]:
     split = _split(tensor.name)
-    module = fused.get(split[0]) if split else None
+    module = fused_modules.get(split[0]) if split else None
     if split is None or module is None or split[1] not in module.tensors or tensor.dtype.kind != "float":
         # Payloads of quantized models are not plain weights and stay as they are.
         name = _disk_layout_name(tensor.name, names)
         location = DiskLocation(tensor.name, (name,))
         yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, location)
         return
-    parts = _parts(split[1], module, names, hidden)
+    parts = _parts(split[1], module, names, hidden_size)
     prefix = _disk_layout_name(f"{split[0]}.experts.", names)
     form = tuple(f"{prefix}*.{part}" for part in parts)
     shape = (tensor.shape[1] // len(parts), *tensor.shape[2:]) if len(parts) > 1 else tensor.shape[1:]
@@ -225,7 +225,7 @@ def _pieces(
             yield _piece(tensor, name.replace("*", str(expert)), shape, start, location)
 
 
-def _parts(part: str, module: _Module, names: ExpertNames, hidden: int | None) -> tuple[str, ...]:
+def _parts(part: str, module: _Module, names: ExpertNames, hidden_size: int | None) -> tuple[str, ...]:
     """Return the names of one expert's pieces in the fused tensor ``part``, in the order of their bytes."""
     up, down = module.tensors.get("gate_up_proj"), module.tensors.get("down_proj")
     if up is not None and down is not None and _sizes(up) == (2 * _sizes(down)[1], _sizes(down)[0]):
@@ -235,7 +235,7 @@ def _parts(part: str, module: _Module, names: ExpertNames, hidden: int | None) -
     if part not in ("up_proj", "down_proj") or up is None or down is None:
         return (part,)
     # Without a gate, both layouts have the same shapes. The position of the hidden size determines the layout.
-    if _sizes(up) == (_sizes(down)[1], hidden) and _sizes(down)[0] == hidden != _sizes(up)[0]:
+    if _sizes(up) == (_sizes(down)[1], hidden_size) and _sizes(down)[0] == hidden_size != _sizes(up)[0]:
         return (f"{names.up if part == 'up_proj' else names.down}.weight",)
     return (part,)
 

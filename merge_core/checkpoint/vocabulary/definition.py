@@ -222,7 +222,7 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
     )
 
 
-def assign_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
+def assign_ids(model_ids: Mapping[str, int], added_tokens: Iterable[str]) -> dict[str, int]:
     """Return the ids of the model's tokens and of added tokens, in the order in which they are added.
 
     An added token that the model has keeps its id. The others are numbered from the *number* of the model's tokens. So
@@ -230,13 +230,13 @@ def assign_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, 
     """
     ids = dict(model_ids)
     next_id = len(model_ids)
-    for token in added:
+    for token in added_tokens:
         if token not in ids:
             ids[token], next_id = next_id, next_id + 1
     return ids
 
 
-def _settings_entries(settings: Mapping[str, Any], listed: set[str], location: str) -> list[dict[str, Any]]:
+def _settings_entries(settings: Mapping[str, Any], listed_tokens: set[str], location: str) -> list[dict[str, Any]]:
     """Return added tokens that only ``tokenizer_config.json`` lists, ordered by id, as transformers adds them."""
     decoder = settings.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
@@ -246,7 +246,7 @@ def _settings_entries(settings: Mapping[str, Any], listed: set[str], location: s
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and str(number).isdecimal():
             if len(str(number)) > 12:
                 raise InvalidInput(f"{location}: added_tokens_decoder", found=f"id {number!r:.40}", expected="an id")
-            if entry["content"] and entry["content"] not in listed:
+            if entry["content"] and entry["content"] not in listed_tokens:
                 entries.append({**entry, "id": int(number)})
     return sorted(entries, key=lambda entry: int(entry["id"]))
 

@@ -32,7 +32,7 @@ class Vocabulary:
     model_tokens: frozenset[str] | None = None
 
     @property
-    def added(self) -> dict[str, int]:
+    def added_tokens(self) -> dict[str, int]:
         """Ids of the tokens that are not in the vocabulary of the tokenizer's model."""
         return {token: number for token, number in self.ids.items() if token not in (self.model_tokens or ())}
 

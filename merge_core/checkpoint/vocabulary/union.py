@@ -54,14 +54,14 @@ class JoinedTokenizer:
     remarks: tuple[str, ...]
 
 
-def stranger_reason(base: TokenizerDefinition, other: TokenizerDefinition) -> str:
+def stranger_reason(base: TokenizerDefinition, other_tokenizer: TokenizerDefinition) -> str:
     """Return why two tokenizers are strangers: the first part that differs. Return an empty string for siblings."""
-    for difference in model_differences(base, other):
+    for difference in model_differences(base, other_tokenizer):
         return f"{difference.key}: {difference.found}, not {difference.expected}"
-    for difference in pipeline_differences(base, other):
+    for difference in pipeline_differences(base, other_tokenizer):
         if difference.key in _SPLITTING_PARTS:
             return f"{difference.key}: {difference.found}, not {difference.expected}"
-    only_base, only_other = _ordinary(base, other), _ordinary(other, base)
+    only_base, only_other = _ordinary(base, other_tokenizer), _ordinary(other_tokenizer, base)
     if only_base or only_other:
         example = repr((only_other or only_base)[0])
         return (
@@ -131,29 +131,39 @@ def join_tokenizers(
 
 
 def rewritten_files(
-    joined: JoinedTokenizer, base: TokenizerDefinition, companions: Sequence[str]
+    joined_tokenizer: JoinedTokenizer, base: TokenizerDefinition, companions: Sequence[str]
 ) -> dict[str, bytes | None]:
     """Return the files of the base's tokenizer that change, by name. None stands for a file to remove.
 
     Args:
-        joined: The joined tokenizer.
+        joined_tokenizer: The joined tokenizer.
         base: Tokenizer of the base.
         companions: Names of the base's files.
     """
-    files: dict[str, bytes | None] = {NAME: _json(joined.content)}
-    if joined.model_changed:  # The other formats describe the old model.
+    files: dict[str, bytes | None] = {NAME: _json(joined_tokenizer.content)}
+    if joined_tokenizer.model_changed:  # The other formats describe the old model.
         files |= dict.fromkeys(name for name in companions if name in _OTHER_FORMS or name.endswith(".tiktoken"))
     decoder = base.settings.get("added_tokens_decoder")
     if SETTINGS in companions and isinstance(decoder, Mapping):
-        entries = {str(joined.ids[token]): {"content": token, **flags} for token, flags in joined.new_added.items()}
+        entries = {
+            str(joined_tokenizer.ids[token]): {"content": token, **flags}
+            for token, flags in joined_tokenizer.new_added.items()
+        }
         files[SETTINGS] = _json({**base.settings, "added_tokens_decoder": {**decoder, **entries}})
     if "added_tokens.json" in companions:
-        files["added_tokens.json"] = _json({token: joined.ids[token] for token in (*base.added, *joined.new_added)})
+        files["added_tokens.json"] = _json(
+            {token: joined_tokenizer.ids[token] for token in (*base.added, *joined_tokenizer.new_added)}
+        )
     return files
 
 
 def _require_joinable(
-    base: TokenizerDefinition, other: TokenizerDefinition, name: str, reason: str, strangers: Strangers, location: str
+    base: TokenizerDefinition,
+    other_tokenizer: TokenizerDefinition,
+    name: str,
+    reason: str,
+    strangers: Strangers,
+    location: str,
 ) -> None:
     """Raise InvalidInput if two strangers cannot be joined in the selected way."""
     found = f"the tokenizer of {name} differs from that of the base ({reason})"
@@ -167,7 +177,7 @@ def _require_joinable(
         )
     if strangers == "specials":
         return
-    if base.kind != other.kind or base.kind == "Unigram" or (strangers == "dormant" and base.kind != "BPE"):
+    if base.kind != other_tokenizer.kind or base.kind == "Unigram" or (strangers == "dormant" and base.kind != "BPE"):
         raise InvalidInput(
             f"{location}: strangers",
             found=f"{strangers}, and {found}",
@@ -181,7 +191,7 @@ def _require_joinable(
             expected="a tokenizer that needs a merge for every token",
             remedy=f"set strangers: specials or appended, or {_TRANSPLANT}",
         )
-    for difference in pipeline_differences(base, other):
+    for difference in pipeline_differences(base, other_tokenizer):
         if difference.key == "decoder":
             raise InvalidInput(
                 f"{location}: strangers",
@@ -190,7 +200,7 @@ def _require_joinable(
                 remedy=f"set strangers: specials, or {_TRANSPLANT}",
             )
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if (base.model.get(key) or "") != (other.model.get(key) or ""):
+        if (base.model.get(key) or "") != (other_tokenizer.model.get(key) or ""):
             raise InvalidInput(
                 f"{location}: strangers",
                 found=f"{name} marks its tokens differently: {key}",
@@ -199,12 +209,12 @@ def _require_joinable(
             )
 
 
-def _ordinary(tokenizer: TokenizerDefinition, other: TokenizerDefinition) -> list[str]:
+def _ordinary(tokenizer: TokenizerDefinition, other_tokenizer: TokenizerDefinition) -> list[str]:
     """Return the ordinary tokens of a tokenizer that the other lacks, without added tokens of either."""
     return [
         token
         for token in tokenizer.model_ids
-        if token not in other.ids and token not in tokenizer.added and token not in other.added
+        if token not in other_tokenizer.ids and token not in tokenizer.added and token not in other_tokenizer.added
     ]
 
 

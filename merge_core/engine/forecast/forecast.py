@@ -235,7 +235,7 @@ def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
 def input_files(plan: MergePlan) -> list[Path]:
     """Return the weight files that a merge reads, except for the results of its own steps."""
     parts = (*plan.steps, plan)
-    files = dict.fromkeys(tensor.file for part in parts for job in part.jobs for tensor in job.stored)
+    files = dict.fromkeys(tensor.file for part in parts for job in part.jobs for tensor in job.stored_tensors)
     return [file for file in files if step_of(file) is None]
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods.kernels.compilation import compiled
-from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_sum, narrow, whole, widen
+from mergegate.merge_core.methods.kernels.tiles import (
+    LANES,
+    TILE,
+    add_products,
+    lane_elements,
+    lanes_sum,
+    narrow,
+    widen,
+)
 
 
 @compiled
@@ -60,12 +68,12 @@ def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any
                         vector[j] -= base[j]
                 for j in range(m):
                     vectors[i, j] = vector[j]
-                for j in range(m, whole(m)):
+                for j in range(m, lane_elements(m)):
                     vectors[i, j] = 0.0
             pair = 0
             for i in range(count):
                 for k in range(i, count):
-                    add_products(vectors[i], vectors[k], whole(m), lanes[pair])
+                    add_products(vectors[i], vectors[k], lane_elements(m), lanes[pair])
                     pair += 1
         for pair in range(len(lanes)):
             result[g, pair] = lanes_sum(lanes[pair])

@@ -81,11 +81,11 @@ def consensus(
 
 
 @compiled
-def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, out: Any) -> None:
-    """Write the base plus ``scale`` times the mean of the task vectors without the ``skipped`` lowest and highest."""
+def trimmed_middle(data: Any, rows: Any, length: int, trim_count: int, scale: Any, out: Any) -> None:
+    """Write the base plus ``scale`` times the mean of task vectors without the ``trim_count`` lowest and highest."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
-    kept_count = np.float32(count - 2 * skipped)
+    kept_count = np.float32(count - 2 * trim_count)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
         widen(data, rows[0] + first, base[:m])
@@ -102,8 +102,8 @@ def trimmed_middle(data: Any, rows: Any, length: int, skipped: int, scale: Any, 
                 for j in range(m):
                     a, b = low[j], high[j]
                     low[j], high[j] = min(a, b), max(a, b)
-        total = deltas[skipped]
-        for i in range(skipped + 1, count - skipped):
+        total = deltas[trim_count]
+        for i in range(trim_count + 1, count - trim_count):
             value = deltas[i]
             for j in range(m):
                 total[j] += value[j]
@@ -226,24 +226,24 @@ def _deltas(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, d
 
 
 @compiled
-def add_change(stored: Any, change: Any, round_change: bool) -> None:
+def add_change(stored_values: Any, change: Any, round_change: bool) -> None:
     """Store ``stored + change``, rounded once.
 
     Args:
-        stored: ``[n]``, changed in place.
+        stored_values: ``[n]``, changed in place.
         change: ``[n]``, float32.
         round_change: Whether to round the change to the stored format first.
     """
     tile, addend = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    rounded = np.empty(TILE, stored.dtype)
-    for first in range(0, len(stored), TILE):
-        m = min(TILE, len(stored) - first)
+    rounded = np.empty(TILE, stored_values.dtype)
+    for first in range(0, len(stored_values), TILE):
+        m = min(TILE, len(stored_values) - first)
         sums, added = tile[:m], change[first : first + m]
-        widen(stored, first, sums)
+        widen(stored_values, first, sums)
         if round_change:
             narrow(added, rounded, 0)
             added = addend[:m]
             widen(rounded, 0, added)
         for j in range(m):
             sums[j] += added[j]
-        narrow(sums, stored, first)
+        narrow(sums, stored_values, first)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mergegate.merge_core.methods.kernels.compilation import compiled
-from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_sum, whole, widen
+from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products, lane_elements, lanes_sum, widen
 
 
 @compiled
@@ -24,9 +24,9 @@ def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
             widen(data, first_row + first, tile[:m])
             for j in range(m):
                 wide[j] = tile[j]
-            for j in range(m, whole(m)):
+            for j in range(m, lane_elements(m)):
                 wide[j] = 0.0
-            add_products(wide, wide, whole(m), lanes)
+            add_products(wide, wide, lane_elements(m), lanes)
         result[g] = lanes_sum(lanes)
     return result
 

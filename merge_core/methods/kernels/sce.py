@@ -17,10 +17,10 @@ from mergegate.merge_core.methods.kernels.tiles import (
     TILE,
     add_products,
     add_rows,
+    lane_elements,
     lanes_sum,
     magnitude_bits,
     narrow,
-    whole,
     widen,
 )
 
@@ -59,9 +59,9 @@ def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any
                 delta = deltas[i]
                 for j in range(m):
                     squared[j] = delta[j]
-                for j in range(m, whole(m)):
+                for j in range(m, lane_elements(m)):
                     squared[j] = 0.0
-                add_products(squared, squared, whole(m), lanes[i])
+                add_products(squared, squared, lane_elements(m), lanes[i])
         for i in range(count):
             result[g, i] = lanes_sum(lanes[i])
     return result

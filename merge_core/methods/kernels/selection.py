@@ -140,7 +140,15 @@ def ties_of(scores: Any, grain: int, streams: Any, keys: Any) -> Any:
 
 @compiled
 def scan_windows(
-    scores: Any, windows: Any, common: Any, grain: int, above: Any, positive: Any, counts: Any, keys: Any, filled: Any
+    scores: Any,
+    windows: Any,
+    common: Any,
+    grain: int,
+    above: Any,
+    positive: Any,
+    counts: Any,
+    keys: Any,
+    filled_count: Any,
 ) -> None:
     """Count the scores inside and above each window for one part of a block, and add them to the previous parts.
 
@@ -153,7 +161,7 @@ def scan_windows(
         positive: ``[streams]``: number of scores above zero.
         counts: ``[grains of this part, requests, n + 1]``: number of each common key, then of all other keys inside.
         keys: ``[requests, capacity]``: the other keys, in order.
-        filled: ``[requests]``: number of other keys. If they do not fit, it exceeds the capacity.
+        filled_count: ``[requests]``: number of other keys. If they do not fit, it exceeds the capacity.
     """
     inside, capacity, common_keys = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
     for s in range(len(scores)):
@@ -182,10 +190,10 @@ def scan_windows(
                 part_counts[c] += same
                 other_count -= np.int64(same)
             part_counts[common_keys] += other_count
-            if filled[r] + other_count > capacity:
-                filled[r] = capacity + 1
+            if filled_count[r] + other_count > capacity:
+                filled_count[r] = capacity + 1
             elif other_count:
-                position = filled[r]
+                position = filled_count[r]
                 for j in range(n):
                     is_common = False
                     for c in range(common_keys):
@@ -193,7 +201,7 @@ def scan_windows(
                     if not is_common:
                         keys[r, position] = inside[j]
                         position += 1
-                filled[r] = position
+                filled_count[r] = position
 
 
 @inner

@@ -9,7 +9,15 @@ import numpy as np
 from mergegate.merge_core.methods.kernels.compilation import compiled, inner
 from mergegate.merge_core.methods.kernels.ranks import rank_scratch
 from mergegate.merge_core.methods.kernels.sparsify import apply_mask, begin_tie_numbers, sparsify, store_mask
-from mergegate.merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
+from mergegate.merge_core.methods.kernels.tiles import (
+    LANES,
+    add_rows,
+    add_sizes,
+    lane_elements,
+    lanes_sum,
+    narrow,
+    widen,
+)
 
 
 @compiled
@@ -37,7 +45,7 @@ def masked_norms(
       :func:`.store_mask`). If it is empty, masks are not stored.
     """
     count = len(rows) - 1
-    base, delta = np.empty(tile, np.float32), np.empty(whole(tile), np.float32)
+    base, delta = np.empty(tile, np.float32), np.empty(lane_elements(tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
     tie_numbers = None if cuts is None else np.zeros((count, 2), np.int64)
     scratch = None if spans is None else rank_scratch(tile)
@@ -53,13 +61,13 @@ def masked_norms(
                 widen(data, rows[i + 1] + first, delta[:m])
                 for j in range(m):
                     delta[j] -= base[j]
-                for j in range(m, whole(m)):
+                for j in range(m, lane_elements(m)):
                     delta[j] = np.float32(0.0)
-                add_sizes(delta, whole(m), lanes[0, i])
+                add_sizes(delta, lane_elements(m), lanes[0, i])
                 if cuts is not None and first == g * grain:
                     begin_tie_numbers(tie_numbers, cuts, before, i, start // grain + g)
                 sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, tie_numbers, random, scratch)
-                add_sizes(delta, whole(m), lanes[1, i])
+                add_sizes(delta, lane_elements(m), lanes[1, i])
                 if masks.shape[1]:
                     store_mask(delta, m, masks[i, first // tile * eighth :][: (m + 7) // 8])
         for side in range(2):
@@ -155,12 +163,12 @@ def task_vectors(
 
 
 @inner
-def _elect(weighted: Any, m: int, vote: int, elected: Any) -> None:
-    elected[:m] = np.float32(0.0)
-    for i in range(len(weighted)):
-        delta = weighted[i]
+def _elect(weighted_vectors: Any, m: int, vote: int, elected_signs: Any) -> None:
+    elected_signs[:m] = np.float32(0.0)
+    for i in range(len(weighted_vectors)):
+        delta = weighted_vectors[i]
         for j in range(m):
             value = delta[j]
-            elected[j] += value if vote == 1 else np.float32(value > 0) - np.float32(value < 0)
+            elected_signs[j] += value if vote == 1 else np.float32(value > 0) - np.float32(value < 0)
     for j in range(m):
-        elected[j] = np.float32(1.0) if elected[j] >= np.float32(0.0) else np.float32(-1.0)
+        elected_signs[j] = np.float32(1.0) if elected_signs[j] >= np.float32(0.0) else np.float32(-1.0)

@@ -92,7 +92,7 @@ def magnitude_bits(value: Any) -> Any:
 
 
 @inner
-def whole(m: int) -> int:
+def lane_elements(m: int) -> int:
     """Return the number of elements in the lanes that ``m`` elements touch."""
     return (m + LANES - 1) // LANES * LANES
 

@@ -64,31 +64,31 @@ def find_write_refusal(account: Account, repo: str, endpoint: str) -> Refused | 
     namespace = repo.partition("/")[0]
     page = f"{endpoint}/settings/tokens"
 
-    def refused(found: str, expected: str, remedy: str) -> Refused:
+    def make_refusal(found: str, expected: str, remedy: str) -> Refused:
         return Refused(f"publish.repo: {repo}", found=found, expected=expected, remedy=remedy)
 
     if namespace != account.name and namespace not in account.organizations:
         namespaces = [account.name, *account.organizations]
-        return refused(
+        return make_refusal(
             f"the token belongs to {account.name}, which is not a member of {namespace}",
             f"a repository of {' or '.join(namespaces)}",
             f"{suggest(namespace, namespaces)}. Otherwise, export HF_TOKEN of a member",
         )
     role = account.organizations.get(namespace, "")
     if namespace != account.name and role in _READING_ROLES:
-        return refused(
+        return make_refusal(
             f"{account.name} has read access only in {namespace}",
             "a member with write access",
             f"ask an administrator to change the role on {endpoint}/organizations/{namespace}/settings/members",
         )
     if account.role == "read":
-        return refused("the token has read access only", "a token with write access", f"create one on {page}")
+        return make_refusal("the token has read access only", "a token with write access", f"create one on {page}")
     if account.role == "fineGrained" and account.scopes is not None:
         permissions = (
             account.scopes.get(namespace, frozenset()) | account.scopes.get(repo, frozenset()) | account.everywhere
         )
         if _WRITES not in permissions:
-            return refused(
+            return make_refusal(
                 f"the fine-grained token has no write access to {namespace} or {repo}",
                 f"write access to contents of the repositories of {namespace}",
                 f"edit its permissions on {page}",

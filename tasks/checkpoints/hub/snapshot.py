@@ -124,23 +124,23 @@ def _config_file(adapter: bool) -> str:
 
 
 def _build_snapshot(
-    repo: str, commit: str, directory: Path, listed: Mapping[str, RemoteFile], adapter: bool
+    repo: str, commit: str, directory: Path, listed_files: Mapping[str, RemoteFile], adapter: bool
 ) -> Snapshot:
     if adapter:
-        deciding = adapter_files(tuple(listed))
+        deciding = adapter_files(tuple(listed_files))
         weights = tuple(name for name in deciding if name != CONFIG_FILE and not is_own_text(name))
     else:
-        weights = weight_files(listed, directory)
-        deciding = tuple(sorted({*weights, *files_beside(listed)}))
-    files = {name: listed[name] for name in (*deciding, *files_about(listed))}
-    return Snapshot(repo, commit, directory, weights, deciding, files, tuple(sorted(listed)))
+        weights = weight_files(listed_files, directory)
+        deciding = tuple(sorted({*weights, *files_beside(listed_files)}))
+    files = {name: listed_files[name] for name in (*deciding, *files_about(listed_files))}
+    return Snapshot(repo, commit, directory, weights, deciding, files, tuple(sorted(listed_files)))
 
 
-def _deciding_without_weights(listed: Mapping[str, RemoteFile], adapter: bool) -> tuple[str, ...]:
+def _deciding_without_weights(listed_files: Mapping[str, RemoteFile], adapter: bool) -> tuple[str, ...]:
     """Return the files, other than weights, that determine the behavior of a model or an adapter."""
     if not adapter:
-        return files_beside(listed)
-    return tuple(name for name in listed if name == CONFIG_FILE or is_own_text(name))
+        return files_beside(listed_files)
+    return tuple(name for name in listed_files if name == CONFIG_FILE or is_own_text(name))
 
 
 def _resolve_commit(repo: str, revision: str | None, access: HubAccess | None) -> str:

@@ -3,7 +3,7 @@
 from mergegate.tasks.preflight.licenses.algebra import Combination
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
-from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, quoted, read_declaration
+from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, quote_text, read_declaration
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
@@ -25,7 +25,7 @@ __all__ = [
     "license_table",
     "license_texts",
     "load_table",
-    "quoted",
+    "quote_text",
     "read_declaration",
     "read_licenses",
 ]

@@ -73,7 +73,7 @@ class Combination(BaseModel):
     reasons: tuple[Reason, ...]
 
     @property
-    def accepted(self) -> tuple[str, ...]:
+    def acceptances(self) -> tuple[str, ...]:
         """All acceptances of the user that the verdict relies on."""
         return tuple(sorted({acceptance for reason in self.reasons for acceptance in reason.accepted}))
 

@@ -120,13 +120,13 @@ class Case:
         return tuple(model for parent in self.parents for model in (parent, *parent.ancestors))
 
     @cached_property
-    def resolved(self) -> tuple[License, ...]:
+    def known_licenses(self) -> tuple[License, ...]:
         """Known licenses that bind the merge, by identifier."""
         by_id = {entry.id: entry for model in self.models for entry in model.licenses if entry.resolved}
         return tuple(by_id[key] for key in sorted(by_id))
 
     @cached_property
-    def unresolved(self) -> tuple[str, ...]:
+    def unknown_licenses(self) -> tuple[str, ...]:
         """Identifiers of licenses whose text is unknown."""
         return tuple(sorted({model.license.id for model in self.models if not model.license.resolved}))
 

@@ -14,7 +14,7 @@ from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.case import LicensedParent
-from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quoted
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quote_text
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.stage import StageValue, value_stage
@@ -84,7 +84,7 @@ class LicenseVerdict(StageValue):
     def all_names(self) -> tuple[str, ...]:
         """Names of all models in the verdict, both as recipes and cards write them and as sentences quote them."""
         names = (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread)
-        return (*names, *map(quoted, names))
+        return (*names, *map(quote_text, names))
 
     def refusal(self) -> Refused | None:
         if self.combination.status == "allowed":

@@ -93,7 +93,7 @@ class Declaration(BaseModel):
     def words(self) -> str:
         """Declaration for a message: the text of the card and its problems."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
-        quotes = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
+        quotes = [f"{key}: {quote_text(value)}" for key, value in fields.items() if value]
         return "; ".join([*quotes, *self.problems])
 
 
@@ -187,7 +187,7 @@ def lineage(
                 contradicted = file_license
         models.append(
             Licensed(
-                name=quoted(declaration.name),
+                name=quote_text(declaration.name),
                 license=license,
                 declared=declaration.words,
                 contradicted=contradicted,
@@ -229,7 +229,7 @@ def _steps(
         for entry in declaration.base_model:
             ancestor = _local_ancestor(source, entry) or find(entry, source)
             if isinstance(ancestor, NotRead):
-                unread.append(Unread(name=quoted(entry), why=ancestor.why))
+                unread.append(Unread(name=quote_text(entry), why=ancestor.why))
                 continue
             if _identity(ancestor) not in numbers:
                 numbers[_identity(ancestor)] = len(queue)
@@ -320,7 +320,7 @@ def _texts(card: Mapping[object, object], field: str, problems: list[str]) -> tu
     return tuple(entry.strip() for entry in value)
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     """Return the words of a card for a message: one line, printable, short."""
     clean = "".join(character if character.isprintable() else "?" for character in text)
     return clean if len(clean) <= _QUOTED_CHARACTERS else clean[:_QUOTED_CHARACTERS] + "…"

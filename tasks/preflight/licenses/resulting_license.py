@@ -66,16 +66,16 @@ def resulting_license(case: Case) -> ResultingLicense:
     a bundle. Without those, the strongest permissive license applies.
     """
     if fits := share_alike_licenses(case):
-        parents_licenses = [key for key in fits if key in {entry.id for entry in case.resolved}]
+        parents_licenses = [key for key in fits if key in {entry.id for entry in case.known_licenses}]
         license = (parents_licenses or list(fits))[0]
         return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
     # Under a weak license, merged weights may carry another one, along with the text and the credit of this one.
-    staying = tuple(entry.id for entry in case.resolved if entry.kind not in WEAK_KINDS or entry.restrictive)
-    if not staying and not case.unresolved:
-        strongest = max(case.resolved, key=lambda entry: _strength(case, entry))
+    staying = tuple(entry.id for entry in case.known_licenses if entry.kind not in WEAK_KINDS or entry.restrictive)
+    if not staying and not case.unknown_licenses:
+        strongest = max(case.known_licenses, key=lambda entry: _strength(case, entry))
         return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
     # `other` means nothing without a name, so both words for "unknown" become the same honest one.
-    bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unresolved)}))
+    bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unknown_licenses)}))
     each = "" if len(bundle) == 1 else "each of "
     return _name_license(case, bundle, f"the merged weights stay under {each}{join_words(bundle)}")
 
@@ -97,7 +97,7 @@ def _name_license(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingL
 def obligations(case: Case) -> tuple[Obligation, ...]:
     """Return the union of all licenses' obligations (R8 and R9), each once, sorted by kind and text."""
     license_ids: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
-    for entry in case.resolved:
+    for entry in case.known_licenses:
         credit = f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."
         policy = case.table.policies[entry.use_policy] if entry.use_policy else ""
         terms: tuple[tuple[ObligationKind, str, object], ...] = (

@@ -55,14 +55,14 @@ def _known(case: Case) -> Iterator[LicenseFinding]:
                 f"{model.contradicted.id}. mergegate assumes that both bind"
             )
             yield LicenseFinding("review", sentence, (Subject(model=model.name, license=None),))
-    for entry in case.resolved:
+    for entry in case.known_licenses:
         if entry.review:
             yield LicenseFinding("review", f"{case.describe(entry)}: {entry.review}", case.about(entry))
 
 
 def _derivatives(case: Case) -> Iterator[LicenseFinding]:
     """Require permission for the merge and, for a public model, for its distribution."""
-    for entry in case.resolved:
+    for entry in case.known_licenses:
         name = case.describe(entry)
         if entry.derivatives == "forbidden":
             yield LicenseFinding("blocked", f"{name} does not permit modified or merged weights", case.about(entry))
@@ -83,7 +83,7 @@ def _for_each_license(
     """Return a rule that looks at one license at a time. ``words`` complete a sentence that begins with the license."""
 
     def judge(case: Case) -> Iterator[LicenseFinding]:
-        for entry in case.resolved:
+        for entry in case.known_licenses:
             if applies(case.use, entry):
                 yield LicenseFinding(status, f"{case.describe(entry)} {words(entry)}", case.about(entry))
 
@@ -110,7 +110,7 @@ _territory = _for_each_license(
 
 def _improving_others(case: Case) -> Iterator[LicenseFinding]:
     """Enforce bans on improving other models, which admit only models of the named families or their descendants."""
-    for entry in case.resolved:
+    for entry in case.known_licenses:
         if not entry.only_with:
             continue
         outsiders = set()
@@ -129,7 +129,7 @@ def _improving_others(case: Case) -> Iterator[LicenseFinding]:
 
 def _name(case: Case) -> Iterator[LicenseFinding]:
     """Require that name prefixes contain each other, and that the name of the merge begins with the longest."""
-    prefixed = [entry for entry in case.resolved if entry.name_prefix]
+    prefixed = [entry for entry in case.known_licenses if entry.name_prefix]
     status: LicenseStatus = "blocked" if case.public else "allowed"
     suffix = "" if case.public else ", once the model is shared"
     for first, second in combinations(prefixed, 2):
@@ -162,7 +162,7 @@ def _share_alike(case: Case) -> Iterator[LicenseFinding]:
     if not share_alike or share_alike_licenses(case):
         return
     extra = _extra_restrictions(case)
-    conflicting = [entry for entry in case.resolved if entry.kind == "noncommercial" or entry.never_under]
+    conflicting = [entry for entry in case.known_licenses if entry.kind == "noncommercial" or entry.never_under]
     share_alike_names = _describe_all(case, share_alike)
     if extra:
         sentence = f"{share_alike_names}: share-alike forbids the further restrictions of {_describe_all(case, extra)}"
@@ -183,8 +183,8 @@ def share_alike_licenses(case: Case) -> tuple[str, ...]:
     share_alike = _share_alike_parents(case)
     if not share_alike or _extra_restrictions(case):
         return ()
-    noncommercial = any(entry.kind == "noncommercial" for entry in case.resolved)
-    never = {outer for entry in case.resolved for outer in entry.never_under}
+    noncommercial = any(entry.kind == "noncommercial" for entry in case.known_licenses)
+    never = {outer for entry in case.known_licenses for outer in entry.never_under}
     return tuple(
         key
         for key, outer in case.table.licenses.items()
@@ -195,11 +195,11 @@ def share_alike_licenses(case: Case) -> tuple[str, ...]:
 
 def _extra_restrictions(case: Case) -> list[License]:
     """Return restrictions beyond share-alike. Share-alike permits its own kind, which is listed in `outer`."""
-    return [entry for entry in case.resolved if entry.restrictive or entry.kind == "no-derivatives"]
+    return [entry for entry in case.known_licenses if entry.restrictive or entry.kind == "no-derivatives"]
 
 
 def _share_alike_parents(case: Case) -> list[License]:
-    return [entry for entry in case.resolved if entry.kind == "copyleft"]
+    return [entry for entry in case.known_licenses if entry.kind == "copyleft"]
 
 
 def _compatible_outer_licenses(share_alike: list[License]) -> set[str]:

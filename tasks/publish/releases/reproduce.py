@@ -66,7 +66,7 @@ class ReproducedRelease:
 
 def rebuild_release(
     release: PublishedRelease,
-    verified: VerifiedRelease,
+    verified_release: VerifiedRelease,
     out: Path,
     *,
     directory: Path | None = None,
@@ -75,16 +75,16 @@ def rebuild_release(
 ) -> ReproducedRelease:
     """Merge again into ``out``, an empty directory, and compare every file with the release.
 
-    ``verified`` is the result of verifying the release, because only a consistent release is worth rebuilding. Relative
-    paths in the recipe start at ``directory``. None: mergegate searches for it. ``device`` is auto, cpu, cuda or
-    cuda:N. auto is the kind of device that built the release if available, or else cpu.
+    ``verified_release`` is the result of verifying the release, because only a consistent release is worth rebuilding.
+    Relative paths in the recipe start at ``directory``. None: mergegate searches for it. ``device`` is auto, cpu, cuda
+    or cuda:N. auto is the kind of device that built the release if available, or else cpu.
 
     Raises:
         InvalidInput: A parent is missing or differs from the one in the provenance.
         Refused: The Hub cannot deliver a parent, or the rebuilt files differ from the release.
     """
     try:
-        build = _Build.model_validate(verified.statement["predicate"]["buildDefinition"])
+        build = _Build.model_validate(verified_release.statement["predicate"]["buildDefinition"])
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (error.args[0],), "msg": "missing"}
         raise Refused(
@@ -134,8 +134,8 @@ def rebuild_release(
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
-    compared = {name for name in verified.listing if name.endswith(".safetensors")} | set(rebuilt)
-    if different := sorted(name for name in compared if rebuilt.get(name) != verified.listing.get(name)):
+    compared = {name for name in verified_release.listing if name.endswith(".safetensors")} | set(rebuilt)
+    if different := sorted(name for name in compared if rebuilt.get(name) != verified_release.listing.get(name)):
         original, installed = build.internal_parameters.versions, versions(*_DECIDING_LIBRARIES)
         changes = [
             f"{name} {original[name]} (here {installed[name]})"
@@ -151,7 +151,7 @@ def rebuild_release(
             advice = "do not use the release, because its recipe does not give its weights"
             remedy = f"device and libraries are the same; {advice}"
         raise Refused(
-            f"{verified.reference}: {different[0]}",
+            f"{verified_release.reference}: {different[0]}",
             found=f"{len(different)} of {len(compared)} rebuilt files differ: {', '.join(different[:5])}",
             expected="the same bytes",
             remedy=remedy,

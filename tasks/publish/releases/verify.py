@@ -30,7 +30,7 @@ from mergegate.tasks.publish import (
     SUMS,
     VERSION_DIGITS,
     checksums_text,
-    escaped,
+    escape,
     parse_checksums,
     public_key,
     read_signature,
@@ -79,7 +79,7 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
     if SUMS in check.files:
         text = check.text(SUMS)
         # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
-        is_equal = check.compare_files(parse_checksums(text), SUMS, unlisted={SUMS, SIGNATURE})
+        is_equal = check.compare_files(parse_checksums(text), SUMS, unlisted_files={SUMS, SIGNATURE})
         if is_equal and text != checksums_text(parse_checksums(text)):
             check.findings.append(f"{SUMS}: not in the form that mergegate writes")
     else:
@@ -95,7 +95,7 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
         except ValueError as error:
             check.findings.append(f"{SIGNATURE}: {error}")
         else:
-            check.compare_files(signature.files, SIGNATURE, unlisted={SIGNATURE})
+            check.compare_files(signature.files, SIGNATURE, unlisted_files={SIGNATURE})
             if key and not signature.matches_key(key):
                 check.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
     elif key is not None:
@@ -136,7 +136,7 @@ class _ReleaseCheck:
             str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
             for subject in _list(_at(self.statement, "subject"))
         }
-        self.compare_files(listed, PROVENANCE, unlisted={PROVENANCE, SIGNATURE, SUMS})
+        self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SIGNATURE, SUMS})
         if RECIPE in self.files:
             try:
                 documents: object = parse_yaml(self.text(RECIPE), RECIPE)
@@ -152,7 +152,7 @@ class _ReleaseCheck:
             for component in _list(_at(bom, "components"))
             for digest in _list(_at(component, "hashes"))
         }
-        self.compare_files(listed, BOM, unlisted={BOM, PROVENANCE, SIGNATURE, SUMS})
+        self.compare_files(listed, BOM, unlisted_files={BOM, PROVENANCE, SIGNATURE, SUMS})
         ancestors = [
             (_at(item, "name"), _at(item, "version"))
             for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
@@ -190,23 +190,25 @@ class _ReleaseCheck:
             self.findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
         for parent in self.parents:
             digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
-            if f"| {escaped(str(_at(parent, 'name')))} |" not in card or digest not in card:
+            if f"| {escape(str(_at(parent, 'name')))} |" not in card or digest not in card:
                 self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
 
-    def compare_files(self, listed: Mapping[str, str], source: str, unlisted: Collection[str]) -> bool:
+    def compare_files(self, listed_digests: Mapping[str, str], source: str, unlisted_files: Collection[str]) -> bool:
         """Compare the files with the list in ``source`` (name to sha256). Return whether they are equal.
 
-        ``unlisted`` files were written after ``source``, so that it cannot list them.
+        ``unlisted_files`` files were written after ``source``, so that it cannot list them.
         """
-        actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted}
-        for name in sorted({*listed, *actual}):
+        actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted_files}
+        for name in sorted({*listed_digests, *actual}):
             if name not in actual:
                 self.findings.append(f"{name}: missing, though {source} lists it")
-            elif name not in listed:
+            elif name not in listed_digests:
                 self.findings.append(f"{name}: not listed by {source}")
-            elif listed[name] != actual[name]:
-                self.findings.append(f"{name}: sha256 is {actual[name][:12]}…, {source} specifies {listed[name][:12]}…")
-        return listed == actual
+            elif listed_digests[name] != actual[name]:
+                self.findings.append(
+                    f"{name}: sha256 is {actual[name][:12]}…, {source} specifies {listed_digests[name][:12]}…"
+                )
+        return listed_digests == actual
 
     def _json(self, name: str) -> object:
         """Return the content of a JSON file of the release, or None if it cannot be parsed."""

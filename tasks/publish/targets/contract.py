@@ -282,15 +282,15 @@ def check_target(target: PublishTarget | None, root: Path) -> None:
     target.check(root)
 
 
-def require_alias_name(name: str, reserved: Collection[str]) -> None:
+def require_alias_name(name: str, reserved_names: Collection[str]) -> None:
     """Raise InvalidInput if ``name`` cannot be an alias.
 
-    ``reserved`` holds the names that the target reserves, such as ``latest``.
+    ``reserved_names`` holds the names that the target reserves, such as ``latest``.
 
     Raises:
         InvalidInput: The name is reserved or contains anything but letters, ``-`` and ``_``.
     """
-    if name in reserved:
+    if name in reserved_names:
         raise InvalidInput(
             _ALIAS_SETTING,
             found=f"{name!r}, which the target itself moves with every release",

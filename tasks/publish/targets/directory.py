@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import finish_directory, fsync, fsync_directories, locked, new_directory
+from mergegate.merge_core.files import finish_directory, fsync, fsync_directories, hold_lock, new_directory
 from mergegate.merge_core.parsing import LocalPath, open_plain, read_plain
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES, PROVENANCE, ReleaseFile, is_content_version
 from mergegate.tasks.publish.targets.contract import (
@@ -103,7 +103,7 @@ class DirectoryTarget(PublishTarget):
         directory, hashes = (request.root / self.path).resolve(), request.hashes
         destination = directory / request.version
         directory.mkdir(parents=True, exist_ok=True)
-        with locked(directory):
+        with hold_lock(directory):
             if destination.is_symlink():
                 raise Refused(
                     str(destination),
@@ -153,7 +153,7 @@ class DirectoryTarget(PublishTarget):
             raise alias_conflict(name, str(directory))
         if version not in versions:
             raise no_such_version(version, str(directory), versions)
-        with locked(directory):
+        with hold_lock(directory):
             _move_link(directory / name, version)
             fsync(directory)
 
@@ -275,4 +275,4 @@ def _write(file: ReleaseFile, path: Path, report: Callable[[int], None]) -> None
         output.flush()
         os.fsync(output.fileno())
     if digest.hexdigest() != file.sha256:
-        raise file.altered(digest.hexdigest())
+        raise file.alteration_error(digest.hexdigest())

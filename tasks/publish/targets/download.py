@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.files import HASHES, HashMemo, locked, remove_any, state_directory
+from mergegate.merge_core.files import HASHES, HashMemo, hold_lock, remove_any, state_directory
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import ContentMismatch, merkle, receive_directory
 
@@ -37,7 +37,7 @@ def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch:
     hashes = HashMemo(home() / "store" / HASHES)
     root = state_directory(home() / "releases", private=True)
     directory = root / merkle(files)[:32]
-    with locked(root / f".{directory.name}.lock"):
+    with hold_lock(root / f".{directory.name}.lock"):
         present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
         is_intact = directory.is_dir() and present == set(files)
         if not is_intact or any(hashes.sha256(directory / name) != sha256 for name, (_, sha256) in files.items()):
@@ -57,7 +57,7 @@ def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch:
     try:
         for path in root.iterdir():
             if path != directory and path.is_dir() and path.stat().st_mtime < time.time() - _RETENTION_S:
-                with locked(root / f".{path.name}.lock", remove=True):
+                with hold_lock(root / f".{path.name}.lock", remove=True):
                     remove_any(path)
     except OSError as error:
         _log.warning("unused releases in %s were not removed: %s", root, error)

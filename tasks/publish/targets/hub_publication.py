@@ -193,7 +193,7 @@ class _Connection:
                     if not isinstance(source, bytes):
                         actual = self.request.hashes.sha256(source, trust=False) if source.is_file() else ""
                         if actual != file.sha256:
-                            raise file.altered(actual)
+                            raise file.alteration_error(actual)
                 operations: list[Operation] = [*self.send(missing)]
                 operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
                 self.commit(self.desired.branch, parent, f"Stage {self.desired.version}", operations)

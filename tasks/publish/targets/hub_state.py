@@ -166,61 +166,71 @@ Step = (
 )
 
 
-def next_step(desired: DesiredState, observed: ObservedState, expected_head: str | None = None) -> Step:
+def next_step(desired_state: DesiredState, observed_state: ObservedState, expected_head: str | None = None) -> Step:
     """Return the next step toward the desired state.
 
     ``expected_head`` is the head of ``main`` that the release was compared with. If ``main`` is neither that nor
     already this release, it has changed in the meantime. None: any head is accepted.
     """
-    if not observed.exists:
+    if not observed_state.exists:
         return CreateRepository()
-    main = observed.main
+    main = observed_state.main
     if main is None:
         return PublicationBlocked(
             "the repository has no branch 'main'",
             "a model repository with a first commit",
             "create the repository again on the Hub",
         )
-    if (tagged := observed.tagged) is not None:
-        if not desired.is_on(tagged):
-            return version_taken(desired.version, (*desired.missing(tagged), *desired.stale(tagged))[0])
+    if (tagged := observed_state.tagged) is not None:
+        if not desired_state.is_on(tagged):
+            return version_taken(
+                desired_state.version, (*desired_state.missing(tagged), *desired_state.stale(tagged))[0]
+            )
         # Another mergegate release is current; the version that passed now replaces it. Changes that a user committed
         # to main after the release are left alone.
-        superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
-        if superseded and not desired.is_on(main):
-            promotion = Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
-            return _blocked(desired, observed, main, expected_head) or promotion
-        if observed.staged is not None:  # only an unfinished publication changes the visibility
-            if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
-                return ChangeSettings(private=False, gated=desired.gated)
-            return DeleteBranch(desired.branch)
-        return DeleteBranch(observed.leftovers[0]) if observed.leftovers else Done(tagged.commit)
+        superseded = any(
+            commit == main.commit and name != desired_state.version for name, commit in observed_state.tags.items()
+        )
+        if superseded and not desired_state.is_on(main):
+            promotion = Promote(main.commit, tagged, desired_state.missing(main), desired_state.stale(main))
+            return _blocked(desired_state, observed_state, main, expected_head) or promotion
+        if observed_state.staged is not None:  # only an unfinished publication changes the visibility
+            if desired_state.visibility == "public" and (
+                observed_state.private or observed_state.gated != desired_state.gated
+            ):
+                return ChangeSettings(private=False, gated=desired_state.gated)
+            return DeleteBranch(desired_state.branch)
+        return DeleteBranch(observed_state.leftovers[0]) if observed_state.leftovers else Done(tagged.commit)
 
-    if blocked := _blocked(desired, observed, main, expected_head):
+    if blocked := _blocked(desired_state, observed_state, main, expected_head):
         return blocked
     strictness = (False, "auto", "manual").index
-    if not observed.private and strictness(desired.gated) > strictness(observed.gated):
-        return ChangeSettings(private=False, gated=desired.gated)
-    if desired.is_on(main):
+    if not observed_state.private and strictness(desired_state.gated) > strictness(observed_state.gated):
+        return ChangeSettings(private=False, gated=desired_state.gated)
+    if desired_state.is_on(main):
         return Tag(main.commit)
-    if observed.staged is None:
+    if observed_state.staged is None:
         return CreateBranch(main.commit)
-    if not desired.is_on(observed.staged):
-        return StageFiles(observed.staged.commit, desired.missing(observed.staged), desired.stale(observed.staged))
-    return Promote(main.commit, observed.staged, desired.missing(main), desired.stale(main))
+    if not desired_state.is_on(observed_state.staged):
+        return StageFiles(
+            observed_state.staged.commit,
+            desired_state.missing(observed_state.staged),
+            desired_state.stale(observed_state.staged),
+        )
+    return Promote(main.commit, observed_state.staged, desired_state.missing(main), desired_state.stale(main))
 
 
 def _blocked(
-    desired: DesiredState, observed: ObservedState, main: Head, expected_head: str | None
+    desired_state: DesiredState, observed_state: ObservedState, main: Head, expected_head: str | None
 ) -> PublicationBlocked | None:
     """Return why ``main`` must not move: a private release would become visible, or ``main`` has changed."""
-    if not observed.private and desired.visibility == "private":
+    if not observed_state.private and desired_state.visibility == "private":
         return PublicationBlocked(
             "the repository is public",
             "a private repository, because the profile sets 'visibility: private'",
             "set 'visibility: public' in the profile, or make the repository private on the Hub",
         )
-    if expected_head is None or main.commit == expected_head or desired.is_on(main):
+    if expected_head is None or main.commit == expected_head or desired_state.is_on(main):
         return None
     return overtaken(
         f"main is at {main.commit[:12]} now", f"{expected_head[:12]}, the head that this release was compared with"

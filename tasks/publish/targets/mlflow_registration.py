@@ -90,19 +90,19 @@ def describe_release(files: Sequence[ReleaseFile], model: str, version: str, ali
     return Registration(model, version, alias, source, merkle(file_identities(files)), metrics, facts)
 
 
-def next_registry_write(observed: ObservedRegistry) -> NextWrite:
+def next_registry_write(observed_state: ObservedRegistry) -> NextWrite:
     """Return the next entry to write. The alias comes last, so it always points to a complete registration."""
-    if not observed.registered_version:
-        if not observed.experiment:
+    if not observed_state.registered_version:
+        if not observed_state.experiment:
             return "experiment"
-        if not observed.run:
+        if not observed_state.run:
             return "run"
-        if not observed.has_metrics:
+        if not observed_state.has_metrics:
             return "log"
-        if observed.run_status != "FINISHED":
+        if observed_state.run_status != "FINISHED":
             return "finish"
-        return "version" if observed.has_model else "model"
-    return "done" if observed.alias_version == observed.registered_version else "alias"
+        return "version" if observed_state.has_model else "model"
+    return "done" if observed_state.alias_version == observed_state.registered_version else "alias"
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class MlflowRegistry:
     url: str
     token: str = ""
 
-    def register(self, desired: Registration) -> tuple[str, bool]:
-        """Write the missing entries until the registry matches ``desired``. Idempotent.
+    def register(self, registration: Registration) -> tuple[str, bool]:
+        """Write the missing entries until the registry matches ``registration``. Idempotent.
 
         Returns:
             Number of the registered version, and whether anything was written.
@@ -124,12 +124,12 @@ class MlflowRegistry:
         has_changed, failures = False, 0
         for _ in range(_ROUNDS):
             try:
-                observed = self._observe(desired)
+                observed = self._observe(registration)
                 write = next_registry_write(observed)
                 if write == "done":
                     return observed.registered_version, has_changed
                 has_changed = True
-                self._write(write, desired, observed)
+                self._write(write, registration, observed)
                 failures = 0
             except MlflowError as error:
                 failures += 1
@@ -184,23 +184,25 @@ class MlflowRegistry:
     def _client(self) -> MlflowClient:
         return MlflowClient(self.url, _TIMEOUT_S, self.token)
 
-    def _observe(self, desired: Registration) -> ObservedRegistry:
-        experiment = self._client.experiment_id(desired.model)
+    def _observe(self, registration: Registration) -> ObservedRegistry:
+        experiment = self._client.experiment_id(registration.model)
         runs: list[Any] = []
         if experiment:
-            condition = f"tags.`{_DIGEST_TAG}` = '{desired.digest}' and tags.`{_VERSION_TAG}` = '{desired.version}'"
+            condition = (
+                f"tags.`{_DIGEST_TAG}` = '{registration.digest}' and tags.`{_VERSION_TAG}` = '{registration.version}'"
+            )
             query = {"experiment_ids": [experiment], "filter": condition}
             runs = self._client.post("runs/search", query).get("runs") or []
         run = runs[-1] if runs else {}
-        has_model = bool(self._client.get("registered-models/get", name=desired.model))
-        versions = self._versions(desired.model, _DIGEST_TAG, desired.digest) if has_model else []
-        numbers = [int(item["version"]) for item in versions if item.get("source") == desired.source]
-        alias = self._alias(desired.model, desired.alias) if has_model else {}
+        has_model = bool(self._client.get("registered-models/get", name=registration.model))
+        versions = self._versions(registration.model, _DIGEST_TAG, registration.digest) if has_model else []
+        numbers = [int(item["version"]) for item in versions if item.get("source") == registration.source]
+        alias = self._alias(registration.model, registration.alias) if has_model else {}
         return ObservedRegistry(
             experiment=experiment,
             run=str(member(run, "info", "run_id")),
             run_status=str(member(run, "info", "status")),
-            has_metrics=len(member(run, "data", "metrics") or ()) >= len(desired.metrics),
+            has_metrics=len(member(run, "data", "metrics") or ()) >= len(registration.metrics),
             has_model=has_model,
             registered_version=str(min(numbers, default="")),
             alias_version=str(member(alias, "version")),
@@ -214,28 +216,35 @@ class MlflowRegistry:
         """Return the model version that an alias points to, or an empty value."""
         return member(self._client.get("registered-models/alias", name=model, alias=alias), "model_version")
 
-    def _write(self, write: NextWrite, desired: Registration, observed: ObservedRegistry) -> None:
+    def _write(self, write: NextWrite, registration: Registration, observed_state: ObservedRegistry) -> None:
         now, post = round(time.time() * 1000), self._client.post
         match write:
             case "experiment":
-                post("experiments/create", {"name": desired.model})
+                post("experiments/create", {"name": registration.model})
             case "run":
-                run = {"experiment_id": observed.experiment, "run_name": desired.version, "start_time": now}
-                post("runs/create", {**run, "tags": desired.tags})
+                run = {"experiment_id": observed_state.experiment, "run_name": registration.version, "start_time": now}
+                post("runs/create", {**run, "tags": registration.tags})
             case "log":
-                batch = {"metrics": metric_entries(desired.metrics, now), "params": param_entries(desired.facts)}
-                post("runs/log-batch", {"run_id": observed.run, **batch})
+                batch = {
+                    "metrics": metric_entries(registration.metrics, now),
+                    "params": param_entries(registration.facts),
+                }
+                post("runs/log-batch", {"run_id": observed_state.run, **batch})
             case "finish":
-                post("runs/update", {"run_id": observed.run, "status": "FINISHED", "end_time": now})
+                post("runs/update", {"run_id": observed_state.run, "status": "FINISHED", "end_time": now})
             case "model":
-                post("registered-models/create", {"name": desired.model})
+                post("registered-models/create", {"name": registration.model})
             case "version":
-                verdict = desired.facts.get("mergegate.verdict", "")
-                version = {"name": desired.model, "source": desired.source, "run_id": observed.run}
-                version["description"] = f"Release {desired.version} by mergegate: {verdict}"
-                post("model-versions/create", {**version, "tags": desired.tags})
+                verdict = registration.facts.get("mergegate.verdict", "")
+                version = {"name": registration.model, "source": registration.source, "run_id": observed_state.run}
+                version["description"] = f"Release {registration.version} by mergegate: {verdict}"
+                post("model-versions/create", {**version, "tags": registration.tags})
             case "alias":
-                alias = {"name": desired.model, "alias": desired.alias, "version": observed.registered_version}
+                alias = {
+                    "name": registration.model,
+                    "alias": registration.alias,
+                    "version": observed_state.registered_version,
+                }
                 post("registered-models/alias", alias)
 
     def _retry(self, request: Callable[[], Any]) -> Any:

@@ -153,12 +153,12 @@ class OciTarget(PublishTarget):
                     try:
                         size = file.source.stat().st_size
                     except OSError:
-                        raise file.altered() from None
+                        raise file.alteration_error() from None
                     if size != file.size:
-                        raise file.altered(problem=f"{size} bytes instead of {file.size}")
+                        raise file.alteration_error(problem=f"{size} bytes instead of {file.size}")
                 received = registry.put_blob(blob, file.source, file.size)
                 if received != blob:
-                    raise file.altered(received.partition(":")[2])
+                    raise file.alteration_error(received.partition(":")[2])
                 sent += file.size
                 request.on_progress(sent, total)
         raise AssertionError("each write is taken once")
@@ -325,21 +325,21 @@ def _observe(request: PublishRequest, registry: Registry) -> _ObservedTags:
 
 
 def _next_oci_write(
-    digest: str, version: str, observed: _ObservedTags, expected_head: str
+    digest: str, version: str, observed_state: _ObservedTags, expected_head: str
 ) -> Literal["blobs", "version", "latest", "done"] | PublicationBlocked:
     """Return what to write next, or why writing would break a guarantee.
 
     ``digest`` is that of the manifest. ``expected_head`` is the digest of ``latest`` when the release was compared.
     """
-    if observed.version not in ("", digest):
-        return version_taken(version, observed.version[:_SHOWN_DIGITS])
-    if observed.latest not in (expected_head, digest):
+    if observed_state.version not in ("", digest):
+        return version_taken(version, observed_state.version[:_SHOWN_DIGITS])
+    if observed_state.latest not in (expected_head, digest):
         return overtaken(
-            f"another release ({observed.latest[:_SHOWN_DIGITS] or 'none'}) is current there now",
+            f"another release ({observed_state.latest[:_SHOWN_DIGITS] or 'none'}) is current there now",
             "the release that this one was compared with",
         )
-    if observed.missing:
+    if observed_state.missing:
         return "blobs"
-    if observed.version != digest:
+    if observed_state.version != digest:
         return "version"
-    return "latest" if observed.latest != digest else "done"
+    return "latest" if observed_state.latest != digest else "done"

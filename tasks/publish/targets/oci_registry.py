@@ -114,7 +114,7 @@ class Registry:
     def put_blob(self, digest: str, source: Path | bytes, size: int) -> str:
         """Upload a blob and return the digest of the bytes read. The registry discards a blob with any other digest."""
 
-        def put() -> str:
+        def put_blob() -> str:
             upload = self._send("POST", "/blobs/uploads/", content=b"")
             self._require_status(upload, (202,))
             body = _HashedBody(source)
@@ -129,7 +129,7 @@ class Registry:
                 self._require_status(answer, (201,))
             return body.digest
 
-        return self._retry(put)
+        return self._retry(put_blob)
 
     def ask(self, method: str, path: str, *, expected: Collection[int], **options: Any) -> httpx.Response:
         """Send a request and return the answer if its status is in ``expected``."""

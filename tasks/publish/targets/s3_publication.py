@@ -112,7 +112,7 @@ class S3Publication:
             composite.update(part_digest)
             yield data, encoded_sha256(part_digest)
         if digest.hexdigest() != file.sha256:
-            raise file.altered(digest.hexdigest())
+            raise file.alteration_error(digest.hexdigest())
         self._composites[file.name, part_size] = encoded_sha256(composite.digest())
 
     def send(self, names: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ class S3Publication:
             if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
                 data = b"".join(_read(file, _IN_MEMORY))
                 if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
-                    raise file.altered(actual)
+                    raise file.alteration_error(actual)
                 self.location.ask("put_object", Key=key, Body=data, **checksum)
             else:
                 try:
@@ -172,13 +172,13 @@ class S3Publication:
                         finally:
                             streamed = body.sha256()
                 except FileNotFoundError:
-                    raise file.altered() from None
+                    raise file.alteration_error() from None
                 except Exception as error:
                     if is_of_client(error) and streamed is not None and streamed != file.sha256:
-                        raise file.altered(streamed) from None  # the store has noticed, too
+                        raise file.alteration_error(streamed) from None  # the store has noticed, too
                     raise
                 if streamed is not None and streamed != file.sha256:
-                    raise file.altered(streamed)
+                    raise file.alteration_error(streamed)
             report(file.size)
             return
 
@@ -279,4 +279,4 @@ def _read(file: ReleaseFile, part_size: int) -> Iterator[bytes]:
             while data := source.read(part_size):
                 yield data
     except FileNotFoundError:
-        raise file.altered() from None
+        raise file.alteration_error() from None

@@ -125,33 +125,33 @@ class UpToDate:
 S3Step = SendFiles | MovePointer | UpToDate | PublicationBlocked
 
 
-def next_s3_step(desired: DesiredVersion, observed: ObservedLocation, expected_head: str) -> S3Step:
+def next_s3_step(desired_state: DesiredVersion, observed_state: ObservedLocation, expected_head: str) -> S3Step:
     """Return the next step toward the desired version.
 
     ``expected_head`` is the head of the pointer when the release was compared. If the pointer neither has this head nor
     names this release, it has moved in the meantime.
     """
-    entry, pointer = desired.entry, observed.pointer
-    previous = pointer.find(desired.version) if pointer else None
+    entry, pointer = desired_state.entry, observed_state.pointer
+    previous = pointer.find(desired_state.version) if pointer else None
     if previous is not None and previous.digest != entry.digest:
-        return version_taken(desired.version, previous.digest[:VERSION_DIGITS])
-    is_current = pointer is not None and pointer.current == desired.version
-    if not is_current and observed.head != expected_head:
+        return version_taken(desired_state.version, previous.digest[:VERSION_DIGITS])
+    is_current = pointer is not None and pointer.current == desired_state.version
+    if not is_current and observed_state.head != expected_head:
         return overtaken(
             f"another release ({pointer.current if pointer else 'none'}) is current there now",
             "the release that this one was compared with",
         )
-    if observed.foreign_files:
+    if observed_state.foreign_files:
         return PublicationBlocked(
-            f"{observed.foreign_files[0]} is among the files of this version but not part of the release",
+            f"{observed_state.foreign_files[0]} is among the files of this version but not part of the release",
             "only the files of the release",
             "find out who wrote it, and remove it",
         )
-    missing = tuple(sorted(set(desired.files) - observed.confirmed_files))
-    if missing or not observed.has_listing:
+    missing = tuple(sorted(set(desired_state.files) - observed_state.confirmed_files))
+    if missing or not observed_state.has_listing:
         return SendFiles(missing)
     if is_current:
         return UpToDate()
     earlier = pointer.versions if pointer else ()
     versions = earlier if previous else (*earlier, entry)
-    return MovePointer(Pointer(current=desired.version, versions=versions), observed.head)
+    return MovePointer(Pointer(current=desired_state.version, versions=versions), observed_state.head)

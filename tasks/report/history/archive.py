@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from mergegate.merge_core.files import locked, read_state, state_directory, write_state
+from mergegate.merge_core.files import hold_lock, read_state, state_directory, write_state
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report.history.changes import changes_since, earlier_runs
 from mergegate.tasks.report.history.ledger import LOCK, History, append_record, read_history
@@ -64,7 +64,7 @@ def archive_run(
         OSError: If a page or the history cannot be written.
     """
     state_directory(reports, private=True)
-    with locked(reports / LOCK, required=False):
+    with hold_lock(reports / LOCK, required=False):
         history_before = read_history(reports)
         profile = file_name(record.profile)
         directory = state_directory(reports / profile, private=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mergegate.merge_core.files import Damaged, locked, move_aside, read_state, write_state
+from mergegate.merge_core.files import Damaged, hold_lock, move_aside, read_state, write_state
 from mergegate.tasks.report.history.record import RunRecord, parse_record
 
 HISTORY, LOCK = "history.jsonl", "history.lock"
@@ -107,7 +107,7 @@ def mend_history(reports: Path) -> None:
     Raises:
         OSError: If the history cannot be written.
     """
-    with locked(reports / LOCK, required=False):
+    with hold_lock(reports / LOCK, required=False):
         history = read_history(reports)
         if history.damaged:
             _set_aside(reports / HISTORY, history)

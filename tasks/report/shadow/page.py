@@ -60,11 +60,11 @@ def _win_rate_plot(content: ShadowContent, layout: Drawing) -> str:
     low = min(bound, *(100 * point.low for point in late)) - _ROOM
     high = max(50.0, *(100 * point.high for point in late)) + _ROOM
     keys = [
-        Key.styled("win rate", color=Ink.TEXT.value, linewidth=2.4),
-        Key.styled(
+        Key.style_key("win rate", color=Ink.TEXT.value, linewidth=2.4),
+        Key.style_key(
             f"{100 * content.confidence:g} % each way, at all looks", color=Ink.ACCENT.value, linewidth=6, alpha=0.3
         ),
-        Key.styled(f"to be shown: above {wording.plain(bound)} %", color=Ink.INCONCLUSIVE.value, **DASHED),
+        Key.style_key(f"to be shown: above {wording.plain(bound)} %", color=Ink.INCONCLUSIVE.value, **DASHED),
     ]
     with drawing(plot):
         axes, finish = _panel(layout, plot, keys)
@@ -95,9 +95,9 @@ def _evidence_plot(content: ShadowContent, layout: Drawing) -> str:
     threshold = -math.log1p(-content.confidence)
     pairs = [point.pairs for point in points]
     keys = [
-        Key.styled("for the candidate", color=Ink.PASS.value, linewidth=2.4),
-        Key.styled("against it", color=Ink.FAIL.value, linewidth=2.0, linestyle=(0, (5, 2))),
-        Key.styled(f"{e_value(threshold)}: decided", color=Ink.INCONCLUSIVE.value, **DASHED),
+        Key.style_key("for the candidate", color=Ink.PASS.value, linewidth=2.4),
+        Key.style_key("against it", color=Ink.FAIL.value, linewidth=2.0, linestyle=(0, (5, 2))),
+        Key.style_key(f"{e_value(threshold)}: decided", color=Ink.INCONCLUSIVE.value, **DASHED),
     ]
     with drawing(plot):
         axes, finish = _panel(layout, plot, keys)

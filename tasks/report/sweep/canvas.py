@@ -164,7 +164,7 @@ class Key:
     style: tuple[tuple[str, Any], ...]
 
     @staticmethod
-    def styled(text: str, **style: Any) -> Key:
+    def style_key(text: str, **style: Any) -> Key:
         return Key(text, tuple(style.items()))
 
 
@@ -178,20 +178,22 @@ def trial_keys(content: SweepContent, trials: Sequence[Trial], objective: int, a
     for origin, text in names:
         if origin in origins:
             face = {"markerfacecolor": INK[origin].value, "markeredgewidth": 0, "linestyle": "none"}
-            keys.append(Key.styled(text, marker=SHAPE[origin], markersize=SIZE[origin], **face))
+            keys.append(Key.style_key(text, marker=SHAPE[origin], markersize=SIZE[origin], **face))
     states = {state_of(trial) for trial in trials}
     hollow = {"markerfacecolor": "none", "markeredgecolor": Ink.MUTED.value, "linestyle": "none"}
     if "dropped" in states:
-        keys.append(Key.styled("dropped", marker="o", markersize=6, **hollow))
+        keys.append(Key.style_key("dropped", marker="o", markersize=6, **hollow))
     if "infeasible" in states:
-        keys.append(Key.styled("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4}))
+        keys.append(
+            Key.style_key("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4})
+        )
     if any(axis.is_below(factor * score_in(trial, objective)) for trial in trials if state_of(trial) != "failed"):
-        keys.append(Key.styled("farther down", marker="v", markersize=6, **hollow))
+        keys.append(Key.style_key("farther down", marker="v", markersize=6, **hollow))
     return keys
 
 
 def winner_key(content: SweepContent) -> Key:
-    return Key.styled(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
+    return Key.style_key(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
 
 
 def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left_margin: float, columns: int) -> None:

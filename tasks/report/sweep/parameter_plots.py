@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mergegate.tasks.report.rows import shortened
+from mergegate.tasks.report.rows import shorten
 from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline, write
 from mergegate.tasks.report.sweep.canvas import (
     DASHED,
@@ -74,7 +74,7 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
         if content.winner is not None:
             keys.append(winner_key(content))
         if any(parameter.start is not None for parameter in content.parameters):
-            keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **DASHED))
+            keys.append(Key.style_key("start", color=Ink.INCONCLUSIVE.value, **DASHED))
         columns = min(len(content.parameters), 2 if layout.narrow else 3)
         rows = math.ceil(len(content.parameters) / columns)
         legend_columns = 2 if layout.narrow else len(keys)
@@ -99,7 +99,7 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
                 ticks(axes, "y", 4)
                 if column:
                     axes.set_yticklabels([])
-                name = shortened(parameter.name, 17 if layout.narrow else 34)
+                name = shorten(parameter.name, 17 if layout.narrow else 34)
                 write(axes, (0, 1), name, TextStyle(size=12 if layout.narrow else 13, bold=True), shift=(0, -13))
                 _draw_slice(axes, content, parameter, objective, axis, panel_width)
             legend(figure, layout, keys, 0 if layout.narrow else left - 6, legend_columns)
@@ -114,7 +114,7 @@ def _draw_slice(
     if parameter.type == "category":
         room = int(width / len(parameter.among) / _CHARACTER)
         positions = [share_of(parameter, choice) for choice in parameter.among]
-        names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
+        names = [shorten(value_text(choice), max(3, room)) for choice in parameter.among]
     else:
         low, high = float(parameter.low), float(parameter.high)
         middle = (low + high) / 2
@@ -183,11 +183,11 @@ def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     for layout in (WIDE, NARROW):
         plot = f"parallel-{objective}-{layout.name}"
         better_style = _BETTER if layout.narrow else _LINES
-        keys = [Key.styled("the best quarter", **better_style), Key.styled("all others", **_OTHERS)]
+        keys = [Key.style_key("the best quarter", **better_style), Key.style_key("all others", **_OTHERS)]
         if any(value is not None for value in start.values()):
-            keys.append(Key.styled("start", color=Ink.INCONCLUSIVE.value, **(_START if layout.narrow else DASHED)))
+            keys.append(Key.style_key("start", color=Ink.INCONCLUSIVE.value, **(_START if layout.narrow else DASHED)))
         if content.winner is not None:
-            keys.append(Key.styled(winner_word(content), **(_WINNER if layout.narrow else _WINNERS_LINE)))
+            keys.append(Key.style_key(winner_word(content), **(_WINNER if layout.narrow else _WINNERS_LINE)))
         columns = 2 if layout.narrow else len(keys)
         head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if layout.narrow else 30, 8
         left, right = _MARGINS[layout.name]
@@ -234,20 +234,20 @@ def _write_names(axes: Axes, parameter: ReportedParameter, row: int, winner: Tri
     if parameter.type == "category":
         ends = (f"{len(parameter.among)} choices", "")
 
-    def put(end: int, text: str, shift: float, style: TextStyle) -> None:
+    def put_text(end: int, text: str, shift: float, style: TextStyle) -> None:
         offset = (shift, -7 if layout.narrow else 0)
         write(axes, (end, row), text, style, shift=offset, coordinates=axes.get_yaxis_transform())
 
     size = 11.5 if layout.narrow else 12
     winner_style = TextStyle(size=size, bold=True, ink=Ink.PASS, align="right")
     if layout.narrow:
-        put(0, shortened(parameter.name, 24), 2, TextStyle(size=size))
+        put_text(0, shorten(parameter.name, 24), 2, TextStyle(size=size))
         span = f"{ends[0]} to {ends[1]}" if ends[1] else ends[0]
-        put(1, span, -62, TextStyle(size=10.5, ink=Ink.MUTED, align="right"))
-        put(1, value, -2, winner_style)
+        put_text(1, span, -62, TextStyle(size=10.5, ink=Ink.MUTED, align="right"))
+        put_text(1, value, -2, winner_style)
     else:
         left, right = _MARGINS[layout.name]
-        put(0, shortened(parameter.name, 26), -left, TextStyle(size=size))
-        put(0, ends[0], -10, TextStyle(size=11, ink=Ink.MUTED, align="right"))
-        put(1, ends[1], 10, TextStyle(size=11, ink=Ink.MUTED))
-        put(1, shortened(value, 11), right, winner_style)
+        put_text(0, shorten(parameter.name, 26), -left, TextStyle(size=size))
+        put_text(0, ends[0], -10, TextStyle(size=11, ink=Ink.MUTED, align="right"))
+        put_text(1, ends[1], 10, TextStyle(size=11, ink=Ink.MUTED))
+        put_text(1, shorten(value, 11), right, winner_style)

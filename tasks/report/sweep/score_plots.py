@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from mergegate.tasks.report.rows import shortened
+from mergegate.tasks.report.rows import shorten
 from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline, write
 from mergegate.tasks.report.sweep.canvas import (
     DASHED,
@@ -72,10 +72,14 @@ def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
             keys.append(winner_key(content))
         failed = [trial for trial in candidates if state_of(trial) == "failed"]
         if failed:
-            keys.append(Key.styled("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
+            keys.append(
+                Key.style_key("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6)
+            )
         reference = trial_numbered(content, content.reference)
         if layout.narrow and reference is not None:
-            keys.append(Key.styled(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
+            keys.append(
+                Key.style_key(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED)
+            )
         left, right = (58, 4) if layout.narrow else (66, 190)
         columns = 2 if layout.narrow else max(1, len(keys))
         head = 20 + 19 * math.ceil(len(keys) / columns)
@@ -146,7 +150,7 @@ def _draw_levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, 
 
 
 def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
-    name = shortened(trial.label or "hand-written", _CHARACTERS)
+    name = shorten(trial.label or "hand-written", _CHARACTERS)
     return f"{name} {score_text(content, objective, score_in(trial, objective))}"
 
 
@@ -182,7 +186,7 @@ def front_plot(content: SweepContent) -> tuple[str, ...]:
     for layout in (WIDE, NARROW):
         plot = f"front-{layout.name}"
         keys = trial_keys(content, scored, 1, up)
-        keys.append(Key.styled("front", color=Ink.PASS.value, linewidth=1.8))
+        keys.append(Key.style_key("front", color=Ink.PASS.value, linewidth=1.8))
         keys += [winner_key(content)] if content.winner is not None else []
         columns = 2 if layout.narrow else len(keys)
         head = 36 + 19 * math.ceil(len(keys) / columns)
@@ -212,8 +216,8 @@ def front_plot(content: SweepContent) -> tuple[str, ...]:
                 axes.plot(xs, ys, color=Ink.PASS.value, linewidth=1.8, drawstyle="steps-pre", zorder=3)
             names = [f"{item.title}{f', {item.unit}' if item.unit else ''}" for item in objectives]
             muted = TextStyle(ink=Ink.MUTED)
-            write(axes, (1, 0), shortened(names[0], 60), TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
-            write(axes, (0, 1), shortened(names[1], 60), muted, shift=(-left + 2, -14))
+            write(axes, (1, 0), shorten(names[0], 60), TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
+            write(axes, (0, 1), shorten(names[1], 60), muted, shift=(-left + 2, -14))
             legend(figure, layout, keys, 0 if layout.narrow else left - 6, columns)
             numbers = " ".join(f"Trial {number}." for number in content.front)
             plots.append(inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {numbers}"))

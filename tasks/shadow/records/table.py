@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import locked
+from mergegate.merge_core.files import hold_lock
 from mergegate.tasks.shadow.recorded_traffic import ArmRow, RecordedAnswer, RecordedPair, ShadowRecord
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def open_records(url: str) -> Records:
             # If two connections switch the mode simultaneously, SQLite refuses one of them without waiting, to avoid a
             # deadlock (https://www.sqlite.org/c3ref/busy_handler.html). A lock file therefore serializes them.
             lock = path.with_name(path.name + ".lock")
-            with locked(lock, remove=True, required=False), engine.connect() as connection:
+            with hold_lock(lock, remove=True, required=False), engine.connect() as connection:
                 connection.exec_driver_sql("pragma journal_mode=wal")
         with engine.begin() as connection:
             if is_sqlite:

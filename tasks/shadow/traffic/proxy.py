@@ -258,11 +258,11 @@ class ShadowProxy:
             error="" if answer.error == _DISCONNECTED else answer.error,
             fallback=answer.fallback,
             first_byte=answer.first_byte,
-            seconds=answer.elapsed(),
+            seconds=answer.elapsed_seconds(),
         )
         if answer.error == _DISCONNECTED:
             self._count("clients that left")
-        self._recorder.put(record)
+        self._recorder.enqueue(record)
         self._recent_rows[answer.arm].append(record.row)
         if answer.arm != "candidate" or not routing.watching:
             return

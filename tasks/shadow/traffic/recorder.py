@@ -62,7 +62,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="shadow records", daemon=True)
         self._thread.start()
 
-    def put(self, record: ShadowRecord) -> None:
+    def enqueue(self, record: ShadowRecord) -> None:
         """Add a record to the queue, or count it as not recorded if the queue is full."""
         size = len(record.request) + len(record.response)
         with self._lock:

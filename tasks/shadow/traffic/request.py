@@ -91,7 +91,7 @@ class ArmAnswer:
     fallback: bool = False
     is_complete: bool = False
 
-    def elapsed(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Return the seconds since the start of the request."""
         return time.perf_counter() - self.started
 
@@ -101,7 +101,7 @@ class ArmAnswer:
         If the body is longer than ``limit`` bytes, one additional byte is stored, which marks it as too long.
         """
         if self.first_byte is None:
-            self.first_byte = self.elapsed()
+            self.first_byte = self.elapsed_seconds()
         self.body += piece[: max(0, limit + 1 - len(self.body))]
 
 
