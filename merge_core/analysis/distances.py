@@ -21,7 +21,7 @@ def find_outliers(gram: Sequence[Sequence[float]], max_ratio: float) -> dict[int
     """Find the task vectors that are more than ``max_ratio`` times as long as the median task vector.
 
     Return the length of each as a multiple of the median length, by index. The result is empty if the median is zero,
-    that is, if at least half of the models equal the base.
+    that is, if more than half of the models equal the base.
     """
     lengths = np.sqrt(np.maximum(np.diagonal(np.asarray(gram, float)), 0))
     median_length = float(np.median(lengths))
