@@ -38,7 +38,7 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
         if has_mark(out / NAME):
             own_names = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
         else:
-            # If a participant was killed before it wrote the mark, or is writing it now, there is only an empty journal.
+            # A participant that was killed before it wrote the mark, or is writing it now, leaves one empty file.
             try:
                 is_empty = (out / NAME).is_file() and (out / NAME).stat().st_size == 0
             except FileNotFoundError:
