@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 # Merging related models does not change the root mean square by more than this factor relative to all parents.
 _SIZE_RATIO = 4.0
-# In large tensors, only the first elements of each period are sampled; a thousand elements are enough to estimate a root
-# mean square. Each entry of ``_PERIODS`` has a number of elements above which its period applies.
+# Large tensors are sampled: this many elements at the start of each period. A thousand elements are enough to estimate
+# a root mean square. ``_PERIODS`` has tensor sizes and the periods above them.
 _SAMPLE_RUN = 256
 _PERIODS = ((1 << 18, 64 * _SAMPLE_RUN), (1 << 13, 8 * _SAMPLE_RUN))
 

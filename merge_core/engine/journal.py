@@ -33,7 +33,7 @@ from mergegate.merge_core.files import LineChain, has_mark, try_open_locked
 from mergegate.merge_core.plan import MergePlan, Shard
 from mergegate.merge_core.system import boot_id
 
-# Increase this number when a change of the engine changes the output of a plan or the journal lines. Then merges that an
+# Increase this number when the engine writes other bytes for the same plan, or other journal lines. Then merges that an
 # older engine started are not resumed.
 ENGINE = 5
 SUFFIX = f".journal{PARTIAL}"

@@ -1,4 +1,6 @@
-"""Forecast the memory, disk space and time of a planned merge from the rates of a machine::
+"""Forecast the memory, disk space and time of a planned merge from the rates of a machine.
+
+::
 
     needs = estimate_needs(plan, EngineSettings(), cores=8, device="cpu")
     time = duration(needs, measure_machine(files, out, cores=8), cores=8)
@@ -89,7 +91,7 @@ class Needs:
         gpu_block: Bytes of the largest block on a GPU, including temporary values.
         memory: Peak of anonymous main memory, in bytes.
         gpu_memory: Peak of GPU memory, in bytes. 0 on a CPU.
-        disk: Bytes on the disk of the output at the end: weights, results of steps, other files and journals.
+        disk: Peak bytes on the disk of the output: weights, results of steps, other files and journals.
         assumed_cost: Names of the methods whose costs are assumed, not measured.
     """
 
