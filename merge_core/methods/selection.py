@@ -46,7 +46,7 @@ class SelectionThreshold:
 
     @property
     def stride(self) -> int:
-        """Number near ``0.618 * tied`` without a common divisor, so that ``rank * stride % tied`` permutes all ranks."""
+        """Number near ``0.618 * tied`` and coprime to it, so that ``rank * stride % tied`` permutes all ranks."""
         step = max(1, round(self.tied * 0.6180339887498949))
         while math.gcd(step, self.tied) != 1:
             step += 1

@@ -284,7 +284,7 @@ _EIGH = 12.5
 def _method(compute_factors: Factors, *, decompositions: int, workspaces: int, **fields: Any) -> Method:
     """Return a method that multiplies task matrices by factors. ``fields`` are the other fields of :class:`.Method`.
 
-    The costs are ``decompositions`` eigendecompositions, and ``workspaces`` matrices of the size of a product in memory.
+    It costs ``decompositions`` eigendecompositions, and memory for ``workspaces`` matrices of the size of a product.
     """
 
     def steps(task: TensorTask) -> Steps:

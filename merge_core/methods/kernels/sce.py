@@ -1,7 +1,7 @@
 """Kernels for SCE: variances over the models, energies, and the vote. Counterparts of :mod:`merge_core.methods.sce`.
 
-``cut`` is ``(key, quota, tied, stride)`` of the selection; a key of -1 selects everything. ``before`` is the number of
-ties before each grain if only some ties are selected. See :class:`merge_core.methods.selection.SelectionThreshold`.
+The argument ``cut`` is ``(key, quota, tied, stride)`` of a :class:`merge_core.methods.selection.SelectionThreshold`, and
+``before`` is its field of the same name. A key of -1 selects everything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Kernels that count scores by their bits, and that scan them above and inside windows.
-
-They are the counterparts of the passes in :mod:`merge_core.methods.selection`.
-"""
+"""Kernels for the passes of :mod:`merge_core.methods.selection`: count scores by their bits, and scan windows."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits, wid
 
 @compiled
 def sizes(data: Any, rows: Any, length: int) -> Any:
-    """Return ``|x_i - b|``: ``[models, elements]``."""
+    """Return the magnitudes ``|x_i - b|``: ``[models, elements]``."""
     base, result = np.empty(TILE, np.float32), np.empty((len(rows) - 1, length), np.float32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
@@ -150,18 +147,18 @@ def scan_windows(
     keys: Any,
     filled_count: Any,
 ) -> None:
-    """Count the scores inside and above each window for one part of a block, and add them to the previous parts.
+    """Scan one part of a block for scores inside and above windows. The last five arguments are updated in place.
 
     Args:
         scores: ``[streams, elements]``, non-negative.
-        windows: ``[requests, 3]``: stream, first key, and the key after the last.
-        common: ``[requests, n]``: frequent keys inside the window, only counted. Unused entries are 2**32 - 1.
-        grain: Number of elements in a grain, the unit of ``counts``.
+        windows: ``[requests, 3]``: stream, smallest key in the window, smallest key above it.
+        common: ``[requests, n]``: keys in the window to count instead of storing. Unused entries are 2**32 - 1.
+        grain: Number of elements in a grain.
         above: ``[requests]``: number of scores above the window.
         positive: ``[streams]``: number of scores above zero.
         counts: ``[grains of this part, requests, n + 1]``: number of each common key, then of all other keys inside.
-        keys: ``[requests, capacity]``: the other keys, in order.
-        filled_count: ``[requests]``: number of other keys. If they do not fit, it exceeds the capacity.
+        keys: ``[requests, capacity]``: the other keys inside the window, in element order.
+        filled_count: ``[requests]``: number of other keys. It exceeds the capacity if they do not fit.
     """
     inside, capacity, common_keys = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
     for s in range(len(scores)):
