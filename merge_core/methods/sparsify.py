@@ -39,7 +39,7 @@ class KeepNone:
 
 @dataclass(frozen=True)
 class MagnitudeWindow:
-    """Rule that keeps the elements among the largest by ``low`` but not by ``high``. None: no upper limit."""
+    """Rule that keeps the elements whose magnitudes ``low`` selects and ``high`` does not. None selects nothing."""
 
     low: SelectionThreshold
     high: SelectionThreshold | None = None

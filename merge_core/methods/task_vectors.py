@@ -177,7 +177,7 @@ _EPSILON = (Parameter("epsilon", "float", "non_base", 0.15, "half width of the k
 
 
 def _method(sparsify: Callable[[TensorTask], Folds], vote: str | None, **fields: Any) -> Method:
-    """Return a method that sparsifies and combines task vectors. ``fields`` are the other fields of :class:`.Method`."""
+    """Return a method that sparsifies and combines task vectors. ``fields`` are more fields of :class:`.Method`."""
 
     def steps(task: TensorTask) -> Steps:
         sparsifier = yield from sparsify(task)

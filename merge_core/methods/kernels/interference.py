@@ -35,9 +35,9 @@ def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
 def oppositions(data: Any, rows: Any, length: int, grain: int, limits: Any) -> Any:
     """Count the weights that task vectors move noticeably, and those that they move in opposite directions.
 
-    ``limits`` ``[grains, vectors]`` are the sizes above which a change is noticeable. Return int64 ``[1 + pairs, 2]``. The
-    first row has the number of weights that several vectors move, and how many of them move in opposite directions. The
-    other rows have the same for each pair of vectors.
+    ``limits`` ``[grains, vectors]`` are the sizes above which a change is noticeable. Return int64 ``[1 + pairs, 2]``.
+    The first row has the number of weights that several vectors move, and how many of them move in opposite directions.
+    The other rows have the same numbers for each pair of vectors.
     """
     count = limits.shape[1]
     counts = np.zeros((1 + count * (count - 1) // 2, 2), np.int64)

@@ -1,7 +1,7 @@
 """Kernels for SCE: variances over the models, energies, and the vote. Counterparts of :mod:`merge_core.methods.sce`.
 
-The argument ``cut`` is ``(key, quota, tied, stride)`` of a :class:`merge_core.methods.selection.SelectionThreshold`, and
-``before`` is its field of the same name. A key of -1 selects everything.
+The arguments ``cut``, which is ``(key, quota, tied, stride)``, and ``before`` are from a
+:class:`merge_core.methods.selection.SelectionThreshold`. A key of -1 selects everything.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def task_vectors(
     * ``scales``: ``[models]``, factors of the kept elements.
     * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`. With
       ``masks``, all but ``kinds`` are None.
-    * ``masks``: Masks from :func:`masked_norms`. None if the tables decide which elements to keep.
+    * ``masks``: Masks from :func:`masked_norms`. If None or empty, the tables decide which elements to keep.
     """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
