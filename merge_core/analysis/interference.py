@@ -99,7 +99,7 @@ class Interference(BaseModel):
 
     @property
     def network_tally(self) -> Tally:
-        """Tally of the whole network."""
+        """Tally of all compared tensors."""
         return total([spot.tally for spot in self.spots])
 
     def layers(self) -> dict[tuple[str, int], Tally]:

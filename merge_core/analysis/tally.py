@@ -46,7 +46,7 @@ class Tally(BaseModel):
 
     @property
     def has_merge(self) -> bool:
-        """Whether the merge was tallied with its parents."""
+        """Whether the tally includes a merge."""
         return len(self.gram) > self.vectors
 
     @property

@@ -94,7 +94,7 @@ class BufferPool:
             return True
 
     def reclaim(self, buffer: Bytes) -> None:
-        """Stop counting a buffer as retained."""
+        """Stop counting a buffer that :meth:`retain` accepted."""
         with self._lock:
             self._retainable += len(buffer)
 

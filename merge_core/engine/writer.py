@@ -138,7 +138,7 @@ class ShardFiles:
         self.check()
 
     def check(self) -> None:
-        """Raise the exception that stopped the hashing thread, if any."""
+        """Raise the exception that stopped the hashing thread. If it is running, do nothing."""
         if self._failure is not None:
             raise self._failure
 

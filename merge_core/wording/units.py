@@ -21,7 +21,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str, location: str) -> int:
-    """Parse a number of bytes: 'GB' and 'TB' are powers of 1000, 'GiB' and 'TiB' powers of 1024.
+    """Parse a number of bytes with a decimal unit ('50GB', '1.5 TB') or a power of 1024 ('50GiB').
 
     Raises:
         InvalidInput: The text is not a number with a unit. The message names ``location``, for example an option.

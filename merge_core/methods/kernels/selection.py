@@ -27,7 +27,7 @@ def sizes(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def first_digits(data: Any, rows: Any, length: int) -> Any:
-    """Count the leading 16 bits of ``|x_i - b|`` for the first pass of ``select``: ``[models, 65536]``."""
+    """Count the values of the leading 16 bits of ``|x_i - b|``: ``[models, 65536]``."""
     count = len(rows) - 1
     base, delta, places = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.uint32)
     # Alternate between two tables: equal neighbors would wait for each other's store.
@@ -49,7 +49,7 @@ def first_digits(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def next_digits(data: Any, rows: Any, length: int, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Count the next bits of the scores that have the requested prefix: ``[requests, 2**width]``."""
+    """Count the next ``width`` bits of the magnitudes that start with each prefix: ``[requests, 2**width]``."""
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
@@ -70,7 +70,7 @@ def next_digits(data: Any, rows: Any, length: int, streams: Any, prefixes: Any, 
 
 @compiled
 def ties(data: Any, rows: Any, length: int, grain: int, streams: Any, keys: Any) -> Any:
-    """Count the scores that equal the requested key in each grain: ``[grains, requests]``."""
+    """Count the magnitudes in each grain that equal each of ``keys``: ``[grains, requests]``."""
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     counted = np.zeros(((length + grain - 1) // grain, len(streams)), np.int64)
     for first in range(0, length, TILE):
@@ -90,7 +90,7 @@ def ties(data: Any, rows: Any, length: int, grain: int, streams: Any, keys: Any)
 
 @compiled
 def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
-    """Count the bits from ``shift`` upwards of non-negative float32 scores: ``[streams, bins]``."""
+    """Count the values of the bits above ``shift`` in non-negative float32 scores: ``[streams, bins]``."""
     even, odd = np.zeros((len(scores), bins), np.uint32), np.zeros((len(scores), bins), np.uint32)
     places = np.empty(TILE, np.uint32)
     for i in range(len(scores)):
@@ -109,7 +109,7 @@ def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
 
 @compiled
 def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Count the next bits of the scores that have the requested prefix: ``[requests, 2**width]``."""
+    """Count the next ``width`` bits of the scores that start with each prefix: ``[requests, 2**width]``."""
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
     for r in range(len(streams)):
@@ -123,7 +123,7 @@ def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: i
 
 @compiled
 def ties_of(scores: Any, grain: int, streams: Any, keys: Any) -> Any:
-    """Count the scores that equal the requested key in each grain: ``[grains, requests]``."""
+    """Count the scores in each grain that equal each of ``keys``: ``[grains, requests]``."""
     counted = np.zeros(((scores.shape[1] + grain - 1) // grain, len(streams)), np.int64)
     for r in range(len(streams)):
         stream, key = scores[streams[r]], np.uint32(keys[r])
