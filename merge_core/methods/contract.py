@@ -372,7 +372,7 @@ class Traits:
         may_zero: Whether parameters can scale a tensor to zero, so that a tensor of zeros may be intended.
         merges_base: Whether the base is merged like a model. If not, it is only the origin of task vectors.
         adapters: How to merge adapters of one base into an adapter: as a ``sum`` of their low-rank products, which is
-            lossless, or by applying the method to the ``products``. None: adapters cannot be merged, because the result
+            lossless, or by applying the method to the ``products``. None: the result cannot be an adapter, because it
             depends on more than the differences from the base.
         conflict_remedy: How to change a recipe to this method if task vectors conflict. None if it does not help.
         first_draft: Clause that describes the method, for the recipe that ``init`` writes. Empty for methods that
@@ -407,8 +407,8 @@ class Method:
         summary: One-line description for users.
         paper: Reference to the publication.
         base: Role of the recipe's base. ``required``: it is input 0. ``optional``: it is input 0 if there is one.
-            ``ordinary``: it is an input like the models. ``donor``: it only provides the config and the tokenizer,
-            unless it is also a model; then it is the first one.
+            ``ordinary``: it is an input like the models. ``donor``: if it is one of the models, it comes first. If not,
+            it only provides the config and the tokenizer, or is an input too if there is a single model.
         models: Minimum and maximum number of inputs other than the base. A maximum of None means any number.
         parameters: Parameters that a recipe may set.
         steps: Generator function that computes a tensor (see the module docstring).
