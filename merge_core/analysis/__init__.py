@@ -1,4 +1,4 @@
-"""Measure how the task vectors of the parents agree, and how far the merge moved from its base, layer by layer."""
+"""Measure, layer by layer, how far the parents' task vectors agree and how far the merge moved from the base."""
 
 from mergegate.merge_core.analysis.distances import find_outliers, geometric_median, normalized_lengths_and_distances
 from mergegate.merge_core.analysis.interference import NOT_FINITE, Interference, TensorGroup, measure_interference

@@ -1,8 +1,8 @@
-"""Find outlier models and compute robust model weights from the distances between models.
+"""Find outlier models and compute robust model weights from the Gram matrix of whole task vectors (``Tally.gram``).
 
-The functions are pure. They only need the Gram matrix of the task vectors of whole models (``Tally.gram``)::
+::
 
-    find_outliers(gram, max_ratio=5)             # {3: 12.4}: the fourth is 12.4 times as long as the median
+    find_outliers(gram, max_ratio=5)          # {3: 12.4}: model 3's task vector is 12.4 times as long as the median
     geometric_median(gram, [1, 1, 1])         # shares that add up to 1
 """
 
@@ -18,10 +18,10 @@ _STEPS, _SMOOTH = 200, 1e-6
 
 
 def find_outliers(gram: Sequence[Sequence[float]], max_ratio: float) -> dict[int, float]:
-    """Return the task vectors that are more than ``max_ratio`` times as long as the median one, mapped to that ratio.
+    """Find the task vectors that are more than ``max_ratio`` times as long as the median task vector.
 
-    A model that was not trained at all is never an outlier. If at least half of the models were not trained, the median
-    is zero and the result is empty.
+    Return the length of each as a multiple of the median length, by index. The result is empty if the median is zero,
+    that is, if more than half of the models equal the base.
     """
     lengths = np.sqrt(np.maximum(np.diagonal(np.asarray(gram, float)), 0))
     median_length = float(np.median(lengths))
@@ -35,9 +35,9 @@ def find_outliers(gram: Sequence[Sequence[float]], max_ratio: float) -> dict[int
 
 
 def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tuple[float, float | None]]:
-    """Return the length of each task vector and its median distance to the others, relative to the median length.
+    """Return the length of each task vector and its median distance to the other task vectors.
 
-    For a single task vector, the distance is None.
+    Both are multiples of the median length. A single task vector has the distance None.
     """
     products = np.asarray(gram, float)
     squares = np.maximum(np.diagonal(products), 0)
@@ -56,15 +56,12 @@ def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tu
 
 
 def geometric_median(gram: Sequence[Sequence[float]], model_weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the shares of the task vectors in their geometric median.
+    """Return the share of each task vector in their geometric median. The shares add up to 1.
 
     The geometric median minimizes the weighted sum of distances to all task vectors. It is computed with Weiszfeld's
-    algorithm, which only needs their products (Pillutla et al. 2022, https://arxiv.org/abs/1912.13445). The point stays
-    with the majority: models that hold less than half of the total weight cannot pull it away, however far they go.
-
-    Args:
-        gram: Gram matrix, ``[models, models]``.
-        model_weights: Weight of each model. None may be negative, and at least one must be positive.
+    algorithm, which only needs the Gram matrix (Pillutla et al. 2022, https://arxiv.org/abs/1912.13445). Models with
+    less than half of the total weight cannot pull the point far from the others. Model weights must not be negative,
+    and at least one must be positive.
     """
     products = np.asarray(gram, float)
     weights = np.asarray(model_weights, float) / np.sum(model_weights)

@@ -1,11 +1,13 @@
-"""Measure interference: how the task vectors of a merge's parents agree, layer by layer, and how far the merge moved.
+"""Measure interference: how far the parents' task vectors agree, layer by layer, and how far the merge moved.
 
-measured = measure_interference(origin, parents, merge)     # opened checkpoints; weights are streamed from disk
-measured.network_tally.cosine(0, 1), measured.layers()[0].conflict
+::
 
-Memory use does not depend on the size of the models, because they are read and tallied in blocks. A sign conflict is a
-weight that two task vectors move in opposite directions; TIES resolves such conflicts (Yadav et al. 2023, arXiv
-2306.01708).
+    measured = measure_interference(origin, parents, merge)     # checkpoints, whose weights are streamed from disk
+    measured.network_tally.cosine(0, 1)
+    measured.layers()["model.layers", 0].conflict
+
+Models are read and tallied in blocks, so memory use does not depend on their size. A sign conflict is a weight that two
+task vectors move in opposite directions. TIES resolves such conflicts (Yadav et al. 2023, arXiv 2306.01708).
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ from mergegate.merge_core.system import cores_of_process
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# A task vector moves a weight noticeably if it moves it by more than this share of the root mean square of its
-# changes in the grain. Fine-tuning also moves weights by a rounding step, and the sign of such a change means nothing.
+# A task vector moves a weight noticeably if the change exceeds this share of the root mean square of its changes in the
+# grain. Fine-tuning also moves weights by single rounding steps, and the sign of such a change means nothing.
 NOTICEABLE = 0.1
-# Number of elements over which that root mean square is taken. It is part of the definition, not a tuning parameter.
+# Number of elements in a grain. It is part of the definition of a noticeable change, not a tuning parameter.
 GRAIN = 1 << 16
 
-# Reason for skipping a tensor that contains such values in some model.
+# Reason for skipping a tensor that is not finite in some model.
 NOT_FINITE = "NaN or infinities"
 # Memory for one block of all models, as float32. It is fixed because sums are accumulated block by block.
 _BLOCK_BYTES = 16 << 20
@@ -61,7 +63,7 @@ _FUSE_FROM_BYTES = 64 << 20
 
 
 class TensorGroup(BaseModel):
-    """All tensors of one kind in one layer, or outside the layers."""
+    """Tally of all tensors of one kind in one layer, or outside the layers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,7 +74,7 @@ class TensorGroup(BaseModel):
 
 
 class Skipped(BaseModel):
-    """Tensors that could not be compared, and the reason."""
+    """Tensors that were not compared for one reason."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,10 +84,10 @@ class Skipped(BaseModel):
 
 
 class Interference(BaseModel):
-    """How strongly the task vectors of a merge's parents interfere with each other.
+    """Result of :func:`measure_interference`.
 
-    Task vectors are identified by position; the report adds their names. ``spots`` is in network order: tensors before
-    the layers, the layers, tensors after the layers.
+    Task vectors are numbered in the order of the parents. ``spots`` has the tensors before the layers, then the layers,
+    then the tensors after the layers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,11 +99,11 @@ class Interference(BaseModel):
 
     @property
     def network_tally(self) -> Tally:
-        """Tally of the whole network."""
+        """Tally of all compared tensors."""
         return total([spot.tally for spot in self.spots])
 
     def layers(self) -> dict[tuple[str, int], Tally]:
-        """Return the tally of each layer by (stack, layer), in network order."""
+        """Return the tallies of the layers by stack name and layer index, in network order."""
         parts: dict[tuple[str, int], list[Tally]] = {}
         for spot in self.spots:
             if spot.layer is not None:
@@ -116,16 +118,16 @@ def measure_interference(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Interference:
-    """Tally the task vectors of ``parents`` from ``origin``, and the change of ``merge``, over all float tensors.
+    """Tally how the parents and the merge differ from ``origin``, over all floating-point tensors.
 
-    A tensor is skipped, and listed as skipped, if a model lacks it, has it in another shape (because its vocabulary
-    differs) or contains NaN or infinities in it. The merge is not compared if its layers differ from the origin's.
+    A tensor is skipped if a model lacks it, has it in another shape (for example for another vocabulary) or has NaN or
+    infinity in it. If the merge has other layers than the origin, only the parents are compared.
 
     Args:
         origin: Base model, from which task vectors are measured.
         parents: One or more fine-tuned models.
-        merge: Model that was merged from them.
-        on_progress: Called with the bytes read so far and the total.
+        merge: Model that was merged from the parents. None: compare the parents only.
+        on_progress: Function called with the number of bytes read so far and in total.
 
     Raises:
         InvalidInput: A file cannot be read, or no tensor can be compared.
@@ -177,13 +179,9 @@ def measure_interference(
 
 
 def tally_grains(block: StoredBlock, vectors: int) -> Tally:
-    """Return the tally of one block, computed with NumPy.
+    """Tally one block with NumPy. This is the readable reference for the fused kernels.
 
-    This is the readable reference for the fused kernels.
-
-    Args:
-        block: Block with these rows: the origin, ``vectors`` parents, and the merge if there is one.
-        vectors: Number of parents.
+    The rows of ``block`` are the origin, ``vectors`` parents, and the merge if there is one.
     """
     data = numbers(block.data, BY_CODE["BF16"]) if block.data.dtype == np.uint16 else block.data
     rows = np.stack([data[start : start + block.length] for start in block.rows])
@@ -259,10 +257,7 @@ def _jobs(models: Sequence[Checkpoint], skipped_tensors: dict[str, list[str]]) -
 
 
 def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None]) -> list[Tally]:
-    """Return the tally of each job.
-
-    Several blocks are computed concurrently but added in order, so that the sums are always the same.
-    """
+    """Return the tally of each job. Blocks are computed concurrently but added in order, so sums are reproducible."""
     total_bytes, bytes_done = sum(job.nbytes_in for job in jobs), 0
     tally = _fused_tally if total_bytes >= _FUSE_FROM_BYTES else tally_grains
     pool = BufferPool(_POOL_BYTES, pinned=False)

@@ -1,8 +1,7 @@
-"""Add up the sums over a set of weights that describe how task vectors agree.
+"""Store the sums from which cosines, conflicts and distances of task vectors are computed.
 
 A task vector is the difference between a model and the model it was fine-tuned from (Ilharco et al. 2023, arXiv
-2212.04089). All ratios are derived from the sums, and the sums of two sets add up to the sums of both. So the tally
-of a layer, a kind of tensor or the whole model is found by addition.
+2212.04089). Tallies can be added: the tallies of the tensors in a layer add up to the tally of the layer.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Tally(BaseModel):
-    """Sums over a set of ``elements`` weights that describe how ``vectors`` task vectors agree.
+    """Sums over ``elements`` weights that describe how far ``vectors`` task vectors agree.
 
-    ``gram`` is symmetric. It has the shape ``[vectors, vectors]``, plus a last row and column for the difference
-    between merge and origin if there is a merge. Pairs are in the order of ``itertools.combinations``: (0, 1), (0, 2),
-    ..., (1, 2), ...
+    ``gram`` is symmetric, ``[vectors, vectors]``. If there is a merge, a last row and column stand for its difference
+    from the origin. ``pair_moved`` and ``pair_opposed`` are in the order of :attr:`pairs`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,7 +26,7 @@ class Tally(BaseModel):
     elements: int
     vectors: int
     origin: float  # sum of squares of the origin's weights
-    gram: tuple[tuple[float, ...], ...]  # inner products of the differences from the origin
+    gram: tuple[tuple[float, ...], ...]  # inner products of the differences between models and origin
     moved: int  # weights that at least two task vectors move noticeably
     opposed: int  # of these, weights that two task vectors move in opposite directions
     pair_moved: tuple[int, ...]  # ``moved`` and ``opposed`` for each pair
@@ -48,12 +46,12 @@ class Tally(BaseModel):
 
     @property
     def has_merge(self) -> bool:
-        """Whether the merge was tallied with its parents."""
+        """Whether the tally includes a merge."""
         return len(self.gram) > self.vectors
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of task vectors."""
+        """Pairs of task vector numbers: (0, 1), (0, 2), ..., (1, 2), ..."""
         return tuple(combinations(range(self.vectors), 2))
 
     def norm(self, vector: int) -> float:
@@ -61,35 +59,34 @@ class Tally(BaseModel):
         return math.sqrt(self.gram[vector][vector])
 
     def length(self, vector: int) -> float | None:
-        """Return the L2 norm of a task vector relative to the origin's, or None if the origin is zero."""
+        """Return the L2 norm of a task vector divided by that of the origin, or None if the origin is zero."""
         return self._relative(self.gram[vector][vector])
 
     def cosine(self, first: int, second: int) -> float | None:
-        """Return the cosine of the angle between two task vectors, -1 to 1, or None if one of them is zero."""
+        """Return the cosine of two task vectors (-1 to 1), or None if one of them is zero."""
         norms = self.norm(first) * self.norm(second)
         return max(-1.0, min(1.0, self.gram[first][second] / norms)) if norms else None
 
     @property
     def conflict(self) -> float | None:
-        """Share, 0 to 1, of conflicting weights among the weights that two or more task vectors move.
+        """Share (0 to 1) of weights that move in opposite directions, among those that several task vectors move.
 
-        A weight is in conflict if two task vectors move it in opposite directions. Two unrelated task vectors conflict
-        in half of the weights that both move.
+        Two unrelated task vectors conflict in half of the weights that both move. None if there are no such weights.
         """
         return self.opposed / self.moved if self.moved else None
 
     def pair_conflict(self, first: int, second: int) -> float | None:
-        """Return the share of conflicting weights among the weights that two task vectors both move."""
+        """Return the :attr:`conflict` of two task vectors alone."""
         index = self.pairs.index((min(first, second), max(first, second)))
         return self.pair_opposed[index] / self.pair_moved[index] if self.pair_moved[index] else None
 
     @property
     def merge_length(self) -> float | None:
-        """Distance of the merge from the origin, as an L2 norm relative to the origin's norm."""
+        """Distance of the merge from the origin, divided by the L2 norm of the origin. None without a merge."""
         return self._relative(self.gram[-1][-1]) if self.has_merge else None
 
     def merge_distance(self, vector: int) -> float | None:
-        """Return the distance between the merge and the parent of a task vector, relative to the origin's L2 norm."""
+        """Return the distance of the merge from parent ``vector``, divided by the L2 norm of the origin."""
         if not self.has_merge:
             return None
         merge_square, cross, vector_square = self.gram[-1][-1], self.gram[-1][vector], self.gram[vector][vector]
@@ -100,7 +97,7 @@ class Tally(BaseModel):
 
 
 def total(tallies: Sequence[Tally]) -> Tally:
-    """Return the tally of all sets together. At least one tally is required."""
+    """Add up one or more tallies."""
     return reduce(Tally.__add__, tallies)
 
 

@@ -1,4 +1,4 @@
-"""Execute a plan: read, fold, map and write many tensors in parallel, resumably, with any number of processes."""
+"""Execute the plan of a merge: compute and write tensors in parallel, with any number of processes, resumably."""
 
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from mergegate.merge_core.engine.devices import EngineSettings, has_cuda_driver

@@ -1,7 +1,7 @@
-"""Read the inputs of a job block by block into reused memory, and expose them as stored numbers or as tensors.
+"""Read the inputs of a job block by block into reused memory, and provide them as stored numbers or as tensors.
 
-Blocks that several passes need stay in memory up to a small limit. Beyond it, a block is read again (the second time
-from the page cache), and derived tensors are computed again.
+A few blocks stay in memory from one pass over a tensor to the next. The others are read again, usually from the page
+cache, and blocks of derived tensors are computed again.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-# Rows of a buffer start at cache lines, which also aligns every number format.
+# Rows of a buffer start at multiples of this, the size of a cache line. That also aligns every number format.
 _ALIGN = 64
 # Buffer sizes are multiples of this, so that buffers can be reused.
 _BUFFER_UNIT = 1 << 20
-# Limit per input, so that a few huge tensors do not evict each other from the page cache.
+# Limit of the read-ahead per input, so that a few huge tensors do not evict each other from the page cache.
 _READ_AHEAD_BYTES = 128 << 20
-# Linux reads at most this much per advice call, even if the call specifies more.
+# Largest number of bytes that Linux reads ahead per call.
 _ADVICE_BYTES = 1 << 20
 # Runs of rows up to this size are read with one call.
 _SINGLE_READ_BYTES = 1 << 16
 
 
 class BufferPool:
-    """A pool of reused memory, because fresh pages cost as much as reading data into them.
+    """A pool of reused buffers, because new memory pages cost as much time as reading data into them.
 
-    Buffers are mapped, not taken from the heap, which would keep freed memory between other allocations.
+    Buffers are mapped, because the heap would not return their memory to the system between other allocations.
 
     Args:
         limit: Total bytes above which unused buffers are unmapped before new ones are created.
-        pinned: Whether the memory is pinned because a GPU copies from and to it.
-        retained: Maximum bytes of buffers that stay in use from one pass over a tensor to the next. Default: 0.
+        pinned: Whether to pin the memory for copies from and to a GPU.
+        retained_bytes: Maximum total size of the buffers that :meth:`retain` accepts.
     """
 
     def __init__(self, limit: int, *, pinned: bool, retained_bytes: int = 0) -> None:
@@ -67,7 +67,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Bytes:
-        """Return a buffer of at least ``size`` bytes; return it to the pool with :meth:`give`."""
+        """Return a buffer of at least ``size`` bytes. Give it back with :meth:`give`."""
         size = max(-(-size // _BUFFER_UNIT), 1) * _BUFFER_UNIT
         with self._lock:
             fitting = [index for index, buffer in enumerate(self._free) if size <= len(buffer) <= 2 * size]
@@ -86,10 +86,7 @@ class BufferPool:
         return np.frombuffer(memory, np.uint8)
 
     def retain(self, buffer: Bytes) -> bool:
-        """Return whether a buffer may stay in use until the next pass.
-
-        If so, call :meth:`reclaim` before the buffer is returned to the pool.
-        """
+        """Return whether a buffer may stay in use until the next pass. If so, that pass must call :meth:`reclaim`."""
         with self._lock:
             if len(buffer) > self._retainable:
                 return False
@@ -97,12 +94,12 @@ class BufferPool:
             return True
 
     def reclaim(self, buffer: Bytes) -> None:
-        """Stop counting a buffer as retained."""
+        """Stop counting a buffer that :meth:`retain` accepted."""
         with self._lock:
             self._retainable += len(buffer)
 
     def give(self, buffer: Bytes) -> None:
-        """Return an unused buffer to the pool."""
+        """Give a buffer back to the pool."""
         with self._lock:
             self._free.append(buffer)
 
@@ -114,9 +111,9 @@ class BufferPool:
 
 
 def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
-    """Ask the system to read the beginning of each input into the page cache, without waiting for it.
+    """Ask the system to read the beginning of each input into the page cache in the background.
 
-    The disk then works while kernels are loaded and other tensors are computed.
+    The disk then works while this process loads kernels or computes other tensors.
     """
     for tensor in job.stored_tensors:
         fd, end = files[tensor.file], tensor.offset + min(tensor.nbytes, _READ_AHEAD_BYTES)
@@ -126,13 +123,13 @@ def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
 
 
 class JobInputs:
-    """The inputs of one job.
+    """The inputs of one job, divided into blocks.
 
     Args:
         job: Job of one output tensor.
         files: Open file descriptor of each input file.
-        block: Elements per block; the last block is shorter.
-        grain: Number of elements in a grain, the unit of ``counts``. It divides ``block``.
+        block: Number of elements in a block, a multiple of ``grain``. The last block may be shorter.
+        grain: Number of elements in a grain, the unit of reductions.
         pool: Pool that provides memory.
     """
 
@@ -146,16 +143,16 @@ class JobInputs:
         self.dtypes = [tensor.dtype for tensor in tensors]
         self._row_maps = [*(item.rows for item in job.inputs), *(None for _ in importance)]
         self._read_elements = [open_elements(tensor, files) for tensor in tensors]
-        self._means: dict[int, NDArray[np.float64]] = {}  # Means of inputs whose table grows.
+        self._means: dict[int, NDArray[np.float64]] = {}  # Mean rows of inputs that lack rows of the output.
         self._means_lock = threading.Lock()
 
     def load(self, index: int, *, check_finite: bool = False, fused: bool = False) -> LoadedBlock:
-        """Read block ``index`` into memory. Close it (``with``) when its numbers are no longer needed.
+        """Read a block into memory. Use it in a ``with`` statement, or close it.
 
         Args:
             index: Index of the block, from 0.
-            check_finite: Whether to count NaN and infinity in each input after reading it (see :mod:`.finite`).
-            fused: Whether compiled kernels do the counting.
+            check_finite: Whether to count the NaN and infinite elements of each input (see :mod:`.finite`).
+            fused: Whether to count them with compiled kernels.
         """
         start = index * self.block
         length = min(self.block, self.numel - start)
@@ -181,7 +178,7 @@ class JobInputs:
     def _read_rows(
         self, index: int, row_map: RowMap, target: Bytes, start: int, counts: NDArray[np.int64], fused: bool
     ) -> None:
-        """Fill ``target`` with the elements from ``start`` of the output's rows, run by run (see ``RowMap``)."""
+        """Fill ``target`` with elements of the output's rows from index ``start``, run by run (see ``RowMap``)."""
         tensor = self.job.inputs[index].tensor
         size, width, starts = tensor.dtype.size, self.numel // len(row_map), row_map.starts
         stop = start + len(target) // size
@@ -198,7 +195,7 @@ class JobInputs:
         view = target.data
         for (lender, offset, begin, end), is_own_run in zip(parts, is_own.tolist(), strict=True):
             if is_own_run:
-                # Rows may be scattered. Most take one call; the general reader handles the rest.
+                # Scattered rows make many short runs. Read each with one call if possible.
                 if isinstance(tensor, StoredTensor) and (end - begin) * size <= _SINGLE_READ_BYTES:
                     piece, position = view[begin * size : end * size], tensor.offset + offset * size
                     with suppress(OSError):
@@ -209,7 +206,7 @@ class JobInputs:
             part = target[begin * size : end * size]
             self._fill_lent(index, row_map, part, lender, offset, counts)
             if non_finite := count_non_finite(part, tensor.dtype, fused=fused):
-                counts[index] -= non_finite  # These elements are not the input's own.
+                counts[index] -= non_finite  # The row is counted as a whole, but these elements are the lender's.
                 if lender >= 0:
                     self._count_for_lender(row_map.models[lender], part, offset, width, counts)
 
@@ -221,10 +218,10 @@ class JobInputs:
         Args:
             index: Index of the input that lacks the rows.
             row_map: Row map of this input.
-            target: Bytes to fill, all of one run.
+            target: Bytes of one run.
             lender: Value from ``RowMap.lender``.
             offset: First element in the lender's table. For ``MEAN``, only its column matters.
-            counts: Non-finite elements per input. Elements that are not counted elsewhere are added for their lenders.
+            counts: Number of non-finite elements of each input, updated for the lenders of mean rows.
         """
         dtype = self.job.inputs[index].tensor.dtype
         width, count = self.numel // len(row_map), len(target) // self.job.inputs[index].tensor.dtype.size
@@ -265,7 +262,7 @@ class JobInputs:
         return _to_float64(part, lender_input.tensor.dtype)
 
     def _count_for_lender(self, lender: str, part: Bytes, offset: int, width: int, counts: NDArray[np.int64]) -> None:
-        """Count the non-finite elements of lent rows for their lender, unless it reads those rows itself."""
+        """Count the non-finite elements of lent rows for their lender, unless the lender reads those rows itself."""
         index, item = self._find_input(lender)
         dtype = item.tensor.dtype
         if not count_non_finite(part, dtype, fused=False):
@@ -273,17 +270,14 @@ class JobInputs:
         for row in range(offset // width, (offset + len(part) // dtype.size - 1) // width + 1):
             begin = max(row * width, offset) - offset
             piece = part[begin * dtype.size : ((row + 1) * width - offset) * dtype.size]
-            # A row that the result uses for the lender itself is counted in the lender's own pass.
+            # A row that the output also takes from the lender itself is counted when the lender's input is read.
             rows = item.rows
             if rows is not None and not np.any((rows.lender == rows.own) & (rows.row == row)):
-                # Copied for alignment: a row may start anywhere in the block.
+                # Copy the row, because its start may not be aligned.
                 counts[index] += count_non_finite(piece.copy(), dtype, fused=False)
 
     def _mean_row(self, index: int, width: int) -> NDArray[np.float64]:
-        """Return the mean over all rows of an input's own table.
-
-        Rows are added in the order of their bytes, so the result does not depend on the block size.
-        """
+        """Return the mean over all rows of an input's own table. It does not depend on the block size."""
         with self._means_lock:
             if index not in self._means:
                 tensor = self.job.inputs[index].tensor
@@ -301,7 +295,7 @@ class JobInputs:
 
 
 def open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
-    """Return a function that reads elements of ``tensor`` from its file, or computes them if they are not stored."""
+    """Return a function that reads elements of ``tensor`` from its file, or computes them for a derived tensor."""
 
     def read(tensor: StoredTensor, first: int, into: Bytes) -> None:
         read_into(files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
@@ -327,16 +321,16 @@ def _from_float64(values: NDArray[np.float64], dtype: DType) -> Bytes:
 
 @dataclass(eq=False)
 class LoadedBlock:
-    """A block of a job's inputs in memory.
+    """One block of all inputs of a job, in memory.
 
     Args:
-        inputs: Inputs that the block belongs to.
-        buffer: Memory of all rows, from ``pool``.
-        rows: Bytes of each input, then of each importance.
-        start: Index of the first element.
+        inputs: Inputs of the job.
+        buffer: Memory of all rows.
+        rows: Bytes of each input, then of each importance tensor.
+        start: Index of the first element in the tensor.
         length: Number of elements.
-        pool: Pool that provides the memory.
-        non_finite: Number of NaN and infinite elements that each input itself has, as far as they have been checked.
+        pool: Pool that the buffer came from.
+        non_finite: Number of NaN and infinite elements of each row. Zeros if they were not counted.
     """
 
     inputs: JobInputs
@@ -355,20 +349,20 @@ class LoadedBlock:
         self.close()
 
     def retain(self) -> bool:
-        """Return whether the block may stay in memory for the next pass, which then calls :meth:`reclaim`."""
+        """Return whether the block may stay in memory until the next pass. If so, that pass calls :meth:`reclaim`."""
         return self.pool.retain(self.buffer)
 
     def reclaim(self) -> LoadedBlock:
-        """Return the block itself, no longer counted as retained."""
+        """Stop counting the block as retained, and return it."""
         self.pool.reclaim(self.buffer)
         return self
 
     def close(self) -> None:
-        """Return the block's memory to the pool."""
+        """Give the memory back to the pool."""
         self.pool.give(self.buffer)
 
     def stored_block(self) -> StoredBlock:
-        """Return the numbers in stored form, all bfloat16 or all float32, for fused kernels."""
+        """Return the numbers for fused kernels: as stored if all are bfloat16, else as float32."""
         codes = {dtype.code for dtype in self.inputs.dtypes}
         if codes == {"BF16"} or codes == {"F32"}:
             kind: Any = np.uint16 if codes == {"BF16"} else np.float32
@@ -385,10 +379,7 @@ class LoadedBlock:
         return StoredBlock(np.concatenate(widened), rows_at, self.length, self.start, self.inputs.grain)
 
     def tiles(self, size: int, device: str, dtype: torch.dtype) -> Iterator[Block]:
-        """Yield the block as tensors of ``dtype`` on ``device``.
-
-        A tile consists of whole grains and has at most ``size`` elements.
-        """
+        """Yield the block in tiles of up to ``size`` elements, but at least one grain, as ``dtype`` on ``device``."""
         import torch
 
         grain, count = self.inputs.grain, len(self.inputs.job.inputs)
@@ -400,7 +391,7 @@ class LoadedBlock:
             yield Block(torch.stack(inputs), self.start + first, grain, torch.stack(importance) if importance else None)
 
     def tensors(self, device: str) -> list[torch.Tensor]:
-        """Return the inputs in their own formats on ``device``; copy them only once."""
+        """Return the rows as tensors in their own formats on ``device``. They are copied only once."""
         import torch
 
         if self._on_device:

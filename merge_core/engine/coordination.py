@@ -1,7 +1,7 @@
-"""Coordinate several merges into one directory: find the first and the last participant, and serialize critical steps.
+"""Coordinate processes that merge into one directory: the first prepares the directory, and the last cleans up.
 
-Every participant holds a shared lock on one file of the directory. A participant that gets an exclusive lock knows that
-it is alone and may prepare the directory, or clean up at the end. Locks end with their process.
+Every participant holds a shared lock on one file in the directory. A participant that gets an exclusive lock knows that
+it is the only one. A lock ends with its process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ FINISHING = f"finishing{PARTIAL}"
 def join_merge(
     out: Path, *, check: Callable[[], None], prepare: Callable[[], None], tidy: Callable[[], None]
 ) -> Iterator[None]:
-    """Take part in the merge into ``out`` and wait at the end until all participants have finished.
+    """Take part in the merge into ``out`` while the ``with`` block runs, then wait for the other participants.
 
-    An exception is raised without waiting.
+    If the block raises, do not wait.
 
     Args:
-        out: Output directory. It exists.
-        check: Function that raises unless ``out`` is empty or has an unfinished merge. It runs before any file is
-            created.
-        prepare: Function that runs next if there is no other participant.
-        tidy: Function that the last participant runs at the end. It does not run after a failure, because the merge can
-            be resumed from the files.
+        out: Output directory. It must exist.
+        check: Function called before any file is created. It raises unless ``out`` is empty or has an unfinished merge.
+        prepare: Function called after ``check`` if there is no other participant.
+        tidy: Function that the last participant calls at the end. It is not called after a failure, because the merge
+            can be resumed from the files that it would remove.
     """
     path = out / NAME
     while True:
@@ -46,8 +45,8 @@ def join_merge(
             except FileNotFoundError:
                 continue
         try:
-            # Write the mark before any other file: it shows that the later files belong to mergegate. All participants
-            # write the same bytes at the same offset.
+            # Write the mark before any other file, because it shows that later files belong to mergegate. It does not
+            # matter that all participants write it: they write the same bytes at the same offset.
             os.write(fd, MARK_CONTENT)
             if lock_file(fd, path, wait=False, required=False):
                 prepare()

@@ -1,8 +1,7 @@
-"""Choose the threads, kernels and devices of a merge (the CPU, one CUDA GPU or all), and set up what each thread needs.
+"""Choose the devices, threads and kernels of a merge.
 
 A device is a name in torch's notation, such as ``cpu`` or ``cuda:0``. Importing torch takes longer than merging a small
-model, and the fused kernels do not need it. Therefore torch is imported only if there may be a GPU, or if a block is
-computed with it.
+model. Therefore torch is imported only if there may be a GPU, or if a block is computed without fused kernels.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class EngineSettings:
     """Settings of the engine. They do not influence the result.
 
     Args:
-        threads: Number of worker threads. Default: two more than there are cores, so that some can wait for the disk.
-        block_elements: Elements per block.
-        tile_elements: Elements that an unfused CPU computation processes at a time, so that they stay in the cache.
+        threads: Number of worker threads. Default: number of cores plus 2, because some threads wait for the disk.
+        block_elements: Number of elements in a block.
+        tile_elements: Number of elements that torch processes at a time on a CPU, so that they stay in the cache.
         keep_output: Whether the result stays in the page cache for the next reader.
-        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU if there is enough input.
+        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU if the input is large.
     """
 
     threads: int | None = None
@@ -56,11 +55,11 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that share a merge, all of one kind. Each tensor is computed on one of them.
+    """Devices of one kind that share a merge. Each tensor is computed on one of them.
 
     Args:
         all: Device names, at least one.
-        note: Reason why ``auto`` did not choose a GPU; empty if it did.
+        note: Reason why ``auto`` did not choose a GPU. Empty if it did.
     """
 
     all: tuple[str, ...]
@@ -76,15 +75,12 @@ class Devices:
 
 
 def device_type(device: str) -> str:
-    """Return the type of a device, for example ``cuda`` for ``cuda:1``."""
+    """Return the type of a device: ``cuda`` for ``cuda:1``."""
     return device.partition(":")[0]
 
 
 def choose_devices(name: str) -> Devices:
-    """Return the devices that ``name`` stands for.
-
-    Args:
-        name: ``cpu``, ``cuda`` (every GPU), ``cuda:1``, or ``auto`` (GPUs if there are any).
+    """Return the devices for a setting: ``cpu``, ``cuda`` (all GPUs), ``cuda:1``, or ``auto`` (GPUs, or else the CPU).
 
     Raises:
         InvalidInput: The name is unknown, or the GPU does not exist.
@@ -108,7 +104,7 @@ def choose_devices(name: str) -> Devices:
 
 
 def has_cuda_driver() -> bool:
-    """Return whether this machine has the CUDA driver library; without it, torch need not be imported."""
+    """Return whether this machine has the CUDA driver library. Without it, there is no GPU to ask torch about."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -130,9 +126,9 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 @contextmanager
 def own_stream(device: str) -> Iterator[None]:
-    """Use a CUDA stream per thread, so that copies of one thread overlap with computations of another.
+    """Let the calling thread use its own CUDA stream, so that its copies overlap with other threads' computations.
 
-    On exit, all work on the stream has finished, because host buffers are reused afterward. Do nothing on a CPU.
+    The exit waits for all work on the stream, because host buffers are reused afterward. On a CPU, do nothing.
     """
     if device_type(device) != "cuda":
         yield
@@ -148,10 +144,10 @@ def own_stream(device: str) -> Iterator[None]:
 
 
 class SingleThreadedTorch:
-    """A context in which torch computes on one thread, from the first block that needs torch.
+    """A context in which each torch operation runs on one thread, because the engine computes blocks in parallel.
 
-    A merge is parallel over blocks instead of inside operations. This reduces waiting and keeps the order of
-    reductions. Call :meth:`use` before computing. Leaving the context restores the previous number of threads.
+    This reduces waiting and keeps the order of reductions. Call :meth:`use` before torch computes a block. The exit
+    restores the previous number of threads.
     """
 
     def __init__(self) -> None:
@@ -171,12 +167,12 @@ class SingleThreadedTorch:
             torch.set_num_threads(self._previous_threads)
 
     def import_early(self) -> None:
-        """Import torch in the background. The import takes a second or two, in which other blocks can be processed."""
+        """Import torch in the background, which takes a second or two. Meanwhile, fused kernels can compute blocks."""
         self._import_thread = threading.Thread(target=self.use, name="torch")
         self._import_thread.start()
 
     def use(self) -> None:
-        """Make torch compute on one thread."""
+        """Import torch, and limit it to one thread."""
         if self._previous_threads is not None:
             return
         with self._lock:

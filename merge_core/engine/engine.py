@@ -1,7 +1,7 @@
-"""Execute a plan and its steps into a directory, which is complete once ``config.json`` exists.
+"""Execute a plan and its steps, and write the result into a directory. It is complete once ``config.json`` exists.
 
-Several processes can execute the same plan into the same directory at the same time, even on several machines that
-share the file system. They divide its shards (see :mod:`.journal`), and all return when the directory is complete.
+Several processes can execute the same plan for the same directory at the same time, also on several machines that share
+the file system. They divide the shards (see :mod:`.journal`), and all of them return when the directory is complete.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """The result and statistics of a merge.
+    """Result and statistics of a merge.
 
     Args:
         method: Name of the merge method.
         tensors: Number of output tensors.
         parameters: Number of output elements.
-        bytes_read: Bytes of all inputs.
-        bytes_written: Bytes of all output shards.
+        bytes_read: Bytes of all inputs, including those of steps.
+        bytes_written: Bytes of all output shards, including those of steps.
         files: sha256 of every file in the output directory, by name.
         seconds: Wall-clock time.
-        device: Devices that computed the merge.
+        device: Names of the devices that computed the merge.
         bytes_resumed: Output bytes that an interrupted merge or another participant had already written.
-        findings: Problems with the output, most severe first.
-        note: Reason why ``auto`` did not choose a GPU; empty if it did.
+        findings: Problems with the plan and the output, most severe first.
+        note: Reason why ``auto`` did not choose a GPU. Empty if it did.
     """
 
     method: str
@@ -73,19 +73,18 @@ def merge_weights(
     settings: EngineSettings | None = None,
     before_sealing: Callable[[], None] = lambda: None,
 ) -> MergeRecord:
-    """Execute ``plan`` into the directory ``out``, alone or together with other processes that do the same.
+    """Execute ``plan`` and write the result into ``out``, alone or together with other processes that do the same.
 
     Args:
         plan: Plan from :func:`merge_core.plan.plan_merge`.
-        out: New or empty directory, or one with an unfinished merge. ``config.json`` is written last; if it is missing,
-            the merge did not finish.
+        out: New or empty directory, or one with an unfinished merge of the plan.
         seed: Seed of the random masks.
-        device: ``cpu``, ``cuda`` (every GPU), ``cuda:1``, or ``auto`` (GPUs if there are any).
-        on_progress: Function called in this thread with the finished and the total output bytes, a few times per second
-            and at the end.
+        device: ``cpu``, ``cuda`` (all GPUs), ``cuda:1``, or ``auto`` (GPUs, or else the CPU).
+        on_progress: Function called in this thread with the finished and the total output bytes, several times per
+            second and at the end.
         settings: Settings of the engine. They do not influence the result.
-        before_sealing: Function called after everything has been read and before ``config.json`` exists. If it raises,
-            an unfinished merge remains.
+        before_sealing: Function called when all inputs have been read, before ``config.json`` is written. If it raises,
+            the merge stays unfinished.
 
     Raises:
         InvalidInput: The recipe needs a preparation that is missing, an input file does not match its header or has NaN
@@ -129,12 +128,12 @@ def merge_weights(
             with refuse_disk_errors(directory):
                 directory.mkdir(parents=True, exist_ok=True)
             with open_inputs(part, lambda step, name: out / STEPS / step / name) as files:
-                # Later plans read the results of steps, so those stay in the page cache.
+                # Later documents read the results of steps, so these stay in the page cache.
                 part_context = (
                     context if part is plan else replace(context, settings=replace(settings, keep_output=True))
                 )
                 outcome = DocumentRun(part, directory, part_context, files, report).execute()
-            # Let the participants finish one at a time.
+            # Only one participant at a time may rename shards and write the other files.
             with ExitStack() as finishing:
                 with refuse_disk_errors(out / FINISHING):
                     finishing.enter_context(hold_lock(out / FINISHING, required=False))
@@ -166,11 +165,10 @@ def merge_weights(
 
 
 def start_or_resume(out: Path, plan: MergePlan) -> None:
-    """Remove everything from ``out`` except the files from which the merge of ``plan`` can be resumed.
+    """Prepare ``out`` for the merge of ``plan``: keep the files of an unfinished merge, and remove all others.
 
-    Call it only for a directory that belongs to mergegate: in the store, or yielded by ``new_directory``. Without a
-    journal, everything is removed. With a journal, only files that this merge does not write are removed, because they
-    would stop every later run.
+    Other files would make every later run fail. If there is no unfinished merge, everything is removed. Call this only
+    for a directory that belongs to mergegate: one in the store, or one from ``new_directory``.
 
     Raises:
         DiskUnavailable: ``out`` cannot be written.

@@ -1,14 +1,12 @@
-"""Execute one recipe document: open its inputs; a few threads read, fold, map and write blocks of many tensors.
+"""Execute one recipe document: open its inputs, and let several threads compute the blocks of many tensors.
 
 Each thread takes the next block, reads its inputs, computes, and writes the output in place. While one thread waits for
-the disk, the others compute. So reading, computing and writing overlap without queues between them. Apart from a small
-cache, nothing is stored between the passes over a tensor. Its blocks are read again from the page cache, which costs no
-more than storing them would. Memory therefore depends only on the number of threads and the block size. Reductions are
-combined in element order, and masks depend only on indices, so the written bytes do not depend on block size or number
-of threads.
+the disk, the others compute. Most blocks are read again from the page cache in each pass over a tensor, which costs no
+more than storing them would. So memory use depends only on the number of threads and the block size. The written bytes
+depend on neither, because reductions are combined in element order and masks depend only on indices.
 
-Output shards are claimed one by one, as soon as all tensors of the earlier shards have been started. The engine waits
-for shards that another participant has claimed until they are complete.
+This process claims the output shards one by one, as soon as all tensors of the earlier shards have been started. It
+waits for the shards that another participant has claimed until they are complete.
 """
 
 from __future__ import annotations
@@ -38,25 +36,25 @@ from mergegate.merge_core.plan import MergePlan, Shard, TensorJob, step_of
 # Input size below which compiling fused kernels takes longer than it saves.
 _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
-# Limit of the blocks that stay in memory until the next pass over their tensor.
+# Limit of the memory for blocks that stay until the next pass over their tensor.
 RETAINED_BYTES = 32 << 20
-# Limit of the pool: retained blocks, results that wait to be hashed, and blocks in work. Above it, unused buffers are
-# unmapped before new ones are created.
+# Limit of the pool: retained blocks, results that wait to be hashed, and blocks that are being computed. Above it,
+# unused buffers are unmapped before new ones are created.
 _POOL_BYTES = RETAINED_BYTES + WAITING_BYTES + (32 << 20)
-# Minimum input bytes of the tensors in work. Many small tensors are in work at a time, so that the thread that starts
-# them wakes up once per several hundred.
+# Tensors are started until those in progress have at least this many bytes of input. Small tensors are therefore
+# started several hundred at a time.
 _STARTED_BYTES = 32 << 20
-# Limit of the memory that all tensors in work hold in addition to their blocks. A single tensor may hold more.
+# Limit of the memory that all tensors in progress hold in addition to their blocks. A single tensor may hold more.
 HELD_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class ExecutedPlan:
-    """The outcome of executing a plan.
+    """Result of :meth:`DocumentRun.execute`.
 
     Args:
         digests: sha256 of each shard, by file name.
-        health: Statistics of every tensor, in the order of the plan.
+        health: Statistics of every output tensor, in the order of the plan.
         bytes_resumed: Output bytes that an interrupted merge or another participant had already written.
     """
 
@@ -66,7 +64,7 @@ class ExecutedPlan:
 
 
 def require_prepared(plan: MergePlan) -> None:
-    """Raise InvalidInput unless all values that the recipe must compute in advance are available."""
+    """Raise InvalidInput unless all values that the recipe needs before the merge have been computed."""
     for document in (*plan.recipe.steps, plan.recipe):
         mixture, missing = document.mixture, ""
         if document.align_experts and not document.experts_in_order:
@@ -84,15 +82,12 @@ def require_prepared(plan: MergePlan) -> None:
 
 @contextmanager
 def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) -> Iterator[dict[Path, int]]:
-    """Open every input file of ``plan``, whose steps have been executed.
+    """Open every input file of ``plan``, and yield the descriptors by path. The steps of the plan must be finished.
 
     Args:
         plan: Plan of one document.
-        step_file: Function from the names of a step and of one of its shards to the path of this file, or to the
-            descriptor of an unnamed file.
-
-    Yields:
-        Descriptors, by the paths in the plan.
+        step_file: Function that returns the path, or the open descriptor, of a step's result. Its arguments are the
+            names of the step and of one of its shards.
 
     Raises:
         InvalidInput: A file cannot be read.
@@ -118,7 +113,7 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
             yield files
         except MergegateError:
             for entry in opened:
-                require_unchanged(*entry)  # The change may explain why a read ended early.
+                require_unchanged(*entry)  # A changed file may be the cause of the error.
             raise
         for entry in opened:
             require_unchanged(*entry)
@@ -129,14 +124,14 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
 
 @dataclass(frozen=True)
 class ComputeContext:
-    """The values that all documents of a merge share.
+    """Values that all documents of a merge share.
 
     Args:
         seed: Seed of the random masks.
         devices: Devices that compute.
         settings: Settings of the engine.
-        pages: Manager of the inputs' pages in the page cache. None means that all pages stay cached.
-        torch: Context whose :meth:`use` must be called before a block is computed with torch.
+        pages: Manager of the inputs' cached pages. None means that all pages stay cached.
+        torch: Context whose ``use`` must be called before torch computes a block.
     """
 
     seed: int
@@ -147,27 +142,27 @@ class ComputeContext:
 
 
 def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
-    """Return whether kernels are compiled for ``plan``; the written bytes are the same either way."""
+    """Return whether fused kernels compute ``plan``. The written bytes are the same either way."""
     is_worthwhile = settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES
     return devices.kind == "cpu" and (settings.kernels == "fused" or is_worthwhile)
 
 
 def held_bytes(method: Method, job: TensorJob) -> int:
-    """Return the bytes that a tensor in work holds in addition to its blocks."""
+    """Return the number of bytes that the tensor of ``job`` needs in addition to its blocks while it is computed."""
     if job.mode != "merge" or method.costs is None or method.costs.held_bytes is None:
         return 0
     return method.costs.held_bytes(job.task())
 
 
 class Workers:
-    """A fixed set of threads that process the oldest work first.
+    """A fixed set of threads that run the work of the oldest tensor first.
 
-    Work is ordered by a number, which is that of its tensor. So a tensor is finished before the next one starts. Data
-    that its later passes read again is still in the page cache, and output is written nearly in order.
+    So a tensor is mostly finished before the next one starts: its later passes find their data in the page cache, and
+    the output is written nearly in order.
 
     Args:
         thread_count: Number of threads.
-        on_failure: Function called in the thread with the exception that work raised. No more work starts after it.
+        on_failure: Function called with the exception that work raised, in its thread. No more work starts afterward.
     """
 
     def __init__(self, thread_count: int, on_failure: Callable[[BaseException], None]) -> None:
@@ -183,13 +178,13 @@ class Workers:
             thread.start()
 
     def submit(self, order: int, work: Callable[[], None]) -> None:
-        """Queue ``work`` behind all work with a lower ``order``, and behind earlier work with the same."""
+        """Queue ``work`` after all queued work with a lower or the same ``order``."""
         with self._condition:
             heapq.heappush(self._waiting, (order, next(self._counter), work))
             self._condition.notify()
 
     def stop(self) -> None:
-        """Start no more work, and wait until the current work has ended."""
+        """Drop the queued work, and wait until the running work has ended."""
         with self._condition:
             self._stopped = True
             self._waiting.clear()
@@ -214,14 +209,14 @@ class Workers:
 
 
 class DocumentRun:
-    """The execution of one recipe document, whose state the worker threads share.
+    """The execution of one recipe document by several worker threads.
 
     Args:
-        plan: Plan of the document, whose steps have been executed.
-        directory: Output directory. It exists.
-        context: Values shared with other documents of the merge.
+        plan: Plan of the document. Its steps must be finished.
+        directory: Output directory. It must exist.
+        context: Values that all documents of the merge share.
         files: Open file descriptor of every input file.
-        on_progress: Function called in the thread of :meth:`execute` with the finished output bytes.
+        on_progress: Function called with the number of finished output bytes, in the thread of :meth:`execute`.
     """
 
     def __init__(
@@ -261,7 +256,7 @@ class DocumentRun:
         }
         self._claims: dict[str, journal.ShardJournal] = {}
         self._condition = threading.Condition()
-        self._load = dict.fromkeys(devices.all, 0)  # Input bytes in work, by device.
+        self._load = dict.fromkeys(devices.all, 0)  # Input bytes of the tensors in progress, by device.
         self._started = self._tensors = self._held_bytes = 0
         self._failure: BaseException | None = None
         self._bytes_done = self._resumed = 0
@@ -269,14 +264,14 @@ class DocumentRun:
         self._workers = Workers(self._settings.workers, self._fail)
 
     def execute(self) -> ExecutedPlan:
-        """Write all shards into the directory, together with all other participants."""
+        """Write all shards into the directory, and wait for those that other participants write."""
         try:
             remaining = list(self._plan.shards)
             while remaining:
                 remaining = [shard for shard in remaining if not self._claim(shard)]
                 self._wait(lambda: self._tensors == 0)
                 if remaining:
-                    time.sleep(_PROGRESS_SECONDS)  # Another participant has them and may finish or die.
+                    time.sleep(_PROGRESS_SECONDS)  # Another participant has claimed them and may finish or die.
             self._workers.stop()
             self._output.complete()
         except BaseException as failure:
@@ -297,7 +292,7 @@ class DocumentRun:
         )
 
     def _claim(self, shard: Shard) -> bool:
-        """Start all unfinished tensors of ``shard``; return False if another participant has it."""
+        """Start all unfinished tensors of ``shard``. Return False if another participant has claimed the shard."""
         claimed = journal.claim(self._directory, shard, self._identity)
         if claimed is None:
             return False
@@ -314,10 +309,7 @@ class DocumentRun:
         return True
 
     def _start(self, job: TensorJob) -> None:
-        """Start a tensor once few are in work.
-
-        Enough tensors stay in work that no thread idles while one of them ends.
-        """
+        """Start a tensor when there is room for it (see :meth:`_has_room`)."""
         extra_bytes = held_bytes(self._plan.method, job)
         if not self._has_room(_STARTED_BYTES, extra_bytes):
             self._wait(lambda: self._has_room(_STARTED_BYTES // 2, extra_bytes))
@@ -342,7 +334,7 @@ class DocumentRun:
         self._workers.submit(run.order, work_on_stream)
 
     def _fail(self, failure: BaseException) -> None:
-        """Stop everything. The first failure is the reported one."""
+        """Wake up the main thread, which raises the first failure."""
         with self._condition:
             if self._failure is None:
                 self._failure = failure
@@ -364,9 +356,9 @@ class DocumentRun:
                 self._condition.notify_all()
 
     def _has_room(self, threshold: int, extra_bytes: int) -> bool:
-        """Return whether another tensor, which holds ``extra_bytes`` in addition to its blocks, may be started.
+        """Return whether another tensor, which needs ``extra_bytes`` in addition to its blocks, may be started.
 
-        Beyond two tensors per worker, it may not if the tensors in work have at least ``threshold`` bytes of input.
+        If there are already two tensors per worker, their inputs must have less than ``threshold`` bytes.
         """
         with self._condition:
             if extra_bytes and self._held_bytes and self._held_bytes + extra_bytes > HELD_BYTES:

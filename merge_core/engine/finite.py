@@ -1,11 +1,9 @@
-"""Require that all inputs of a merge are finite, with one rule for all methods and no extra pass.
+"""Check that all inputs of a merge are finite.
 
-Methods do not reliably propagate NaN. A comparison with NaN is false, so a vote, a threshold or a mask may drop it, and
-the output looks healthy although a parent is broken. Therefore the inputs are checked, not the outputs. Non-finite
-elements are counted while a tensor is in memory anyway, and a count above zero after the first pass refuses the merge.
-No journal records the tensor as finished before that, so a resumed merge reads it again and refuses again.
-
-Rows that the result does not have are neither read nor checked.
+Checking the output is not enough. A comparison with NaN is false, so a vote, a threshold or a mask may drop a NaN, and
+the output looks healthy although a parent is broken. Therefore the first pass over a tensor counts the non-finite
+elements of its inputs. If there are any, the merge is refused before the journal records the tensor, so a resumed merge
+reads the tensor again and refuses again. Rows that the output does not need are neither read nor checked.
 """
 
 from __future__ import annotations
@@ -24,21 +22,19 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-# Bytes that are read and then inspected together: half of a core's second-level cache. Smaller reads cost more than
-# they save.
+# Number of bytes to read and then inspect while they are in the second-level cache of a core, about half of which they
+# fill. Smaller pieces would cost more time for reading than they save.
 PIECE_BYTES = 1 << 20
-# Words that are compared at a time without compiled kernels, so that they stay in the cache.
+# Number of 64-bit words that NumPy inspects at a time, so that they stay in the cache.
 _TILE_WORDS = 1 << 12
 
 
 def inspect_numbers(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> tuple[int, bool]:
     """Return the number of NaN and infinite elements, and whether any element is not zero.
 
-    The check inspects only a few bits of each number. It counts elements only if there is something to count.
-
     Args:
         stored_bytes: Bytes of the stored numbers, aligned to 8 bytes.
-        dtype: Format of the numbers; a format that merges support.
+        dtype: Floating-point format of the numbers.
         fused: Whether to use compiled kernels.
     """
     exponent = EXPONENTS[dtype.code]
@@ -57,15 +53,12 @@ def inspect_numbers(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> tuple[
 
 
 def count_non_finite(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> int:
-    """Return the number of NaN and infinite elements; 0 for integers. See :func:`inspect_numbers`."""
+    """Return the number of NaN and infinite elements (see :func:`inspect_numbers`), or 0 for integers."""
     return inspect_numbers(stored_bytes, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
 
 
 def _combine_bits(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, int]:
-    """Return the combined exponent carries and the combined bits of all words.
-
-    This is the readable reference of ``kernels.inspect``.
-    """
+    """Combine the bits of all words as ``kernels.inspect`` does. This is the readable reference for that kernel."""
     exponent = EXPONENTS[dtype.code]
     mask = np.uint64(_repeat(int(exponent), exponent.itemsize))
     low = np.uint64(_repeat(int(exponent) & -int(exponent), exponent.itemsize))
@@ -90,9 +83,7 @@ def _repeat(bits: int, size: int) -> int:
 def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None:
     """Raise InvalidInput if an input of ``job``, or the importance of its elements, has NaN or infinity.
 
-    Args:
-        job: Job of one tensor.
-        counts: Number of non-finite elements of each input, then of each importance. Only elements that are read count.
+    ``counts`` are the numbers of non-finite elements that were read from each input, then from each importance tensor.
     """
     inputs = len(job.inputs)
     for measured, count in zip(job.importance, counts[inputs:], strict=True):

@@ -1,4 +1,4 @@
-"""Judge the output while it is written, to find numbers that no healthy network has."""
+"""Collect statistics of each output tensor while it is written, and report tensors that no healthy model has."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 # Merging related models does not change the root mean square by more than this factor relative to all parents.
 _SIZE_RATIO = 4.0
-# Above a size, only a run of this many elements per period is sampled; a thousand elements are enough for a norm. The
-# experts of a mixture are medium-sized, and sampling all of their elements would take longer than merging them.
+# Large tensors are sampled: this many elements at the start of each period. A thousand elements are enough to estimate
+# a root mean square. ``_PERIODS`` has tensor sizes and the periods above them.
 _SAMPLE_RUN = 256
 _PERIODS = ((1 << 18, 64 * _SAMPLE_RUN), (1 << 13, 8 * _SAMPLE_RUN))
 
@@ -27,8 +27,8 @@ class TensorHealth:
         name: Tensor name.
         non_finite: Number of NaN and infinite elements.
         zero: Whether every element is zero.
-        rms: Root mean square of its elements, sampled for large tensors.
-        parents: Root mean square of each input.
+        rms: Root mean square of the elements, estimated from a sample for large tensors.
+        parents: Root mean square of each input, from the same positions.
     """
 
     name: str
@@ -38,7 +38,7 @@ class TensorHealth:
     parents: tuple[float, ...] = ()
 
     def entry(self) -> dict[str, Any]:
-        """Return the statistics as plain data."""
+        """Return the statistics as the content of a journal line."""
         return {
             "tensor": self.name,
             "non_finite": self.non_finite,
@@ -49,7 +49,7 @@ class TensorHealth:
 
 
 def sample_elements(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
-    """Return the sampled elements of ``values``, which start at index ``start`` of a tensor of ``numel`` elements."""
+    """Return a sample of ``values``, which are the elements from index ``start`` in a tensor of ``numel`` elements."""
     period = next((period for size, period in _PERIODS if numel > size), 0)
     if not period:
         return values
@@ -60,13 +60,13 @@ def sample_elements(values: NDArray[Any], start: int, numel: int) -> NDArray[Any
 def judge_health(
     tensors: Sequence[TensorHealth], *, may_zero: bool = False, any_size: bool = False
 ) -> tuple[Finding, ...]:
-    """Return findings about the tensors of a finished merge.
+    """Return findings about output tensors.
 
-    NaN and infinity block. So do zeros in a tensor whose parents all have other values, unless ``may_zero``.
+    NaN and infinity block the merge. So does a tensor of zeros if none of its parents is zero, unless ``may_zero``.
 
     Args:
         tensors: Statistics of the tensors.
-        may_zero: Whether the recipe itself can scale a tensor to zero.
+        may_zero: Whether the method may scale a tensor to zero.
         any_size: Whether the numbers may have any magnitude, including zero, regardless of the parents.
     """
     return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero, any_size))

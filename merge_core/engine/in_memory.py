@@ -1,15 +1,13 @@
 """Merge in memory: yield the tensors that :func:`.engine.merge_weights` would write, one after another.
 
-The plan, the passes over the blocks, and the checks of inputs and outputs are the same. Only the bytes go into a tensor
-instead of a file, so they are the same bytes. Everything that only files need is left out: shards, hashes and journals.
-This serves candidates of a search whose network is already in memory::
+The computation, the checks and the resulting bytes are the same, but there are no shards, hashes and journals. Use it
+to try many recipes on a network that is already in memory::
 
     for name, tensor in merge_tensors(plan_merge(recipe, checkpoints)):
         network.state_dict()[name].copy_(tensor)
 
 Inputs are read from their files block by block, so several processes share them in the page cache. Each thread needs
-memory for one tensor. Only the results of steps (recipes of several documents) are stored completely until the end.
-They are in unnamed files, because later documents read them like any other input.
+memory for one output tensor. The results of a recipe's steps are stored in unnamed files until the end.
 """
 
 from __future__ import annotations
@@ -52,20 +50,17 @@ def merge_tensors(
     settings: EngineSettings | None = None,
     names: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Execute ``plan`` in memory.
+    """Execute ``plan``, and yield the name and value of each output tensor. The tensors are on the CPU.
 
-    Until the iterator is exhausted or closed, torch computes on one thread, as in every merge.
+    Until the iterator is exhausted or closed, torch is limited to one thread.
 
     Args:
         plan: Plan from :func:`merge_core.plan.plan_merge`.
         seed: Seed of the random masks.
-        device: Device that computes. The tensors are on the CPU.
-        settings: Settings of the engine. They do not influence the result. Without ``threads``, only the calling thread
-            computes; with several, as many tensors are computed ahead.
+        device: Device that computes.
+        settings: Settings of the engine. Without ``threads``, the calling thread computes one tensor at a time. With
+            ``threads``, as many tensors are computed in advance.
         names: Names of the tensors to compute, in this order. Default: all, in the order of the files.
-
-    Yields:
-        Name and tensor, in the format of the file and on the CPU. The caller owns the tensor.
 
     Raises:
         InvalidInput: The recipe needs a preparation that is missing, an input file does not match its header or has NaN
@@ -117,16 +112,7 @@ def _select_tensors(plan: MergePlan, names: Sequence[str] | None) -> list[DiskTe
 
 @dataclass(eq=False)
 class _Run:
-    """The execution of one recipe document.
-
-    Args:
-        plan: Plan of the document.
-        seed: Seed of the random masks.
-        device: Device that computes.
-        settings: Settings of the engine.
-        files: Descriptors of the input files.
-        single_threaded: Context whose :meth:`use` must be called before a block is computed with torch.
-    """
+    """The execution of one recipe document. See :class:`.execution.ComputeContext` for the fields."""
 
     plan: MergePlan
     seed: int
@@ -134,7 +120,7 @@ class _Run:
     settings: EngineSettings
     files: Mapping[Path, int]
     single_threaded: SingleThreadedTorch
-    _targets: dict[str, Bytes] = field(default_factory=dict)  # Target of each job in work.
+    _targets: dict[str, Bytes] = field(default_factory=dict)  # Output bytes of each job in progress.
 
     def __post_init__(self) -> None:
         devices = choose_devices(self.device)
@@ -149,7 +135,7 @@ class _Run:
             files=self.files,
             torch=self.single_threaded,
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
-            submit=lambda _, work: work(),  # Blocks follow one another, and the last one starts the next pass.
+            submit=lambda _, work: work(),  # Compute the blocks one after another in the calling thread.
             write=self._write,
             pages=None,
             on_finish=self._check_health,
@@ -157,7 +143,7 @@ class _Run:
         )
 
     def tensors(self, selected_tensors: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
-        """Yield each of ``selected_tensors`` with its bytes, in that order."""
+        """Yield each tensor with its merged bytes."""
         threads = min(self.settings.threads or 1, len(selected_tensors))
         if threads < 2:
             for tensor in selected_tensors:
@@ -197,7 +183,7 @@ class _Run:
     def _check_health(self, run: TensorRun, health: TensorHealth) -> None:
         may_zero = self.plan.method.traits.may_zero
         if health.zero and not may_zero and not run.context.is_sampled:
-            # Zeros are wrong unless the inputs are zero too. Their size is measured only in this case.
+            # A tensor of zeros is wrong unless the inputs are zero too. Repeat the merge to measure their size.
             TensorRun(replace(run.context, is_sampled=True), run.job, run.device, run.order).begin()
             return
         _require_no_blocking(judge_health([health], may_zero=may_zero))

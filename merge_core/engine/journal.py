@@ -1,17 +1,17 @@
-"""Record the finished parts of each shard line by line, and mark with a lock which participant works on it.
+"""Record in a journal which tensors of a shard are finished, and lock the journal while a participant works on it.
 
-Every output shard has a journal file next to it. The participant that holds its lock works on the shard. So several
-processes divide a merge between them, even on several machines that share the file system. When a participant is
-killed, its lock is free immediately, and the next holder resumes where the journal ends.
+Every output shard has a journal file. The participant that holds the lock of the journal writes the shard. So several
+processes can divide a merge, even on several machines that share the file system. When a participant is killed, its
+lock ends, and the next holder resumes where the journal ends.
 
-A line is appended when all blocks of a tensor have been written, and when the shard is complete, flushed to the disk
-and hashed. After ``kill -9``, everything that was written still exists, so both kinds of lines are valid. After a crash
-of the machine, or on another machine, only flushed data is certain. Therefore the journal records the boot it was
-written in, and in another boot only a complete shard is valid.
+The journal gets a line when a tensor has been written, and a last line when the shard has been hashed and flushed to
+the disk. If a participant is killed, the system still has everything that it wrote, so all lines are valid. After a
+crash of the machine, or on another machine, only flushed data is certain. Therefore the first line identifies the boot
+of the machine, and after another boot the journal is valid only if the shard is complete.
 
-The lines form a chain that starts from the merge: recipe, seed, inputs (path, size, times), device and layout. Lines
-from the first mismatch on are ignored, so garbage only costs the work that it hides. In a journal of another merge no
-line matches, and the shard starts from the beginning.
+The lines form a hash chain that starts with the identity of the merge: recipe, seed, inputs (path, size, times), device
+and layout. Lines from the first mismatch on are ignored. In the journal of another merge, no line matches, and the
+shard is started again.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mergegate.merge_core.files import LineChain, has_mark, try_open_locked
 from mergegate.merge_core.plan import MergePlan, Shard
 from mergegate.merge_core.system import boot_id
 
-# Increase this whenever the engine would write other bytes for the same plan, or other journal lines. A merge that an
-# older engine started is not resumed.
+# Increase this number when the engine writes other bytes for the same plan, or other journal lines. Then merges that an
+# older engine started are not resumed.
 ENGINE = 5
 SUFFIX = f".journal{PARTIAL}"
 
 
 class ShardJournal:
-    """The journal of one shard that this participant has claimed.
+    """The journal of a shard that this participant has claimed.
 
-    Args:
-        shard: The shard.
-        tensors: Statistics of the tensors that are already written, by name.
-        digest: sha256 of the shard if it is complete.
+    Attributes:
+        shard: Layout of the shard.
+        tensors: Statistics of the finished tensors, by name.
+        digest: sha256 of the shard. None until the shard is complete.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class ShardJournal:
             self._finish()
 
     def record_digest(self, digest: str) -> None:
-        """Record the sha256 of the shard, which has been flushed to the disk.
+        """Record the sha256 of the shard after it was flushed to the disk.
 
-        Once all tensors are recorded too, the shard is complete and the claim ends.
+        When all tensors are recorded too, the shard is complete and the claim ends.
         """
         with self._lock:
             self._pending_digest = digest
             self._finish()
 
     def close(self) -> None:
-        """Give up the claim, so that another participant can take the shard."""
+        """Give up the claim, so that another participant can claim the shard."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -100,10 +100,10 @@ class ShardJournal:
 
 
 def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
-    """Return the journal of ``shard`` in ``out`` for this participant alone; None if another one has it.
+    """Claim ``shard`` for this participant. Return its journal, or None if another participant has claimed it.
 
-    A valid journal of this merge is truncated after its last valid entry and continued; any other is started again. If
-    the journal shows that the shard is complete, the claim ends immediately.
+    A journal of the merge ``identity`` is continued after its last valid line. Any other journal is started again. If
+    the shard is complete, the claim ends immediately.
     """
     path = out / f"{shard.name}{SUFFIX}"
     with refuse_disk_errors(path):
@@ -134,17 +134,14 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
 
 
 def exists(out: Path) -> bool:
-    """Return whether ``out`` has an unfinished merge: a journal with mergegate's mark."""
+    """Return whether ``out`` has an unfinished merge, that is, a file with mergegate's mark."""
     return has_mark(out / NAME)
 
 
 def merge_identity(plan: MergePlan, files: Mapping[Path, int], mode: str) -> str:
-    """Return a digest of everything that decides the bytes of a merge.
+    """Return a digest of everything that the bytes of a merge depend on.
 
-    Args:
-        plan: Plan of the merge.
-        files: Open file descriptor of every input file.
-        mode: Seed, device and kind of kernels.
+    ``mode`` is a text with the seed, the device and the kind of kernels.
     """
     inputs = {}
     for path, fd in files.items():

@@ -1,4 +1,4 @@
-"""Write the files of a result besides its weights: index, tokenizer, code and others, and ``config.json`` last."""
+"""Write the files of a merge other than its weights: index, tokenizer, code, and ``config.json`` last."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ from mergegate.merge_core.plan import MergePlan, requires_index, serialize_confi
 
 CONFIG = "config.json"
 
-# No library reads these fields back. They name the directory of the user who saved the file.
+# Libraries write these fields but do not read them. They contain the directory of the user who saved the file.
 _ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
 
-# Directory for the results of a recipe's steps until the last one is done.
+# Directory for the results of a recipe's steps until the merge is finished.
 STEPS = f"steps{PARTIAL}"
 
 
 def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
-    """Accept ``out`` if it is empty or has only the files of an unfinished merge.
+    """Raise InvalidInput unless ``out`` is empty or has only the files of an unfinished merge.
 
-    Args:
-        out: Output directory. It exists.
-        expected: Names of the files that the merge writes.
-
-    Raises:
-        InvalidInput: The directory has other files. mergegate would delete or mix up files of the user.
+    Otherwise the merge could overwrite or delete files of the user. ``out`` must exist, and ``expected`` are the names
+    of the files that the merge writes.
     """
     with refuse_disk_errors(out):
         names = {path.name for path in out.iterdir()}
@@ -42,7 +38,7 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
         if has_mark(out / NAME):
             own_names = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
         else:
-            # A participant that was killed, or is writing the mark now, leaves an empty journal and nothing else.
+            # A participant that was killed before it wrote the mark, or is writing it now, leaves one empty file.
             try:
                 is_empty = (out / NAME).is_file() and (out / NAME).stat().st_size == 0
             except FileNotFoundError:
@@ -59,15 +55,12 @@ def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
 
 
 def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Write the files next to the weights, ``config.json`` last, and return their sha256 by name.
+    """Write all files of a merge other than its weights, ``config.json`` last, and return their sha256 by name.
 
-    Args:
-        plan: Plan of the merge.
-        out: Output directory.
-        when_read: Function called after the parents' files have been read and before any file is written.
+    ``when_read`` is called after the parents' files have been read and before any file is written.
 
     Raises:
-        InvalidInput: A file is no longer a plain file inside its checkpoint.
+        InvalidInput: A file of a parent is no longer a plain file inside its checkpoint.
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
     if requires_index(plan.shards):

@@ -1,12 +1,11 @@
 """Release input files from the page cache after they are read, so that a merge leaves the cache as it found it.
 
-Reading a file makes the system cache all of its pages, in memory that was free or used for something else. If the host
-must find this memory first, that takes half of a merge's time (``docs/performance.md``). Therefore a part of an input
-is released as soon as all required data has been read for the last time, and its memory is reused for the next part.
-Pages that were cached before stay cached, because another program may need them.
+The system caches every page of a file that is read. Finding memory for these pages can take half of a merge's time
+(``docs/performance.md``). Therefore each part of an input is released after its last use, and the system reuses its
+memory for the next part. Pages that were cached before the merge stay cached, because another program may need them.
 
-If the disk is slow, finding memory costs little in comparison, and the next merge of the same models would wait for the
-disk again. In this case all pages stay cached. A small merge leaves little in the cache.
+All pages stay cached if the merge is small or the disk is slow. On a slow disk, finding memory costs little in
+comparison, and the next merge of the same models would have to wait for the disk again.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# Unit in which cached file data is released. It is large because a call involves all processors, and consists of whole
-# pages on any system.
+# Size of the parts in which cached file data is released: whole pages on any system, and large, because each release
+# interrupts all processors.
 PART_BYTES = 16 << 20
 # Input size below which releasing pages is not worthwhile.
 _MIN_INPUT_BYTES = 256 << 20
@@ -42,7 +41,7 @@ _NEXT_PASS_SHARE = 0.25
 
 
 def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
-    """Return the page manager for ``plans``; None if all pages stay cached because of little input or a slow disk."""
+    """Return the page manager for ``plans``, or None if the merge is small or the disk is slow."""
     if sum(plan.bytes_read for plan in plans) < _MIN_INPUT_BYTES:
         return None
     largest = max(
@@ -62,18 +61,15 @@ def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
         finally:
             os.close(fd)
     except OSError:
-        return None  # An unnamed file, or one whose problem the merge will report when it reads it.
+        return None  # The file has no name, or the merge will report the problem when it reads the file.
     return InputPages(plans) if 1 / min(seconds_per_byte) >= _FAST_DISK else None
 
 
 class InputPages:
-    """Cached pages of the files that a merge reads, released after their last use.
-
-    Several threads may use it.
+    """Cached pages of the files that a merge reads, released after their last use. Instances are thread-safe.
 
     Args:
-        plans: All plans that read the files, in any order. A part that several of them need is released after its last
-            use.
+        plans: All plans that read the files, in any order.
     """
 
     def __init__(self, plans: Sequence[MergePlan]) -> None:
@@ -83,42 +79,42 @@ class InputPages:
             for job in plan.jobs:
                 for tensor in job.stored_tensors:
                     ranges.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
-        # Number of bytes of each part that will still be read. Bytes that several output tensors need count once for
-        # each.
+        # Number of bytes of each part that will still be read, counted once for each output tensor that needs them.
         self._remaining: dict[Path, NDArray[np.int64]] = {}
         for path, spans in ranges.items():
             table = np.array(spans, np.int64)  # [ranges, (start, count)]
             starts, ends = np.sort(table[:, 0]), np.sort(table.sum(1))
             edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
-            # For each edge between parts, the sum of its distances from all starts before it, minus that from all ends.
+            # For each edge between parts: sum of its distances from all range starts before it, minus the sum of its
+            # distances from all range ends before it.
             distances = np.zeros(len(edges), np.int64)
             for positions, sign in ((starts, 1), (ends, -1)):
                 before = np.searchsorted(positions, edges)
                 distances += sign * (before * edges - np.concatenate(([0], np.cumsum(positions)))[before])
             self._remaining[path] = np.diff(distances)
-        # Whether each part was cached before.
+        # Whether each part was cached before the merge.
         self._was_cached: dict[Path, dict[int, bool]] = {path: {} for path in self._remaining}
         self._next_pass_bytes = int(available_memory() * _NEXT_PASS_SHARE)
 
     def admit(self, job: TensorJob, files: Mapping[Path, int]) -> None:
-        """Record which inputs of ``job`` are already cached. Call it before any of them is read."""
+        """Record which parts of the inputs of ``job`` are cached already. Call this before the inputs are read."""
         for tensor in job.stored_tensors:
             was_cached, fd = self._was_cached[tensor.file], files[tensor.file]
             size = os.fstat(fd).st_size
             for part in _parts(tensor.offset, tensor.nbytes):
-                # A part counts if more than half of it is cached, because reads next to it also cache some of it.
+                # A part counts as cached if more than half of it is, because reads next to it also cache some of it.
                 if part not in was_cached:
                     count = min(PART_BYTES, size - part * PART_BYTES)
                     was_cached[part] = 2 * (cached_bytes(fd, part * PART_BYTES, count) or 0) > count
 
     def release(self, job: TensorJob, files: Mapping[Path, int], first: int = 0, last: int | None = None) -> None:
-        """Release the elements from ``first`` to ``last`` of each stored input, which will not be read again.
+        """Release elements of each stored input of ``job`` that will not be read again.
 
         Args:
             job: Job that read the elements.
             files: Open descriptor of every input file.
-            first: First element, from 0.
-            last: End of the elements (exclusive). None means the end of each input.
+            first: Index of the first element to release.
+            last: Index after the last element to release. None means the end of each input.
         """
         for tensor in job.stored_tensors:
             start = tensor.offset + first * tensor.dtype.size
@@ -134,9 +130,9 @@ class InputPages:
                 forget_cached(files[tensor.file], part * PART_BYTES, PART_BYTES)
 
     def release_until_next_pass(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
-        """Release elements that will be read again, but only if they are too many to stay cached until then.
+        """Release elements that will be read again if the inputs are too large to stay cached until then.
 
-        The arguments are as in :meth:`release`.
+        The arguments are those of :meth:`release`.
         """
         if last * sum(tensor.dtype.size for tensor in job.stored_tensors) > self._next_pass_bytes:
             for tensor in job.stored_tensors:

@@ -1,4 +1,4 @@
-"""Compute one tensor: track the current pass and the results of its blocks."""
+"""Compute one output tensor: run the passes of its merge method over its blocks."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The values that all tensors of a merge share.
+    """Values that all tensors of a recipe document share.
 
     Args:
         method: Merge method.
-        step: Name of the recipe's step, if it has one.
+        step: Name of the document if it is a step of a recipe, else None.
         seed: Seed of the random masks.
-        fused: Whether kernels are fused.
+        fused: Whether fused kernels compute blocks.
         settings: Settings of the engine.
         files: Open file descriptor of every input file.
-        torch: Context whose :meth:`use` must be called before a block is computed with torch.
+        torch: Context whose ``use`` must be called before torch computes a block.
         pool: Pool that provides memory.
-        submit: Function (tensor, work) that lets a thread do the work on the tensor's device.
-        write: Function (tensor name, first byte, bytes, release) that writes to the output, see
-            :meth:`.writer.ShardFiles.write`.
-        on_finish: Function called with the tensor's statistics after all of it has been written.
-        pages: Manager of the inputs' pages in the page cache. None means that all pages stay cached.
-        is_sampled: Whether the size of the result is compared with that of its inputs, for a warning.
+        submit: Function that lets a thread do some work for a tensor, on the device of the tensor.
+        write: Function that writes output. Its arguments are the tensor name, the offset in the tensor, the bytes, and
+            ``release`` (see :meth:`.writer.ShardFiles.write`).
+        on_finish: Function called with the tensor and its statistics after all of its bytes have been written.
+        pages: Manager of the inputs' cached pages. None means that all pages stay cached.
+        is_sampled: Whether to measure the root mean squares of the result and of its inputs.
     """
 
     method: Method
@@ -75,13 +75,13 @@ class RunContext:
 
 @dataclass(eq=False)
 class TensorRun:
-    """The computation of one output tensor, whose blocks come from several threads.
+    """The computation of one output tensor. Several threads may compute its blocks.
 
     Args:
-        context: Values shared with other tensors.
+        context: Values that all tensors of the document share.
         job: Job of the tensor.
-        device: Device that computes.
-        order: Priority of its work; lower comes first.
+        device: Device that computes the tensor.
+        order: Number of the tensor. Work with lower numbers runs first.
     """
 
     context: RunContext
@@ -90,7 +90,7 @@ class TensorRun:
     order: int
     step: Fold | Map | Solve | None = None
     parts: list[Any] = field(default_factory=list)
-    retained: dict[int, LoadedBlock] = field(default_factory=dict)  # Blocks that stay for the next pass, by index.
+    retained: dict[int, LoadedBlock] = field(default_factory=dict)  # Blocks in memory for the next pass, by index.
     remaining_blocks: int = 0
     non_finite: int = 0
     nonzero: bool = False
@@ -125,7 +125,7 @@ class TensorRun:
         return context.method.steps(job.task(seeds))
 
     def _advance(self, result: Any) -> None:
-        """Send the last pass's result to the method and start the next pass that it requests."""
+        """Send the result of the last pass to the method, and start the pass that the method requests next."""
         self._next_step(result)
         while isinstance(self.step, Solve):
             self.context.torch.use()
@@ -135,7 +135,7 @@ class TensorRun:
             eager = self.step.eager
             if self.step.sample_count:
                 grain = self.inputs.grain
-                # Sample pieces of whole grains, spread evenly over the tensor. A small tensor has fewer.
+                # Sample pieces of whole grains, spread evenly over the tensor. A small tensor has fewer pieces.
                 piece, count = max(1, GRAIN // grain) * grain, self.step.sample_count
                 pieces = self.inputs.numel // piece
                 numbers = sorted({(2 * index + 1) * pieces // (2 * count) for index in range(count)})
@@ -159,7 +159,7 @@ class TensorRun:
     def _compute_block(self, number: int) -> None:
         is_full_pass = self.pass_inputs is self.inputs
         first_pass = self.first_pass and is_full_pass
-        # On a GPU, the device counts. Integers are always finite.
+        # On a GPU, :meth:`_check_finite` counts on the device. Integers are always finite.
         check_finite = first_pass and self.job.mode != "equal" and self.device == "cpu"
         retained = self.retained.pop(number, None) if is_full_pass else None
         block = (
@@ -168,13 +168,13 @@ class TensorRun:
             else self.pass_inputs.load(number, check_finite=check_finite, fused=self.context.fused)
         )
         try:
-            # Release the pages that were read, unless the inputs store elements in another order than the output. Then
-            # :meth:`_finish` releases the pages.
+            # Release the pages that were read. If inputs store elements in another order than the output,
+            # :meth:`_finish` releases the pages instead.
             if is_full_pass and (pages := self.context.pages) is not None and self._reads_in_order:
                 release = pages.release if isinstance(self.step, Map) else pages.release_until_next_pass
                 release(self.job, self.context.files, block.start, block.start + block.length)
             if first_pass and not self._check_finite(block):
-                pass  # The merge will be refused with the count of all blocks, so this block is not computed.
+                pass  # Do not compute this block: after the last block, the merge is refused with the total count.
             elif isinstance(self.step, Fold):
                 self._fold(self.step, number, block)
             elif self.job.mode == "equal":
@@ -206,7 +206,7 @@ class TensorRun:
         require_finite(self.job, self.non_finite_inputs)
         self.first_pass &= not is_full_pass
         if isinstance(self.step, Fold):
-            # Free the parts as soon as they are combined: those of a large tensor take tens of megabytes.
+            # Free the partial results as soon as they are combined: in a large tensor, they take tens of megabytes.
             parts, self.parts = [part for parts in self.parts if parts is not None for part in parts], []
             result = self.step.combine(parts)
             del parts
@@ -223,7 +223,7 @@ class TensorRun:
             self.context.torch.use()
             import torch
 
-            # The GPU counts, because it needs the numbers next anyway.
+            # Count on the GPU, because the numbers must be copied there anyway.
             sums = [torch.isfinite(tensor).logical_not().sum() for tensor in block.tensors(self.device)]
             block.non_finite += torch.stack(sums).cpu().numpy()
         counts = block.non_finite
@@ -238,8 +238,8 @@ class TensorRun:
         if step.reduce_stored is not None and self._is_fused:
             parts: list[Any] = [step.reduce_stored(block.stored_block())]
         else:
-            # Copy the few resulting numbers. Otherwise they would pin memory between torch's large temporaries, which
-            # could then not be reused.
+            # Copy the few resulting numbers: keeping their memory, which is between large temporaries of torch, would
+            # prevent the reuse of those.
             parts = [step.reduce_block(tile).cpu().numpy().copy() for tile in self._tiles(block)]
         if not step.eager:
             self.parts[number] = parts
@@ -268,7 +268,7 @@ class TensorRun:
             dtype: torch.dtype = getattr(torch, output.torch_name)
             result = torch.cat([step.map_block(tile).to(dtype) for tile in self._tiles(block)])
             non_finite, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
-            # The memory is pinned on a GPU, because copies to other memory would wait for those of other threads.
+            # For a GPU, ``merged`` is pinned memory. Copies to other memory would wait for copies of other threads.
             torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
             if device_type(self.device) == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -277,7 +277,7 @@ class TensorRun:
         self._write(block.start, merged, non_finite, nonzero, release=lambda: self.context.pool.give(buffer))
 
     def _sample(self, block: LoadedBlock, merged_bytes: Bytes) -> None:
-        """Add to the sums of squares of the result and of its inputs."""
+        """Add a block's sampled elements to the sums of squares of the result and of the inputs."""
         numel = self.job.output.numel
         inputs = list(zip(block.rows, block.inputs.dtypes, strict=True))[: len(self.job.inputs)]
         stored = [(merged_bytes, self.job.output.dtype), *inputs]

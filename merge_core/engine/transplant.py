@@ -1,8 +1,8 @@
-"""Write a model with another model's tokenizer: create new token tables, and stream everything else unchanged.
+"""Replace the tokenizer of a model by that of a donor model: create new token tables, and copy all other tensors.
 
-Tokens that both tokenizers have keep the model's rows byte by byte, at the donor's ids. Two tokens are the same if they
-stand for the same bytes. Rows of other tokens are computed (see ``merge_core.checkpoint.vocabulary``), separately for
-embeddings and head. One table at a time is in memory, and nothing else.
+Tokens that stand for the same bytes in both tokenizers keep the model's rows unchanged, at the ids of the donor. The
+rows of other tokens are computed (see ``merge_core.checkpoint.vocabulary``), separately for embeddings and head. Only
+one table at a time is in memory.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from mergegate.merge_core.plan import plan_transplant
 if TYPE_CHECKING:
     import torch
 
-# New tokens whose rows are computed together. With 100,000 shared tokens, the matches then take 100 MB.
+# Number of tokens whose rows are computed together. With 100,000 shared tokens, this takes 100 MB.
 _BATCH_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class TransplantSettings:
-    """How to compute the rows of tokens that a model lacks.
+    """Settings for the rows of tokens that the model lacks.
 
     Args:
         method: Method that computes the rows.
-        k: Maximum number of shared tokens in one combination.
-        device: Device that computes combinations, in torch's notation.
+        k: Maximum number of shared tokens whose rows are combined into one row.
+        device: Device that computes the combinations, in torch's notation.
     """
 
     method: TransplantMethod = "omp"
@@ -57,11 +57,11 @@ class TransplantSettings:
 
 @dataclass(frozen=True)
 class _TokenMatch:
-    """Rows of the tokens of two models.
+    """Row numbers of tokens.
 
     Args:
-        shared: Rows of shared tokens, in the donor and in the model: ``[2, shared]``.
-        missing: Rows of the donor whose tokens the model lacks.
+        shared: Rows of the shared tokens in the donor and in the model, ``[2, shared]``.
+        missing: Rows in the donor of the tokens that the model lacks.
     """
 
     shared: np.ndarray
@@ -70,14 +70,14 @@ class _TokenMatch:
 
 @dataclass(frozen=True)
 class Transplant:
-    """The outcome of a transplant.
+    """Result of :func:`transplant_tokenizer`.
 
     Args:
-        record: Record of the merge that copies the model.
-        tokens: Number of the donor's tokens that have a row.
+        record: Record of the merge that wrote the model.
+        tokens: Number of tokens of the donor that have a row.
         shared: Number of these tokens that the model has too.
-        errors: Error of the combinations relative to the donor's own rows, by table: square root of the mean of
-            ``|difference|² / |row|²``. Empty if rows are means.
+        errors: Relative error by table name if the donor's rows are combined in the same way: the root of the mean of
+            ``|difference|² / |row|²``. Empty if new rows are means.
     """
 
     record: MergeRecord
@@ -99,11 +99,11 @@ def transplant_tokenizer(
 
     Args:
         model: Model that provides the weights.
-        donor: Model that provides the tokenizer. Its tables define the meaning of its tokens.
+        donor: Model that provides the tokenizer. Its token tables show which tokens have similar meanings.
         out: New or empty directory.
-        scratch: File for the new tables until ``out`` is finished. The caller removes it.
-        settings: How to compute the rows of tokens that the model lacks.
-        on_progress: Function called with the number of computed rows and of all rows to compute.
+        scratch: Path of a temporary file for the new tables. The caller removes it.
+        settings: Settings for the rows of tokens that the model lacks.
+        on_progress: Function called with the number of computed rows and the number of all rows to compute.
 
     Raises:
         InvalidInput: A tokenizer is missing or unreadable, the tables are ambiguous, the tokenizers have no token in
@@ -144,7 +144,7 @@ def transplant_tokenizer(
     with refuse_disk_errors(scratch), scratch.open("wb") as file:
         file.write(header)
         for name, table in tables.items():
-            # A bias uses the embeddings, because only their number of rows matters and the donor may lack a bias.
+            # For a bias, only the donor's number of rows matters. The donor may lack a bias, so use its embeddings.
             donor_table = donor_head if is_head(name) else donor_embedding
             content, error = _create_table(table, donor_table, match, settings, report)
             if error is not None:
@@ -165,14 +165,9 @@ def _create_table(
     settings: TransplantSettings,
     report: Callable[[int], None],
 ) -> tuple[np.ndarray, float | None]:
-    """Return the bytes of a new token table [donor's rows, width], and the error of its combinations.
+    """Return the bytes of a new token table ``[donor's rows, width]``, and the error of its combinations (or None).
 
-    Args:
-        table: The model's table [rows, width], or a bias [rows].
-        donor_table: The donor's table for the same purpose [rows, its width].
-        match: Rows of shared and missing tokens.
-        settings: How to compute the missing rows.
-        report: Function that receives the number of computed rows.
+    ``table`` is ``[rows, width]``, or ``[rows]`` for a bias. ``donor_table`` is ``[donor's rows, donor's width]``.
     """
     import torch
 

@@ -1,12 +1,12 @@
-"""Write output files in place from any thread in any order, hash them on the way, and name them at the end.
+"""Write and hash output shards. Any thread may write any part at any time.
 
-During a merge, a shard is named ``<name>.partial``. Only ``merge_weights`` assigns the final names, after all shards
-have been written and flushed to the disk. :mod:`merge_core.engine.output` writes ``config.json``, without which no
-library loads the directory, last of all. So the directory of a failed merge never looks finished.
+During a merge, a shard is named ``<name>.partial``. ``merge_weights`` renames the shards after all of them have been
+flushed to the disk, and then writes ``config.json``, without which no library loads the directory. So the directory of
+a failed merge never looks finished.
 
-SHA-256 needs bytes in order, but blocks finish in any order. Therefore one thread follows the contiguously written
-start of each shard and hashes it. A few blocks stay in memory until they are hashed. If the thread falls far behind, it
-reads recently written blocks again from the page cache.
+SHA-256 needs bytes in order, but blocks finish in any order. Therefore one thread hashes each shard as far as it has
+been written without gaps. Blocks stay in memory until they are hashed, up to a limit. Beyond it, the thread reads them
+again from the page cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mergegate.merge_core.system import forget_cached, read_at, reserve_space
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
-# Limit of the written blocks that wait in memory to be hashed.
+# Limit of the memory for written blocks that wait to be hashed.
 WAITING_BYTES = 32 << 20
 
 
@@ -54,11 +54,9 @@ class _OpenShard:
 
 
 class ShardFiles:
-    """The shards that this process writes, one after another or several at a time.
+    """The shards that this process writes into ``directory``, which must exist.
 
-    Args:
-        directory: Output directory. It exists.
-        keep_pages: Whether data stays in the page cache after it has been flushed to the disk and hashed.
+    ``keep_pages`` sets whether data stays in the page cache after it has been flushed to the disk and hashed.
     """
 
     def __init__(self, directory: Path, *, keep_pages: bool = True) -> None:
@@ -78,8 +76,7 @@ class ShardFiles:
         Args:
             shard: Layout of the shard.
             finished_names: Names of the tensors that an interrupted merge has already written.
-            on_complete: Function called from another thread with the shard's sha256, once it is written, flushed and
-                hashed.
+            on_complete: Function called in another thread with the shard's sha256, after the shard was flushed to disk.
 
         Raises:
             DiskUnavailable: The disk is full or not writable.
@@ -87,7 +84,7 @@ class ShardFiles:
         path = self._directory / f"{shard.name}{PARTIAL}"
         with refuse_disk_errors(path):
             final = self._directory / shard.name
-            if final.exists():  # A merge was killed after naming the files. Their content matches the journal.
+            if final.exists():  # A merge was killed after it renamed the shard. The content matches the journal.
                 final.rename(path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -107,14 +104,10 @@ class ShardFiles:
         self.write(shard.name, 0, memoryview(shard.header))
 
     def write(self, shard: str, offset: int, data: memoryview, release: Callable[[], None] | None = None) -> None:
-        """Write ``data`` at ``offset`` of a shard. Each byte must be written exactly once.
+        """Write ``data`` to the shard with this name, at ``offset`` in bytes. Write each byte exactly once.
 
-        Args:
-            shard: Name of the shard.
-            offset: Offset in the file, in bytes.
-            data: Bytes to write. They must stay valid until ``release`` is called.
-            release: Function called when ``data`` is no longer needed, now or later in another thread. None means that
-                ``data`` is not used after this call.
+        ``data`` must stay valid until ``release`` is called, now or later in another thread. Without ``release``, it is
+        not used after this call.
 
         Raises:
             DiskUnavailable: The disk is full or fails.
@@ -136,7 +129,7 @@ class ShardFiles:
             release()
 
     def complete(self) -> None:
-        """Wait until every shard has been flushed to the disk and hashed, and close the files.
+        """Wait until every shard has been hashed and flushed to the disk, and close the files.
 
         Raises:
             DiskUnavailable: The disk failed.
@@ -145,14 +138,14 @@ class ShardFiles:
         self.check()
 
     def check(self) -> None:
-        """Raise the exception that stopped the hashing thread, if any."""
+        """Raise the exception that stopped the hashing thread. If it is running, do nothing."""
         if self._failure is not None:
             raise self._failure
 
     def close(self, *, abandon: bool = False) -> None:
-        """Wait until every shard is hashed, and close the files.
+        """Wait until every shard is hashed, and close the files. With ``abandon``, do not wait.
 
-        With ``abandon``, stop now after a failure. The partial files stay, so that they can be inspected or resumed.
+        The partial files of an abandoned merge stay, so that it can be resumed.
         """
         with self._condition:
             self._closing = "now" if abandon else "when done"
@@ -176,7 +169,7 @@ class ShardFiles:
             self._failure = failure
 
     def _hash(self, open_shard: _OpenShard, buffer: memoryview) -> bool:
-        """Hash a shard to its end; return False if it was abandoned."""
+        """Hash a shard to its end. Return False if the merge was abandoned."""
         digest, written = hashlib.sha256(), open_shard.written
         while open_shard.hashed < open_shard.shard.size:
             with self._condition:
@@ -208,10 +201,8 @@ class ShardFiles:
 
 
 def final_or_partial(directory: Path, shard: Shard) -> Path | None:
-    """Return the file of a shard, under its final or partial name, if it has the right size.
-
-    The final name is checked last, because another participant may rename the file between the two checks.
-    """
+    """Return the path of a shard, with its final or partial name, or None if no file has the right size."""
+    # Check the final name last, because another participant may rename the file between the two checks.
     for path in (directory / f"{shard.name}{PARTIAL}", directory / shard.name):
         try:
             status = path.stat()
@@ -223,7 +214,7 @@ def final_or_partial(directory: Path, shard: Shard) -> Path | None:
 
 
 class refuse_disk_errors:  # noqa: N801  # It is lowercase because it reads like a function: `with refuse_disk_errors(path):`.
-    """Turn an OSError on ``path`` into DiskUnavailable, which explains how to fix it."""
+    """A context that turns an OSError into DiskUnavailable, whose message names ``path`` and the remedy."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,6 @@
-"""Merge methods: each declares a contract, fold passes that reduce blocks to a few numbers, and a map over blocks.
+"""Merge methods, one module per family. See :mod:`.contract` for what a method consists of.
 
-Each file holds one family of methods with its formulas, folds, maps, costs and traits. Other packages can add methods
-under the entry point ``mergegate.methods``.
+Other packages can add methods under the entry point ``mergegate.methods``.
 """
 
 from mergegate.merge_core.methods.combination import PASSTHROUGH, combine

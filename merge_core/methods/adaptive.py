@@ -1,15 +1,13 @@
-"""Implement the server step of federated Adam (FedAdam) and the moving averages that it needs.
+"""Implement the server step of federated Adam (FedAdam) and the moving averages that it needs, as three methods.
 
-Each is an elementwise merge of its own. FedAdam treats the change that the clients made together in a round,
-``d = x - b``, as a gradient:
+FedAdam treats ``d = x - b``, the merged change of all clients in a round, as a gradient:
 
     m' = beta1 m + (1 - beta1) d            ``moving_mean``, keep beta1
     v' = beta2 v + (1 - beta2) d²           ``moving_squares``, keep beta2
     out = b + rate * m' / (sqrt(v') + tau)  ``adam``
 
-There is no bias correction for the first rounds, in which both averages are small. Instead, ``tau`` sets the size of
-changes below which a step is proportional to them. ``m`` and ``v`` are not models but have the shape of one. The first
-round starts from zero. Both are stored in float32, regardless of the dtype of the models.
+Both averages start from zero, without a bias correction for the first rounds. Steps for changes that are small
+compared with ``tau`` are proportional to the changes. ``m`` and ``v`` are stored like models, but always in float32.
 
 Reddi et al. 2020, https://arxiv.org/abs/2003.00295, algorithm 2.
 """
@@ -41,9 +39,9 @@ _PAPER = "Adaptive federated optimization (FedAdam), Reddi et al. 2020, https://
 
 
 def _moving_average(task: TensorTask, *, squared: bool) -> Map:
-    """Return the map ``keep * second model + (1 - keep) * d``, or the same with ``d²``.
+    """Return the map ``keep * average + (1 - keep) * d``, or with ``d²`` if ``squared``.
 
-    A missing second model counts as zero.
+    The previous average is the second model. If there is none, it counts as zero.
     """
     keep, has_average = float(task.shared["keep"]), len(task.per_input) > 2
 
@@ -60,10 +58,7 @@ def _moving_average(task: TensorTask, *, squared: bool) -> Map:
 
 
 def _adam(task: TensorTask) -> Map:
-    """Return the map ``b + rate m / (sqrt(v) + tau)``.
-
-    Negative values in ``v`` count as zero. A mean of squares has none.
-    """
+    """Return the map ``b + rate m / (sqrt(max(v, 0)) + tau)``."""
     rate, tau = float(task.shared["rate"]), float(task.shared["tau"])
 
     def map_block(block: Block) -> torch.Tensor:

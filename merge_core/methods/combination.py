@@ -1,9 +1,8 @@
-"""Compute linear combinations of the inputs, and the Gram matrix that determines most coefficients.
+"""Implement ``linear`` and ``passthrough``, and compute linear combinations and Gram matrices for other methods.
 
-The Gram matrix holds everything that an average on a sphere needs to know about its inputs: norms, cosines and
-projections. So one fold pass over the blocks is enough, and the coefficients follow in float64 from a few numbers, no
-matter how large the tensor is. This module has the building blocks and the simplest methods; :mod:`.spherical` and
-:mod:`.model_stock` build on them.
+Norms, cosines and projections of the inputs follow from their Gram matrix. So a method that needs them computes the
+matrix in one fold pass, and then a few coefficients in float64, regardless of the size of the tensor. See
+:mod:`.spherical` and :mod:`.model_stock`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
-    """Return the map ``sum c_i x_i``, or ``b + sum c_i (x_i - b)`` if ``about_base`` is set.
+    """Return the map ``sum c_i x_i`` of the inputs ``x_i``.
 
-    With ``about_base``, input 0 is the base ``b`` and has no coefficient.
+    With ``about_base``, it is ``b + sum c_i (x_i - b)``. Input 0 is then the base ``b`` and has no coefficient.
     """
 
     def map_block(block: Block) -> torch.Tensor:
@@ -56,7 +55,7 @@ def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
 
 
 def mean_of_models(task: TensorTask) -> Map:
-    """Return the map ``sum w_i x_i / sum w_i`` over the models.
+    """Return the map to the weighted mean of the models, ``sum w_i x_i / sum w_i``.
 
     If there is a base, ``lambda`` scales the difference between the mean and the base.
     """
@@ -66,7 +65,7 @@ def mean_of_models(task: TensorTask) -> Map:
 
 
 def check_mean(shared_values: Values, per_input: Sequence[Values], location: str) -> None:
-    """Raise InvalidInput if all weights of a mean are zero, or if ``lambda`` scales it without a base."""
+    """Raise InvalidInput if the weights of a mean have no positive sum, or if ``lambda`` is set without a base."""
     weights = [values["weight"] for values in per_input if "weight" in values]
     if sum(weights) <= 0:
         raise InvalidInput(
@@ -82,7 +81,7 @@ def check_mean(shared_values: Values, per_input: Sequence[Values], location: str
 
 
 def gram(count: int, *, about_base: bool = False) -> Fold:
-    """Return a pass that computes the float64 Gram matrix ``[count, count]`` of the inputs or of their task vectors."""
+    """Return a pass that computes the float64 Gram matrix ``[count, count]`` of the inputs, or of the task vectors."""
     pairs = [(i, j) for i in range(count) for j in range(i, count)]
 
     def reduce_block(block: Block) -> torch.Tensor:
@@ -111,7 +110,7 @@ def _linear(task: TensorTask) -> Map:
 
 
 def check_weight_sum(switch: str) -> Callable[[Values, Sequence[Values], str], None]:
-    """Return a check that raises InvalidInput if weights add up to 0 and ``switch`` divides by their sum."""
+    """Return a check for :class:`.Method`: the weights must not add up to 0 if parameter ``switch`` is true."""
 
     def check(shared_values: Values, per_input: Sequence[Values], location: str) -> None:
         if shared_values[switch] and abs(sum(values["weight"] for values in per_input if "weight" in values)) < 1e-12:

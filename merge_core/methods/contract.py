@@ -1,20 +1,19 @@
-"""Define merge methods: a declared contract, fold passes that reduce blocks to a few numbers, and a map.
+"""Define what a merge method consists of: parameters, properties, and a generator of passes over blocks of a tensor.
 
-A method never sees a whole tensor. Its ``steps`` is a generator. It yields :class:`Fold` passes. Each runs over all
-blocks of the tensor, and ``yield`` returns its combined result. A method that needs matrices yields a :class:`Solve`
-between them. At the end it returns the :class:`Map` that turns one block of inputs into one block of output::
+A method never sees a whole tensor. Its generator ``steps`` yields :class:`Fold` passes. The engine runs each over all
+blocks and sends its result back. For computations with whole matrices, the generator yields a :class:`Solve`. At the
+end, it returns the :class:`Map` that turns one block of all inputs into one block of output::
 
     def steps(task):
         norms = yield fold_sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
         scale = 1 / norms.sum()
         return Map(lambda block: (block.inputs * scale).sum(0))
 
-The functions take a :class:`Block` (torch, any device) and are the readable reference. Each may have a fused
-counterpart for the CPU, which takes a :class:`StoredBlock`, works directly on the stored numbers and must give the same
-result.
+These functions take a :class:`Block` (torch, any device) and are the readable reference. Each may have a fused
+counterpart for the CPU, which takes a :class:`StoredBlock` with the stored numbers and must give the same result.
 
-Every reduction is per *grain*, which is a fixed run of elements or a row. Grains are combined in order, so results
-depend neither on the block size nor on the number of threads.
+Sums are computed for each *grain*, which is a row or a fixed number of elements, and grains are combined in order. So
+results depend neither on the block size nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ Array: TypeAlias = NDArray[Any]
 Scalar: TypeAlias = bool | int | float | str
 Values: TypeAlias = Mapping[str, Any]
 
-# Number of elements per reduction for methods that do not need rows. It is below torch's own parallel threshold
-# (32768), so that the order of additions inside a grain never changes.
+# Number of elements in a grain for methods that do not need rows. From 32768 elements on, torch would add in parallel,
+# and the order of additions inside a grain could change.
 GRAIN = 16384
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
@@ -48,12 +47,12 @@ class Parameter:
     Args:
         name: Name in the recipe.
         kind: Type of the value.
-        scope: ``shared``: one value per output tensor. ``input``: one per model, including the base. ``non_base``: one
-            per model except the base.
-        default: Value if the recipe has none. ``REQUIRED`` means that the recipe must set it.
+        scope: ``shared``: one value per output tensor. ``input``: one value per model, including the base.
+            ``non_base``: one value per model except the base.
+        default: Value if the recipe has none. ``REQUIRED`` means that the recipe must set the parameter.
         summary: One-line description for users.
         minimum, maximum: Inclusive range. None means unbounded.
-        choices: Allowed texts of a ``choice``. For a ``switch``, the texts that are allowed besides true and false.
+        choices: Allowed texts of a ``choice``, or texts that a ``switch`` allows in addition to true and false.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Parameter:
 
     @property
     def range(self) -> str:
-        """Allowed values as text: ``0 to 1``, ``from 1``, ``sum, count``. Empty if every value is allowed."""
+        """Allowed values as text, for example ``0 to 1``, ``from 1`` or ``sum, count``. Empty without a limit."""
         if self.kind == "choice":
             return ", ".join(self.choices)
         if self.kind in ("bool", "switch"):
@@ -80,23 +79,23 @@ class Parameter:
 
 
 class InputMoments(Protocol):
-    """Second moments of the inputs of a matrix, measured on a text: the mean of ``x x'`` over its positions."""
+    """Second moments of the inputs ``x`` of a linear layer: the mean of ``x x'`` over the positions of a text."""
 
     @property
     def width(self) -> int:
-        """Number of inputs of the matrix (``in``)."""
+        """Number of inputs of the layer (``in``)."""
 
     @property
     def is_diagonal(self) -> bool:
-        """Whether only the diagonal, the mean squares, was measured."""
+        """Whether only the diagonal was measured, which has the mean squares."""
 
     def read(self) -> Array:
-        """Return the moments in float64: symmetric ``[in, in]``, or ``[in]`` if only the diagonal was measured."""
+        """Return the moments in float64: a symmetric matrix ``[in, in]``, or its diagonal ``[in]``."""
 
 
 @dataclass(frozen=True)
 class TensorTask:
-    """One output tensor, as a method sees it.
+    """Everything that a method knows about one output tensor.
 
     Args:
         name: Name of the output tensor.
@@ -104,12 +103,12 @@ class TensorTask:
         dtype: Data type of the arithmetic: ``float64`` if an input has that type, else ``float32``.
         has_base: Whether input 0 is the base.
         shared: Values of the shared parameters.
-        per_input: Values of the other parameters, one mapping per input. The base comes first if there is one.
-        seeds: One key per input for :mod:`merge_core.methods.masks`.
-        is_projection: Whether the tensor is the matrix ``[out, in]`` of a linear layer inside a layer of the network.
+        per_input: Values of the other parameters, one mapping per input.
+        seeds: One key per input for random masks (:mod:`merge_core.methods.masks`).
+        is_projection: Whether the tensor is the matrix ``[out, in]`` of a linear layer inside a layer of the model.
         inputs_first: Whether that matrix is stored as ``[in, out]``.
-        moments: Second moments of each input's activations, or None if they were not measured.
-        has_importance: Whether blocks carry the importance of each element of each model.
+        moments: Second moments of what this layer receives in each input model. None where they were not measured.
+        has_importance: Whether :attr:`Block.importance` is available.
     """
 
     name: str
@@ -126,26 +125,26 @@ class TensorTask:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def width(self) -> int:
-        """Number of inputs of a matrix."""
+        """Number of inputs of the linear layer, if the tensor is its matrix."""
         return self.shape[0] if self.inputs_first else self.shape[-1]
 
     def model_values(self, name: str) -> list[float]:
-        """Return the values of the per-input parameter ``name`` for all inputs except the base."""
+        """Return the value of parameter ``name`` for each input except the base."""
         return [float(values[name]) for values in self.per_input[1 if self.has_base else 0 :]]
 
     @property
     def model_seeds(self) -> tuple[tuple[int, int], ...]:
-        """Keys of all inputs except the base."""
+        """Random keys of all inputs except the base."""
         return self.seeds[1 if self.has_base else 0 :]
 
     @property
     def model_moments(self) -> tuple[InputMoments, ...]:
-        """Moments of all inputs except the base. Empty unless every model has them."""
+        """Second moments of all inputs except the base. Empty unless they were measured for each."""
         moments = self.moments[1 if self.has_base else 0 :]
         measured = tuple(item for item in moments if item is not None)
         return measured if len(measured) == len(moments) else ()
@@ -153,14 +152,14 @@ class TensorTask:
 
 @dataclass(frozen=True)
 class Block:
-    """A run of elements of all inputs, flattened.
+    """Consecutive elements of the flattened inputs, as tensors.
 
     Args:
         inputs: ``[inputs, elements]`` in the data type of the arithmetic. Row 0 is the base if the task has one.
-        start: Index of the first element in the flattened tensor.
-        grain: Number of elements in a grain, the unit of ``counts``. ``start`` is a multiple of it.
-        importance: ``[models, elements]``, zero or more: importance of each element of each model except the base. None
-            unless the task has importance.
+        start: Index of the first element in the flattened tensor, a multiple of ``grain``.
+        grain: Number of elements in a grain.
+        importance: ``[models, elements]``: importance (0 or more) of each element to each model except the base. None
+            if it was not measured.
     """
 
     inputs: torch.Tensor
@@ -170,11 +169,11 @@ class Block:
 
     @property
     def base(self) -> torch.Tensor:
-        """Elements of the base, ``[elements]``."""
+        """Elements of the base: ``[elements]``."""
         return self.inputs[0]
 
     def deltas(self) -> torch.Tensor:
-        """Return the task vectors ``[models, elements]``: every other input minus the base."""
+        """Return the task vectors, that is, the other inputs minus the base: ``[models, elements]``."""
         return self.inputs[1:] - self.inputs[0]
 
     def grains(self, values: torch.Tensor) -> torch.Tensor:
@@ -186,12 +185,12 @@ class Block:
         return filled.reshape(*values.shape[:-1], -1, self.grain)
 
     def grain_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return float64 sums over each grain, ``[..., elements]`` → ``[grains, ...]``, for :func:`fold_sums`."""
+        """Return the float64 sum of each grain for :func:`fold_sums`: ``[..., elements]`` → ``[grains, ...]``."""
         return self.grains(values.double()).sum(-1).movedim(-1, 0)
 
 
 def add_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add the vectors from left to right. ``torch.sum`` may use another order, which would change the result."""
+    """Add the vectors from left to right. ``torch.sum`` may use another order, which would change the rounding."""
     total = vectors[0]
     for vector in vectors[1:]:
         total = total + vector
@@ -200,14 +199,14 @@ def add_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A run of elements of all inputs as a fused kernel sees it: stored numbers in one flat array.
+    """Consecutive elements of the flattened inputs, as one array of stored numbers for fused kernels.
 
     Args:
         data: Contiguous 1-D array: uint16 (bit patterns of bfloat16), float32 or float64.
-        rows: Start of each input in ``data``. The base comes first if the task has one.
-        length: Elements per input.
+        rows: Index in ``data`` at which each input starts. The base comes first if the task has one.
+        length: Number of elements of each input.
         start: Index of the first element in the flattened tensor.
-        grain: Number of elements in a grain, the unit of ``counts``.
+        grain: Number of elements in a grain.
     """
 
     data: Array
@@ -218,7 +217,7 @@ class StoredBlock:
 
 
 def load_kernels() -> Any:
-    """Return the module of the fused kernels. The import is deferred because numba takes a second to load."""
+    """Import and return the module of the fused kernels. The import takes a second because of numba."""
     from mergegate.merge_core.methods import kernels
 
     return kernels
@@ -228,17 +227,17 @@ def load_kernels() -> Any:
 class Fold:
     """One pass over all blocks that reduces them to a few numbers.
 
-    Use :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains` to create one.
+    Create it with :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains` if possible.
 
     Args:
         reduce_block: Function that computes the partial result of a block.
         combine: Function that combines the partial results, in block order, into the result of the pass.
-        reduce_stored: Fused counterpart of ``reduce_block`` for stored numbers on the CPU.
-        eager: Whether partial results may be combined in any order as they arrive, so that few are held in memory.
-        sample_count: Number of sampled pieces, spread over the tensor, that the pass reads instead of all blocks. The
-            tensor must have at least one piece of ``GRAIN`` elements. Use it only for guesses: no result may depend on
-            it. Default: 0, a full pass.
-        in_order: Whether blocks must arrive one after the other, so that ``reduce_block`` can accumulate them.
+        reduce_stored: Fused counterpart of ``reduce_block`` on the CPU.
+        eager: Whether partial results may be combined in any order, as soon as they arrive. This saves memory.
+        sample_count: Number of pieces, spread over the tensor, that the pass reads instead of all blocks. The tensor
+            must have at least ``GRAIN`` elements. The merged tensor must not depend on the result, so use it only for
+            guesses that are verified. Default: 0, a full pass.
+        in_order: Whether to compute the blocks one after another, so that ``reduce_block`` can accumulate them.
     """
 
     reduce_block: Callable[[Block], torch.Tensor]
@@ -251,10 +250,10 @@ class Fold:
 
 @dataclass(frozen=True)
 class Solve:
-    """A computation with matrices between two passes. Torch runs it in one thread, so that sums have one order.
+    """A computation with whole matrices between two passes.
 
-    Args:
-        compute: Function of the device that holds the blocks. ``yield`` returns its result.
+    ``compute`` is called with the device name, and ``yield`` returns its result. Torch runs it on one thread, so that
+    the order of additions is fixed.
     """
 
     compute: Callable[[str], Any]
@@ -262,12 +261,12 @@ class Solve:
 
 @dataclass(frozen=True)
 class Map:
-    """The last pass, which turns a block of inputs into a block of output.
+    """The last pass, which computes each block of output.
 
     Args:
         map_block: Function that returns ``[elements]`` in the data type of the arithmetic.
-        map_stored: Fused counterpart for stored numbers on the CPU. It writes into its second argument: uint16
-            (bfloat16 bit patterns), float32 or float64.
+        map_stored: Fused counterpart on the CPU. It writes the output into its second argument, an array of uint16
+            (bit patterns of bfloat16), float32 or float64.
     """
 
     map_block: Callable[[Block], torch.Tensor]
@@ -278,7 +277,7 @@ Steps: TypeAlias = Generator[Fold | Solve, Any, Map]
 
 
 def map_only(create_map: Callable[[TensorTask], Map]) -> Callable[[TensorTask], Steps]:
-    """Return the steps of a method that needs no fold pass, from the function that creates its map."""
+    """Return the ``steps`` of a method without fold passes. ``create_map`` returns the map for a tensor."""
 
     def steps(task: TensorTask) -> Steps:
         return create_map(task)
@@ -288,21 +287,21 @@ def map_only(create_map: Callable[[TensorTask], Map]) -> Callable[[TensorTask], 
 
 
 def row_length(shape: tuple[int, ...], shared_values: Values) -> int:
-    """Return the grain of methods that work on rows: the last dimension. A one-dimensional tensor is one row."""
+    """Return the length of a row, which is the grain of methods that work on rows. A vector is one row."""
     return max(shape[-1], 1) if shape else 1
 
 
 def fold_sums(
     reduce_block: Callable[[Block], torch.Tensor], reduce_stored: Callable[[StoredBlock], Array] | None = None
 ) -> Fold:
-    """Return a pass whose blocks give float64 ``[grains, ...]`` and whose result is the sum over all grains."""
+    """Return a pass that adds up the results of all grains. ``reduce_block`` returns float64 ``[grains, ...]``."""
     return Fold(reduce_block, lambda parts: np.sum(np.concatenate(parts), axis=0), reduce_stored)
 
 
 def fold_counts(
     reduce_block: Callable[[Block], torch.Tensor], reduce_stored: Callable[[StoredBlock], Array] | None = None
 ) -> Fold:
-    """Return a pass whose blocks give integer arrays of one shape and whose result is their sum."""
+    """Return a pass that adds up the results of all blocks. ``reduce_block`` returns integers of one shape."""
 
     def combine(parts: Sequence[Array]) -> Array:
         if len(parts) == 1:
@@ -318,27 +317,26 @@ def fold_counts(
 def fold_grains(
     reduce_block: Callable[[Block], torch.Tensor], reduce_stored: Callable[[StoredBlock], Array] | None = None
 ) -> Fold:
-    """Return a pass whose blocks give ``[grains, ...]`` and whose result is the concatenation of all grains."""
+    """Return a pass that concatenates the results of all grains. ``reduce_block`` returns ``[grains, ...]``."""
     return Fold(reduce_block, np.concatenate, reduce_stored)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Computational cost of a method, for the estimate before a merge.
+    """Computational costs of a method, for the forecast of a merge. ``benchmarks/method_costs.py`` measures them.
 
-    Arithmetic is counted in units of one plain loop: widen a bfloat16 number, multiply it, add it. Timing that loop for
-    a moment therefore predicts the speed of every method on a machine. ``benchmarks/method_costs.py`` measures the
-    costs.
+    One unit of arithmetic is to widen a bfloat16 number, multiply it and add it. mergegate measures how long a unit
+    takes on a machine, and predicts the speed of every method from it.
 
     Args:
         map: Units of the map, per input element.
         fold: Units of one fold pass, per input element.
-        folds: Number of fold passes over a tensor. If it depends on the weights (are there equal magnitudes?), use the
-            larger number, because bfloat16 weights have many ties.
-        products: Floating-point operations of matrix products and decompositions in float64, for a whole tensor. None
+        folds: Function that returns the number of fold passes over a tensor, or the maximum if it depends on the
+            weights.
+        products: Function that returns the floating-point operations of all float64 matrix products and decompositions
+            for a tensor. None for methods that do not work on matrices.
+        held_bytes: Function that returns the peak number of bytes that a tensor needs in addition to its blocks. None
             for methods that do not work on matrices.
-        held_bytes: Peak number of bytes that a tensor needs in addition to its blocks while it is processed. None for
-            methods that do not work on matrices.
     """
 
     map: float
@@ -350,13 +348,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class ConflictRemedy:
-    """How to change a recipe to a method that resolves opposing task vectors, and the reason to give.
+    """Change of a recipe to a method that resolves conflicts between task vectors.
 
     Args:
-        reason: Clause that describes the effect of the method and follows its name: ``keeps the largest and lets the
-            stronger sign win``.
-        settings: Parameters that the changed recipe sets.
-        additions: Parameters that it sets only if the previous method had none of that name.
+        reason: Effect of the method, as a clause that follows its name: ``keeps the largest and lets the stronger sign
+            win``.
+        settings: Parameters to set in the recipe.
+        additions: Parameters to set in the recipe unless the previous method has a parameter of the same name.
     """
 
     reason: str
@@ -366,25 +364,25 @@ class ConflictRemedy:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a method that other packages need, so that they do not have to know any method by name.
+    """Properties of a method, so that other packages do not have to know methods by name.
 
     Args:
-        adds_up: Whether opposing elements of task vectors are added up and cancel.
-        sparse: Whether the method keeps only a share of each task vector, set by the parameter ``density``.
-        may_zero: Whether its parameters can scale a tensor to zero, so that a tensor of zeros may be intended.
-        merges_base: Whether the base is merged like a model instead of only being the origin of task vectors.
-        adapters: How adapters on one base can be merged into an adapter: as a ``sum`` of their products, which is
-            lossless, or only on the ``products`` themselves. None: the result depends on more than the differences from
-            the base.
-        conflict_remedy: Set if changing to this method helps when task vectors oppose each other.
-        first_draft: Clause that describes the method. Set for the two methods that ``init`` writes a first recipe with,
-            one with and one without a base. Empty for all others.
-        reads_text: Quantity that is measured for each model on its own calibration text: the inputs of its matrices
-            (:class:`InputMoments`), or the importance of its elements (:attr:`Block.importance`).
-        weights_by_distance: Whether the weights of the models follow from the distances between them.
-        first_state: Position from which the models are not models but states that an optimizer carries from merge to
-            merge, in the shape of a model. None: all are models.
-        makes_state: Whether the output is such a state instead of a model. It may be of any size.
+        adds_up: Whether the method adds task vectors, so that opposing elements cancel.
+        sparse: Whether the method keeps only part of each task vector, as set by the parameter ``density``.
+        may_zero: Whether parameters can scale a tensor to zero, so that a tensor of zeros may be intended.
+        merges_base: Whether the base is merged like a model. If not, it is only the origin of task vectors.
+        adapters: How to merge adapters of one base into an adapter: as a ``sum`` of their low-rank products, which is
+            lossless, or by applying the method to the ``products``. None: the result cannot be an adapter, because it
+            depends on more than the differences from the base.
+        conflict_remedy: How to change a recipe to this method if task vectors conflict. None if it does not help.
+        first_draft: Clause that describes the method, for the recipe that ``init`` writes. Empty for methods that
+            ``init`` does not use.
+        reads_text: What to measure for each model on its own calibration text: second ``moments`` of the inputs of its
+            linear layers (:class:`InputMoments`), or ``importance`` of its elements (:attr:`Block.importance`).
+        weights_by_distance: Whether the weights of the models are computed from the distances between them.
+        first_state: Index from which the inputs after the base are states of an optimizer instead of models. A state
+            has the shape of a model and is passed from merge to merge. None: all inputs are models.
+        makes_state: Whether the output is such a state. Its numbers may have any magnitude.
     """
 
     adds_up: bool = False
@@ -402,25 +400,24 @@ class Traits:
 
 @dataclass(frozen=True)
 class Method:
-    """A merge method: its contract and its computation.
+    """A merge method.
 
     Args:
-        name: Name in a recipe's ``merge_method``.
+        name: Value of ``merge_method`` in a recipe.
         summary: One-line description for users.
-        paper: Reference of the publication.
-        base: ``required``: input 0 is the base. ``optional``: input 0 is the base if the recipe has one. ``ordinary``:
-            a base is one more input like the others. ``donor``: a base that is not among the models only provides the
-            config and the tokenizer; a base among them comes first.
-        models: Minimum and maximum number of inputs besides the base. A maximum of None means any number.
+        paper: Reference to the publication.
+        base: Role of the recipe's base. ``required``: it is input 0. ``optional``: it is input 0 if there is one.
+            ``ordinary``: it is an input like the models. ``donor``: if it is one of the models, it comes first. If not,
+            it only provides the config and the tokenizer, or is an input too if there is a single model.
+        models: Minimum and maximum number of inputs other than the base. A maximum of None means any number.
         parameters: Parameters that a recipe may set.
-        steps: The computation; see the module docstring.
-        grain: Elements per grain for a shape and the shared values. Blocks are whole grains, which are rows for some
-            methods.
-        single_input: Treatment of a tensor that only one input has: ``copy`` it, or ``compute`` with the available
-            inputs.
-        check: Function that raises InvalidInput, for a location, if the values of one tensor do not fit together.
-        costs: Costs for the estimate. None: not measured, so the estimate uses assumed costs and mentions it.
-        traits: Properties for health checks and remedies.
+        steps: Generator function that computes a tensor (see the module docstring).
+        grain: Function that returns the number of elements in a grain for a shape and the shared parameters.
+        single_input: What to do with a tensor that only one input has: ``copy`` it, or ``compute`` it from this input.
+        check: Function that raises InvalidInput if the parameters of a tensor do not fit together. Its arguments are
+            the shared values, the values per input, and the location for the message.
+        costs: Costs for the forecast. None: not measured, so the forecast assumes costs and says so.
+        traits: Properties for other packages.
     """
 
     name: str
@@ -437,5 +434,5 @@ class Method:
     traits: Traits = field(default=Traits(), repr=False)
 
     def parameter(self, name: str) -> Parameter | None:
-        """Return the parameter of that name, or None."""
+        """Return the parameter with this name, or None if the method has no such parameter."""
         return next((parameter for parameter in self.parameters if parameter.name == name), None)

@@ -2,28 +2,25 @@
 
 With ``d_i = x_i - b``:
 
-**RAM** averages the elements that several models changed, and keeps or amplifies an element that one changed. An
-element is changed if ``|d_i| > epsilon``. With the number ``c`` of models that changed it,
-``out = b + sum_i d_i [changed_i] (L_i if c == 1 else 1 / c)``. Plain RAM has ``L_i = 1``. RAM+ amplifies the changes
-that are unique to a model by the share of its changes that others made too:
-``L_i = 1 + r * clip(shared_i / unique_i, 0, alpha)``. Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
+**RAM** averages the changes that several models made to an element, and keeps or amplifies a change that only one model
+made. Model i changed an element if ``|d_i| > epsilon``. If ``c`` models changed it,
+``out = b + sum_i d_i [changed_i] (L_i if c == 1 else 1 / c)``. Plain RAM has ``L_i = 1``. RAM+ amplifies the unique
+changes of a model if the model shares many other changes: ``L_i = 1 + r * clip(shared_i / unique_i, 0, alpha)``.
+Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
 
 **Consensus Task Arithmetic** adds up task vectors only in the elements that several models need. With
 ``v_i = w_i d_i`` and ``T = sum v_i``, model i needs an element if ``|v_i| > threshold * |T - v_i|``. An element that
-fewer than ``agreement`` models need keeps the value of the base. If only one model needs it, that model often works
-without it, and if no model needs it, it is noise. Wang et al. 2024, https://arxiv.org/abs/2405.07813.
+fewer than ``agreement`` models need keeps the value of the base. Wang et al. 2024, https://arxiv.org/abs/2405.07813.
 
-**Robust averages** do not follow a single model as far as that model goes. They sort the task vectors by value in each
-element and average those in the middle: ``out = b + lambda * mean(d_(k), ..., d_(n - 1 - k))``. The trimmed mean leaves
-out ``k = floor(trim * n)`` on each side. The median leaves out as many as it takes to keep one or two. The sign, size
-and position of the trimmed values do not matter, so fewer than half of the models cannot take over the result. The
-price: if models differ for good reasons, because each has its own skill, the methods also drop what only a few models
-have. Yin et al. 2018, https://arxiv.org/abs/1803.01498.
+**Robust averages** limit the influence of a single model. For each element, they sort the values of the task vectors
+and average the middle ones: ``out = b + lambda * mean(d_(k), ..., d_(n - 1 - k))``. The trimmed mean leaves out
+``k = floor(trim * n)`` values on each side, and the median all but the middle one or two. So fewer than half of the
+models cannot take over the result. But if each model has a skill of its own, the methods also drop what only a few
+models have. Yin et al. 2018, https://arxiv.org/abs/1803.01498.
 
-The geometric median works on whole models instead of elements. It is the point with the smallest sum of distances to
-all models, and therefore a mean. Its weights follow from the Gram matrix of all task vectors, which is measured before
-the merge (:func:`merge_core.analysis.geometric_median`). It keeps what only a few models have, in proportion to their
-share.
+**The geometric median** is the point with the smallest sum of distances to all models. It is a mean of whole models,
+and its weights follow from the Gram matrix of all task vectors, which is measured before the merge
+(:func:`merge_core.analysis.geometric_median`). So it keeps what only a few models have, in proportion to their weight.
 """
 
 from __future__ import annotations
@@ -82,7 +79,7 @@ def _amplified(task: TensorTask) -> Steps:
 
 
 def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
-    """Return the map that adds the changes to the base, with one factor per model for its unique changes."""
+    """Return the map of RAM. ``factors`` are the factors ``L_i`` for the unique changes of each model."""
 
     def map_block(block: Block) -> torch.Tensor:
         import torch
@@ -132,10 +129,7 @@ _TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models to leave 
 
 
 def _average_middle(trim_count: int, scale: float) -> Map:
-    """Return the map that adds to the base the mean of the task vectors.
-
-    The mean leaves out the ``trim_count`` lowest and highest values of each element.
-    """
+    """Return the map of a robust average, which leaves out the ``trim_count`` lowest and highest values."""
 
     def map_block(block: Block) -> torch.Tensor:
         ordered = block.deltas().sort(0).values
@@ -149,7 +143,7 @@ def _average_middle(trim_count: int, scale: float) -> Map:
 
 
 def _trimmed_mean(task: TensorTask) -> Map:
-    # The small addend corrects floating-point rounding: a share of 0.2 of five models is one model.
+    # The small addend corrects floating-point rounding, so that a share of 0.2 of five models is one model.
     skipped = math.floor(float(task.shared["trim"]) * (len(task.per_input) - 1) + 1e-9)
     return _average_middle(skipped, float(task.shared["lambda"]))
 

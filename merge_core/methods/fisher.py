@@ -1,13 +1,12 @@
-"""Average the models element by element, weighted by the importance of the element in each model (Fisher merging).
+"""Average each element of the models, weighted by its importance to each model (Fisher merging).
 
-With the diagonal ``F_i`` of the Fisher information of model i, measured on a calibration text of its own,
+``F_i`` is the diagonal of the Fisher information of model i, measured on a calibration text for that model. Then
 
     x = sum w_i F_i x_i / sum w_i F_i
 
-is the most likely point if each model's posterior is a Gaussian around its weights with that precision (Matena &
-Raffel 2022, https://arxiv.org/abs/2111.09832). It is computed around the mean,
-``m + sum w_i F_i (x_i - m) / sum w_i F_i``, so that an element that matters to no model, or was not measured, becomes
-the mean. There is no floor: even an element that matters little to all models is divided in proportion.
+is the most likely point if each model's posterior is a Gaussian around its weights with the precision ``F_i`` (Matena &
+Raffel 2022, https://arxiv.org/abs/2111.09832). It is computed as ``m + sum w_i F_i (x_i - m) / sum w_i F_i`` around the
+mean ``m``, so that an element without importance to any model becomes the mean. There is no lower bound for ``F_i``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def _average_by_importance(task: TensorTask) -> Map:
-    """Return the map of the weighted mean. Without importance, it is the mean of the models."""
+    """Return the map to the weighted mean, or to the plain mean if importance was not measured."""
     if not task.has_importance:
         return mean_of_models(task)
     weights, scale = task.model_values("weight"), float(task.shared["lambda"])

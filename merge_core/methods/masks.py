@@ -1,17 +1,14 @@
-"""Generate random masks that depend only on (seed, tensor name, model index, element index), and cache masks.
+"""Generate random masks that depend only on seed, tensor name, model index and element index, and cache them.
 
 Philox2x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-https://doi.org/10.1145/2063384.2063405) is a counter-based generator: it computes the number for an element from the
-element's index, without state. So a mask is the same on every device, for any block size, on any number of threads and
-after a resume.
+https://doi.org/10.1145/2063384.2063405) computes the random number of an element from its index, without state. So a
+mask does not depend on the device, the block size or the number of threads, and it is the same after a resume. The
+64-bit key of a tensor fills the generator's 32-bit key and the upper word of its counter. The lower word counts pairs
+of elements, which is enough for tensors of 2**33 elements.
 
-The 64-bit key of a tensor fills the generator's 32-bit key and the upper word of its counter; the lower word counts
-pairs of elements. That covers tensors of up to 2**33 elements.
-
-:class:`MaskCache` stores the masks that one pass over a tensor computed for the next pass, one bit per element, because
-computing a mask twice costs more than reading the elements twice. The cache is optional: if a block has no mask, the
-mask is computed again with the same result. So all tensors share one bounded amount of memory, and blocks that do not
-fit have no cached mask.
+:class:`MaskCache` stores masks from one pass over a tensor to the next, because computing a mask costs more than
+reading the elements. All tensors share a fixed amount of memory. A mask that does not fit is computed again, with the
+same result.
 """
 
 from __future__ import annotations
@@ -38,18 +35,18 @@ _CACHE_BYTES = 128 << 20
 
 
 def mask_key(seed: int, tensor: str, model: int) -> tuple[int, int]:
-    """Return the generator's key for a tensor of the ``model``-th model: two 32-bit words."""
+    """Return the key for a tensor of the model with index ``model``: two 32-bit words."""
     digest = hashlib.sha256(f"{seed}\0{tensor}\0{model}".encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def threshold(probability: float) -> int:
-    """Return the limit below which a random word is with ``probability``, in units of 2**-32."""
+    """Return the limit such that a random 32-bit word is below it with the given probability."""
     return round(min(max(probability, 0.0), 1.0) * 2**32)
 
 
 def mask_words(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return ``[count]`` uniform 32-bit words (int64) for the elements from index ``start``."""
+    """Return uniform random 32-bit words for ``count`` elements from index ``start``: int64 ``[count]``."""
     import torch
 
     first = start // 2
@@ -59,7 +56,7 @@ def mask_words(key: tuple[int, int], start: int, count: int, device: torch.devic
 
 
 def philox(low: torch.Tensor, high: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Philox2x32-10 of the counters ``(low, high)``: int64 tensors that hold 32-bit words."""
+    """Apply Philox2x32-10 to the counters ``(low, high)``. All tensors are int64 and hold 32-bit words."""
     for round_number in range(ROUNDS):
         product = low * MULTIPLIER  # May wrap around as a signed number, but its 64 bits are right.
         low = ((product >> 32) & _WORD) ^ high ^ ((key + round_number * WEYL) & _WORD)
@@ -68,7 +65,7 @@ def philox(low: torch.Tensor, high: torch.Tensor, key: int) -> tuple[torch.Tenso
 
 
 class MaskCache:
-    """Cached masks of one tensor's blocks."""
+    """Cached masks for the blocks of one tensor."""
 
     _lock = threading.Lock()
     _free_bytes = _CACHE_BYTES  # Shared by all caches.
@@ -78,14 +75,10 @@ class MaskCache:
         self._masks: dict[int, Bits] = {}
 
     def begin(self, start: int, length: int, tile: int) -> Bits:
-        """Return memory for the mask of a block; empty if the budget is used up.
+        """Return memory for the mask of a block, or an empty array if the shared memory is used up.
 
-        The bytes return to the budget when the array is no longer referenced.
-
-        Args:
-            start: First element of the block.
-            length: Number of elements of the block.
-            tile: Number of elements that the kernel masks at a time.
+        The memory becomes available again when the array is no longer referenced. ``start`` is the index of the block's
+        first element, ``length`` its number of elements, and ``tile`` the number that the kernel processes at a time.
         """
         shape = (len(self._empty), -(-length // tile) * (-(-tile // 8)))
         size = shape[0] * shape[1]
@@ -100,7 +93,7 @@ class MaskCache:
         return mask
 
     def take(self, start: int) -> Bits:
-        """Remove and return the mask of the block at ``start``; empty if there is none."""
+        """Remove and return the mask of the block at ``start``. Return an empty array if it is not cached."""
         return self._masks.pop(start, self._empty)
 
     @staticmethod

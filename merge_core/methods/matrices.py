@@ -1,8 +1,6 @@
-"""Share code between the methods on whole matrices: iterate over runs of rows, and add up products over all rows.
+"""Provide functions for methods on whole matrices ``[out, in]``: iterate over runs of rows, and sum products over rows.
 
-For a matrix ``[out, in]``, such a method adds up a product over its rows, computes something from it (:class:`.Solve`),
-and then maps each row on its own. Rows always come in runs of ``GRAIN_ROWS``, regardless of the block size, because
-products over runs of another length would add up in another order.
+Runs always have ``GRAIN_ROWS`` rows, regardless of the block size, so that products are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ GRAIN_ROWS = 128
 
 
 def grain_of_rows(shape: tuple[int, ...], shared_values: Values) -> int:
-    """Return the grain of a method on matrices: a run of rows. A tensor that is not a matrix has the default grain."""
+    """Return the grain for methods on matrices: a run of rows, or the default grain for other tensors."""
     return GRAIN_ROWS * row_length(shape, shared_values) if len(shape) == 2 else GRAIN
 
 
 def rows_of(block: Block, width: int) -> Iterator[torch.Tensor]:
-    """Split a block's ``[inputs, elements]`` into runs of rows ``[inputs, rows, in]``."""
+    """Split a block into runs of rows: ``[inputs, elements]`` → several ``[inputs, rows, in]``."""
     import torch
 
     yield from torch.split(block.inputs.reshape(len(block.inputs), -1, width), GRAIN_ROWS, dim=1)
 
 
 def deltas_of(part: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Return weighted task vectors in float64, ``[models, rows, in]``, from rows of all inputs, the base first."""
+    """Return weighted task vectors as float64 ``[models, rows, in]``. Input 0 of ``part`` is the base."""
     import torch
 
     wide = part.double()
@@ -42,12 +40,10 @@ def deltas_of(part: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
 
 
 def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True) -> Generator[Fold, Any, Products]:
-    """Yield the pass that adds up ``d_i' d_j`` ``[in, in]`` over the rows of a matrix in float64, and return the sums.
+    """Yield the pass that adds up the float64 products ``d_i' d_j`` ``[in, in]`` over all rows, and return the sums.
 
-    Args:
-        task: The matrix. Its base is input 0.
-        crossed: Whether to compute the products of all pairs of models (i <= j) instead of each model with itself.
-        weighted: Whether to multiply task vectors by the weights of their models.
+    With ``crossed``, there is a product for each pair of models (i <= j), else only one for each model with itself.
+    With ``weighted``, task vectors are multiplied by the weights of their models.
     """
     weights = _vector_weights(task, weighted)
     models = range(len(weights))
@@ -73,11 +69,7 @@ def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True
 def collect_deltas(task: TensorTask, *, weighted: bool = True) -> Generator[Fold, Any, torch.Tensor]:
     """Yield the pass that copies the task vectors of a matrix into memory, and return them: ``[models, out, in]``.
 
-    This serves matrices whose products of columns would be too large.
-
-    Args:
-        task: The matrix. Its base is input 0.
-        weighted: Whether to multiply task vectors by the weights of their models.
+    With ``weighted``, task vectors are multiplied by the weights of their models.
     """
     weights = _vector_weights(task, weighted)
     matrices: list[torch.Tensor] = []

@@ -1,7 +1,7 @@
-"""Merge by Model Stock: the angle between the models decides how far to go from the base to their average.
+"""Merge by Model Stock: move from the base towards the average of the models, further if their changes are similar.
 
-Jang et al. 2024, https://arxiv.org/abs/2403.19522. With offsets ``o_i = x_i - b`` of ``N`` models and the mean cosine
-``c`` of their pairs: ``t = N c / (1 + (N - 1) c)`` and ``out = b + t * mean(o_i)``.
+With the offsets ``o_i = x_i - b`` of ``N`` models and the mean cosine ``c`` of all pairs of offsets,
+``t = N c / (1 + (N - 1) c)`` and ``out = b + t * mean(o_i)``. Jang et al. 2024, https://arxiv.org/abs/2403.19522.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _steps(task: TensorTask) -> Steps:
 
 
 def ratio(products: dict[tuple[int, int], Any], count: int) -> Any:
-    """Return ``t`` from the products of offsets ``i <= j``, which may be numbers or arrays (float64)."""
+    """Return ``t`` from the products of each pair of offsets ``i <= j``, which may be numbers or arrays."""
     if count < 2:
         return np.ones_like(products[0, 0])
     norms = [np.sqrt(products[i, i]) for i in range(count)]

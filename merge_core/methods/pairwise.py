@@ -29,7 +29,7 @@ from mergegate.merge_core.methods.selection import select, select_passes
 if TYPE_CHECKING:
     import torch
 
-# Lower bound for a difference.
+# Lower bound for the difference that ``t`` is divided by.
 _NEAREST = 1e-6
 
 
@@ -49,10 +49,10 @@ def _nearswap(task: TensorTask) -> Map:
 
 
 def _fusion(task: TensorTask) -> Steps:
-    """Take the elements of the model whose importance is an outlier.
+    """Take the elements of the model whose importance is an outlier, and the other elements from the base.
 
-    Importance is ``|x - b|`` times the divergence between the softmax of the two rows. The bound is the median plus 1.5
-    times the interquartile range. The quantiles are exact, even for large tensors.
+    Importance is ``|x - b|`` times the divergence between the softmax of the two rows. An outlier is at least the
+    median plus 1.5 times the interquartile range, and the quantiles are exact.
     """
     divergence = yield fold_grains(_divergence)
 

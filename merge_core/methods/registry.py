@@ -1,6 +1,7 @@
-"""Register merge methods: built-in ones, and those of other packages under the entry point ``mergegate.methods``.
+"""Find merge methods by name, both the built-in ones and those of other packages.
 
-The value of an entry point is a :class:`~merge_core.methods.contract.Method` or a sequence of them.
+Other packages register a :class:`~merge_core.methods.contract.Method`, or a sequence of them, as an entry point of the
+group ``mergegate.methods``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
 
 @cache
 def merge_methods() -> Mapping[str, Method]:
-    """Return every merge method by name.
+    """Return all merge methods by name.
 
     Raises:
         InvalidInput: An installed package registers an object that is not a Method, or a name that is already taken.
@@ -67,11 +68,7 @@ def merge_methods() -> Mapping[str, Method]:
 
 
 def find_method(name: object, location: str) -> Method:
-    """Return the method with this name.
-
-    Raises:
-        InvalidInput: There is no such method.
-    """
+    """Return the method with this name, or raise InvalidInput with ``location`` if there is none."""
     method = merge_methods().get(name) if isinstance(name, str) else None
     if method is None:
         raise InvalidInput(

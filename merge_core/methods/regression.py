@@ -1,14 +1,14 @@
 """Merge each linear layer by least squares, so that it reproduces the outputs of all models on their own inputs.
 
-A linear layer of model i sees inputs with second moments ``G_i`` (the mean of ``x x'``). The merged matrix whose
-answers to the inputs of all models are closest to those of their own matrices ``X_i`` ``[out, in]`` is
+A linear layer of model i receives inputs with second moments ``G_i`` (the mean of ``x x'``). The merged matrix whose
+outputs for the inputs of all models are closest to those of the models' own matrices ``X_i`` ``[out, in]`` is
 
     X = (sum w_i X_i G_i) (sum w_i G_i)^-1
 
 * ``regmean``: ``G_i`` is measured on a calibration text of model i (Jin et al. 2023,
-  https://arxiv.org/abs/2212.09849). Its off-diagonals are multiplied by ``off_diagonals``. At 1, the merge forgets
-  anything that the texts do not show.
-* ``wudi``: needs no text. Task vectors are in the span of the inputs that they were trained on, so
+  https://arxiv.org/abs/2212.09849). Its off-diagonal elements are multiplied by ``off_diagonals``. At 1, the merge
+  forgets anything that the texts do not show.
+* ``wudi`` needs no text. Task vectors are in the span of the inputs that they were trained on, so
   ``G_i = d_i' d_i / |d_i|^2``, with ``ridge`` as the floor. This is the optimum that WUDI's iterations approach (Cheng
   et al. 2025, https://arxiv.org/abs/2503.08099).
 
@@ -17,15 +17,15 @@ With ``m = sum w_i X_i / sum w_i``
 
     X = m + R (sum w_i G_i + floor)^-1,    R = sum w_i (X_i - m) G_i = sum w_i (X_i - m) (G_i - G_k)
 
-where k is the last model. The last step holds because ``sum w_i (X_i - m) = 0``. It makes equal moments give exactly
-the mean, and it saves one product. Rows do not depend on each other, so a block is a run of rows. All arithmetic is
-float64, the solver is Cholesky, and the floor is a share of the mean of the diagonal. Tensors that are not the matrix
-of a linear layer, or were not measured, become the mean.
+where k is the last model. The last step is possible because ``sum w_i (X_i - m) = 0``. With it, models with equal
+moments give exactly the mean, and one product is saved. Rows do not depend on each other, so a block is a run of rows.
+All arithmetic is float64, the solver is Cholesky, and the floor is a share of the mean of the diagonal. Tensors that
+are not the matrix of a linear layer, or whose inputs were not measured, become the mean.
 
-Each expert of a mixture counts as a matrix of its own, with the moments of the tokens that were routed to it. For
-directions that few tokens reach, the floor leaves most to the mean; an expert that no token reaches is exactly the
-mean. Some families store experts as ``[in, out]`` (:attr:`.TensorTask.inputs_first`). There, rows do depend on each
-other, and ``R`` is summed over runs of them.
+The matrices of each expert in a mixture are merged with the moments of the tokens that were routed to the expert. In
+directions that few tokens have, the floor keeps the result near the mean. An expert without tokens becomes exactly the
+mean. Some families store experts as ``[in, out]`` (:attr:`.TensorTask.inputs_first`). Their rows depend on each other,
+so ``R`` is summed over runs of rows.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from mergegate.merge_core.methods.task_vectors import LAMBDA
 if TYPE_CHECKING:
     import torch
 
-# Share of the mean of the diagonal. Moments are stored in float32, so smaller inputs are rounding noise.
+# Floor, as a share of the mean of the diagonal. Moments are stored in float32, so smaller values are rounding noise.
 _FLOOR = 1e-6
 _WEIGHT = Parameter("weight", "float", "non_base", 1.0, "weight of the outputs of each model", 0.0)
 
 
 @dataclass(frozen=True)
 class _System:
-    """The least-squares problem of one matrix, ready to solve for any of its rows.
+    """The least-squares problem of one matrix, which can be solved for any of its rows.
 
     Args:
-        shares: Share of each model in the mean. They add up to 1.
+        shares: Share of each model in the mean. The shares add up to 1.
         differences: ``w_i (G_i - G_k)`` for all models except the last.
-        factor: Cholesky factor, or diagonal, of ``sum w_i G_i + floor``. None if the matrix has no input.
+        factor: Cholesky factor, or diagonal, of ``sum w_i G_i + floor``. None if all inputs are zero.
     """
 
     shares: tuple[float, ...]
@@ -75,11 +75,11 @@ class _System:
     factor: torch.Tensor | None
 
     def mean(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the weighted mean over the models: ``[models, rows, columns]`` → ``[rows, columns]``."""
+        """Return the weighted mean of the models: ``[models, rows, columns]`` → ``[rows, columns]``."""
         return add_in_order([model * share for model, share in zip(rows, self.shares, strict=True)])
 
     def solve(self, rows: torch.Tensor) -> torch.Tensor:
-        """Solve for some rows: ``[models, rows, in]`` float64 → ``[rows, in]``."""
+        """Return the merged rows: float64 ``[models, rows, in]`` → ``[rows, in]``."""
         import torch
 
         mean = self.mean(rows)
@@ -93,7 +93,7 @@ class _System:
 
 
 def _set_up_system(weights: Sequence[float], moments: Sequence[torch.Tensor], floor: float) -> _System:
-    """Set up the problem for moments that are all ``[in, in]`` or all ``[in]`` in float64. It reuses their memory."""
+    """Set up the problem for float64 moments, all ``[in, in]`` or all ``[in]``. The moments are overwritten."""
     import torch
 
     shares = tuple(weight / sum(weights) for weight in weights)
@@ -112,12 +112,10 @@ def _set_up_system(weights: Sequence[float], moments: Sequence[torch.Tensor], fl
 
 
 def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tensor]) -> Map:
-    """Return the map that solves run by run of rows.
+    """Return the map that merges runs of rows with ``solve``, and scales the change by ``lambda``.
 
-    Args:
-        task: The matrix.
-        solve: Function of ``[models, rows, columns]`` float64 and the index of the first row, which returns
-            ``[rows, columns]``.
+    The arguments of ``solve`` are float64 ``[models, rows, columns]`` and the index of the first row. It returns
+    ``[rows, columns]``.
     """
     scale = float(task.shared["lambda"])
 
@@ -138,7 +136,7 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
 
 
 def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
-    """Solve a matrix that is stored as ``[in, out]``: sum ``R'`` over its rows, and add the solution to the mean."""
+    """Merge a matrix that is stored as ``[in, out]``: sum ``R'`` over its rows, and add the solution to the mean."""
     factor = system.factor
     if factor is not None and factor.ndim == 2 and system.differences:
         sums: list[torch.Tensor] = []
@@ -194,7 +192,7 @@ def _regmean(task: TensorTask) -> Steps:
     def compute(device: str) -> _System:
         import torch
 
-        # Use only the diagonals if one model has no more, or if ``off_diagonals`` is 0.
+        # Use only the diagonals if no more was measured for some model, or if ``off_diagonals`` is 0.
         diagonal_only = off_diagonals == 0 or any(item.is_diagonal for item in moments)
         matrices = []
         for item in moments:

@@ -1,8 +1,8 @@
-"""Merge by SCE: select the elements that vary most between models, calculate a weight per tensor, erase minority signs.
+"""Merge by SCE: select the elements that vary most between models, calculate model weights, erase minority signs.
 
-Wan et al. 2024, https://arxiv.org/abs/2408.07990. With ``D_i = x_i - b``, the method keeps the positions with the
-highest variance over the models. ``c_i`` is a model's share of the mean squares, and only ``D_i`` with the majority
-sign count: ``out = b + sum c_i D_i E_i / max(sum c_i E_i, 1e-6)``.
+Of the task vectors ``D_i = x_i - b``, the method keeps the positions with the highest variance over the models. ``c_i``
+is the share of model i in the mean squares of all models, and ``E_i`` is 1 where ``D_i`` has the majority sign, else 0:
+``out = b + sum c_i D_i E_i / max(sum c_i E_i, 1e-6)``. Wan et al. 2024, https://arxiv.org/abs/2408.07990.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Define scores of elements and requests for their k largest.
-
-:mod:`.selection` and :mod:`.windows` search for them.
-"""
+"""Define the scores of elements, and requests for the largest scores that :mod:`.selection` answers."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ class SelectionRequest:
 
     Args:
         stream: Index of the stream.
-        k: Number of scores, from 1 to all. None: the share ``of_positive`` of the positive scores.
-        of_positive: Share for ``k``, rounded down to a whole number of scores.
-        numbered: Whether ties must be numbered. If not, only the k-th largest score itself is needed.
+        k: Number of scores to select, at least 1. None: the share ``of_positive``.
+        of_positive: Share of the positive scores to select, rounded down to a whole number of scores.
+        numbered: Whether some ties may have to be selected. If not, only the k-th largest score itself is needed.
     """
 
     stream: int
@@ -35,20 +32,20 @@ class SelectionRequest:
     numbered: bool = True
 
     def resolve_k(self, positive: int) -> int:
-        """Return the number of requested scores if the stream has ``positive`` positive ones."""
+        """Return the number of scores to select from a stream with ``positive`` positive scores."""
         return int(int(positive) * self.of_positive) if self.k is None else self.k
 
 
 @dataclass(frozen=True)
 class StoredScores:
-    """Fused counterparts of the passes, which compute scores from stored blocks and count them.
+    """Fused functions that compute scores from stored blocks, or count them without storing them.
 
     Args:
-        scores: Function that computes float32 scores ``[streams, elements]``.
-        count_first_digits: Function that counts leading digits: ``[streams, bins]``.
-        count_next_digits: Function that counts the next digit, from (block, streams, prefixes, shift, width):
+        scores: Function that returns the float32 scores ``[streams, elements]``.
+        count_first_digits: Function that counts the leading digits: ``[streams, bins]``.
+        count_next_digits: Function of (block, streams, prefixes, shift, width) that counts the next digits:
             ``[requests, bins]``.
-        count_ties: Function that counts ties, from (block, streams, keys): ``[grains, requests]``.
+        count_ties: Function of (block, streams, keys) that counts ties: ``[grains, requests]``.
     """
 
     scores: Callable[[StoredBlock], Array]
@@ -59,12 +56,12 @@ class StoredScores:
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """Computation of non-negative scores of the elements of a tensor, in one or more streams.
+    """Function that assigns one or more non-negative scores (streams) to each element of a tensor.
 
     Args:
-        score_block: Function that computes the scores ``[streams, elements]`` of a block.
+        score_block: Function that returns the scores of a block: ``[streams, elements]``.
         dtype: Data type of the scores.
-        stored: Fused counterparts. None if there are none.
+        stored: Fused counterparts, or None.
     """
 
     score_block: Callable[[Block], torch.Tensor]
@@ -73,7 +70,7 @@ class ScoreFunction:
 
 
 def count_stored_scores(scores: Callable[[StoredBlock], Array]) -> StoredScores:
-    """Return the counters for a function that computes float32 ``[streams, elements]`` from a stored block."""
+    """Return the fused functions for scores that a function computes as float32 ``[streams, elements]``."""
     shift, width = DIGITS["float32"][0]
     return StoredScores(
         scores,
@@ -84,7 +81,7 @@ def count_stored_scores(scores: Callable[[StoredBlock], Array]) -> StoredScores:
 
 
 def score_bits(scores: torch.Tensor) -> torch.Tensor:
-    """Return the bit patterns (int64) of non-negative scores. They order like the scores, with NaN above everything."""
+    """Return the bit patterns of non-negative scores as int64. They have the order of the scores; NaN is largest."""
     import torch
 
     integer_type = torch.int32 if scores.dtype == torch.float32 else torch.int64

@@ -1,15 +1,14 @@
-"""Find the k largest of many scores exactly, without sorting or storing them: a radix select over blocks.
+"""Select exactly the k largest of many scores, without sorting or storing them.
 
-For large tensors one pass is enough if :mod:`.windows` guesses well. Otherwise digits are counted, because non-negative
-floats compare like their bit patterns. One pass counts the leading 16 bits of every score. The next pass counts the
-next bits of the scores in the bin that contains the k-th largest, and so on until the k-th largest score is known (two
-passes in float32, four in float64).
+In large tensors, :mod:`.windows` usually finds the k-th largest score in one pass. Otherwise the passes are a radix
+select, because non-negative floats compare like their bit patterns. The first pass counts the leading 16 bits of every
+score. The next pass counts the next bits of those scores whose leading bits equal those of the k-th largest, and so on
+until all of its bits are known (two passes in float32, four in float64).
 
-If several scores equal the k-th largest, only some of them may be selected so that exactly k remain. Differences of
-bfloat16 weights have masses of ties, so selecting all of them, or the first ones, would give neither k elements nor an
-even spread over the tensor. Therefore ties are numbered in element order, and a tie is selected if a golden-ratio
-stride maps its number below the quota. The selection is exact, evenly spread, independent of blocks, and nested: a
-smaller k selects a subset.
+Scores that equal the k-th largest are ties. Differences of bfloat16 weights have so many ties that only some of them
+may be selected, and these should be spread evenly over the tensor. Therefore ties are numbered in element order, and a
+tie is selected if a golden-ratio stride maps its number below the quota. The selection does not depend on the block
+size, and a smaller k selects a subset.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SelectionThreshold:
-    """Result of a selection request.
+    """Answer to a :class:`.SelectionRequest`: the k-th largest score, and how many of its ties are selected.
 
     Args:
         key: Bit pattern of the k-th largest score. All larger scores are selected.
-        quota: Number of scores equal to it that are selected.
-        tied: Number of scores equal to it.
+        quota: Number of ties that are selected.
+        tied: Number of ties, that is, of scores that equal the k-th largest.
         before: Number of ties before each grain. Empty if all ties are selected.
     """
 
@@ -47,7 +46,7 @@ class SelectionThreshold:
 
     @property
     def stride(self) -> int:
-        """Step coprime to ``tied`` near its golden section. ``rank * stride % tied`` visits every number once."""
+        """Number near ``0.618 * tied`` and coprime to it, so that ``rank * stride % tied`` permutes all ranks."""
         step = max(1, round(self.tied * 0.6180339887498949))
         while math.gcd(step, self.tied) != 1:
             step += 1
@@ -60,12 +59,12 @@ NOTHING = SelectionThreshold(2**31, 0, 0, np.empty(0, np.int64))
 def select(
     scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
 ) -> Generator[Fold, Any, list[SelectionThreshold]]:
-    """Yield the fold passes that answer ``requests`` about ``numel`` scores. Use it with ``yield from``.
+    """Yield fold passes over ``numel`` scores, and return one threshold per request. Use it with ``yield from``.
 
-    A request for a share of the positive scores that rounds down to zero scores is answered with :data:`NOTHING`.
+    The threshold is :data:`NOTHING` if a request for a share of the positive scores rounds down to zero scores.
     """
     if numel >= LARGE:
-        # Select with windows, unless a result is outside the window that was guessed for it.
+        # Select with windows, unless a k-th largest score is outside its window.
         windows = yield from guess_windows(scores, requests, numel)
         states = (yield from count_in_windows(scores, windows)) if windows else []
         window_thresholds: list[SelectionThreshold] = []
@@ -95,7 +94,7 @@ def select(
 def _select_by_digits(
     scores: ScoreFunction, requests: Sequence[SelectionRequest]
 ) -> Generator[Fold, Any, list[SelectionThreshold]]:
-    """Select with one pass per digit, and a last pass that numbers ties if a request needs it."""
+    """Select with one pass per digit, and a last pass that counts ties if a request needs their numbers."""
     stored = scores.stored
     (shift, width), *next_digits = DIGITS[scores.dtype]
 
@@ -137,7 +136,7 @@ def _select_by_digits(
 
 
 def _count_next_digits(scores: ScoreFunction, prefixes: Sequence[tuple[int, int]], shift: int, width: int) -> Fold:
-    """Return the pass that counts the next digit of the scores with a prefix, for each (stream, prefix)."""
+    """Return the pass that counts the next digit of the scores with each prefix, given as (stream, prefix)."""
 
     def reduce_block(block: Block) -> torch.Tensor:
         import torch
@@ -156,15 +155,15 @@ def _count_next_digits(scores: ScoreFunction, prefixes: Sequence[tuple[int, int]
 
 
 def select_passes(dtype: Literal["float32", "float64"], numel: int, *, numbered: bool = True) -> int:
-    """Return the number of fold passes of :func:`select` for given numbers ``k``.
+    """Return the expected number of fold passes of :func:`select` for requests with a fixed ``k``.
 
-    A large tensor, whose windows are guessed, takes one pass. Others take one pass per digit and one to number ties.
+    Large tensors take one pass, others one per digit and another one if ties are numbered.
     """
     return 1 if numel >= LARGE else len(DIGITS[dtype]) + numbered
 
 
 def selection_mask(threshold: SelectionThreshold, keys: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return which scores of a block are among the k largest: bool ``[elements]``, from their :func:`.score_bits`."""
+    """Return which elements of a block are selected, as bool ``[elements]``. ``keys`` are from :func:`.score_bits`."""
     import torch
 
     if threshold.quota == threshold.tied:
@@ -178,7 +177,7 @@ def selection_mask(threshold: SelectionThreshold, keys: torch.Tensor, block: Blo
 
 
 def _find_bin(histogram: Array, k: int) -> tuple[int, int, int]:
-    """Return the bin of the k-th largest, its rank inside the bin, and the size of the bin."""
+    """Return the bin of the k-th largest score, the rank of the score in this bin, and the size of the bin."""
 
     def search_from_top(counts: Array, k: int) -> tuple[int, int, int]:
         running = np.cumsum(counts[::-1])

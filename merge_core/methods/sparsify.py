@@ -1,10 +1,10 @@
-"""Decide which elements of a task vector to keep and how to rescale them: by magnitude, at random, or both.
+"""Sparsify task vectors: keep elements by magnitude, at random, or both, and rescale them.
 
-Fold passes compute what the rules need (thresholds, norms) and end in a :class:`Sparsifier`, which has one rule and one
-factor per model. At density 1, every rule keeps the task vector as it is.
+Each ``keep_*`` function runs the necessary fold passes and returns a :class:`Sparsifier`. At density 1, all of them
+leave the task vector unchanged.
 
-``rescale``: true multiplies the kept elements by ``sum|d| / sum|kept|`` over the whole tensor, unless either sum is
-below 1e-7. ``density`` divides them by the density, as in the DARE paper. false does not rescale.
+The parameter ``rescale`` sets a factor for the kept elements of a tensor. ``true``: ``sum|d| / sum|kept d|``, or 1 if
+either sum is below 1e-7. ``density``: 1 / density, as in the DARE paper. ``false``: 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mergegate.merge_core.methods.selection import SelectionThreshold, select, s
 if TYPE_CHECKING:
     import torch
 
-# No rescaling if the numerator or the denominator is below this.
+# If an L1 norm is below this, elements are not rescaled.
 _NO_NORM = 1e-7
 
 
@@ -39,7 +39,7 @@ class KeepNone:
 
 @dataclass(frozen=True)
 class MagnitudeWindow:
-    """Rule that keeps elements selected by ``low`` but not by ``high``. Without ``high``, there is no upper limit."""
+    """Rule that keeps the elements whose magnitudes ``low`` selects and ``high`` does not. None selects nothing."""
 
     low: SelectionThreshold
     high: SelectionThreshold | None = None
@@ -47,7 +47,7 @@ class MagnitudeWindow:
 
 @dataclass(frozen=True)
 class KeepAtRandom:
-    """Rule that keeps the elements whose random word is below ``limit``."""
+    """Rule that keeps the elements whose random 32-bit word (:func:`.masks.mask_words`) is below ``limit``."""
 
     limit: int
     key: tuple[int, int]
@@ -55,9 +55,9 @@ class KeepAtRandom:
 
 @dataclass(frozen=True)
 class KeepByRank:
-    """Rule that keeps elements at random, with a probability that rises from ``least`` to ``most``.
+    """Rule that keeps elements at random. The probability rises with the magnitude's rank in its row.
 
-    The probability depends on the rank of the element's magnitude in its row.
+    It is ``least`` for the smallest and ``most`` for the largest element of a row.
     """
 
     least: float
@@ -66,20 +66,20 @@ class KeepByRank:
 
 
 SparsifyRule: TypeAlias = KeepAll | KeepNone | MagnitudeWindow | KeepAtRandom | KeepByRank
-# The index is the number of the rule in the fused kernels.
+# The index of a rule is its number in the fused kernels.
 _KINDS = (KeepAll, KeepNone, MagnitudeWindow, KeepAtRandom, KeepByRank)
 
 
 @dataclass(frozen=True)
 class Sparsifier:
-    """One rule and one factor per model, and the masks that were computed for some blocks."""
+    """A rule and a factor for the task vector of each model, and cached masks of some blocks."""
 
     rules: tuple[SparsifyRule, ...]
     scales: tuple[float, ...]
     mask_cache: MaskCache
 
     def sparsify(self, block: Block) -> torch.Tensor:
-        """Return the sparsified task vectors ``[models, elements]``."""
+        """Return the sparsified and rescaled task vectors of a block: ``[models, elements]``."""
         import torch
 
         rows = [
@@ -89,14 +89,12 @@ class Sparsifier:
         return torch.stack(rows)
 
     def tables(self) -> tuple[Any, ...]:
-        """Return the rules as tables for the fused kernels.
-
-        Tables that no rule uses are None, so that numba does not compile the code for them.
+        """Return the rules as tables for the fused kernels. Numba does not compile the code for tables that are None.
 
         * ``kinds [models]``: indices in :data:`_KINDS`.
-        * ``cuts [models, 2, 4]``: key, quota, tied and stride of the low and high side of a magnitude window.
-        * ``before [models, 2, grains]``: ties before each grain, on the same sides.
-        * ``chances [models, 3]``: limit and key of the random words.
+        * ``cuts [models, 2, 4]``: key, quota, tied and stride of the low and high threshold of a magnitude window.
+        * ``before [models, 2, grains]``: number of ties before each grain, for each of these thresholds.
+        * ``chances [models, 3]``: limit and key (two words) for the random words.
         * ``spans [models, 2]``: smallest and largest probability by rank.
         """
         models = len(self.rules)
@@ -125,7 +123,7 @@ class Sparsifier:
         )
 
     def tile(self, grain: int) -> int:
-        """Return the number of elements that a fused kernel must process together: a whole row if ranks matter."""
+        """Return the number of elements that a fused kernel processes at a time: a whole row if a rule uses ranks."""
         from mergegate.merge_core.methods.kernels.tiles import TILE
 
         return grain if any(isinstance(rule, KeepByRank) for rule in self.rules) or grain % TILE else TILE
@@ -135,7 +133,7 @@ Folds: TypeAlias = Generator[Fold, Any, Sparsifier]
 
 
 def apply_rule(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return a task vector's elements ``[n]`` with zeros where ``rule`` drops them."""
+    """Return a task vector ``[n]`` with zeros in place of the elements that ``rule`` drops."""
     import torch
 
     match rule:
@@ -151,7 +149,7 @@ def apply_rule(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.T
         case KeepAtRandom(limit, key):
             mask = mask_words(key, block.start, len(delta), delta.device) < limit
         case KeepByRank(least, most, key):
-            # Rank of every element in its row, from 0 (smallest) to 1. Ties rank in element order.
+            # Rank of each element in its row, from 0 (smallest) to 1 (largest). Equal elements rank in element order.
             if block.grain == 1:
                 ranks = torch.full_like(delta, 0.5, dtype=torch.float64)
             else:
@@ -172,7 +170,7 @@ def keep_all(task: TensorTask) -> Folds:
 
 
 def keep_largest(task: TensorTask) -> Folds:
-    """Keep the ``max(1, int(density * n))`` elements of largest magnitude; none at density 0."""
+    """Keep the ``max(1, int(density * n))`` elements of largest magnitude, or no element at density 0."""
     densities = task.model_values("density")
     counts = [max(1, int(density * task.numel)) for density in densities]
     partial = [model for model, density in enumerate(densities) if 0 < density < 1]
@@ -188,9 +186,9 @@ def keep_largest(task: TensorTask) -> Folds:
 
 
 def keep_medium(task: TensorTask) -> Folds:
-    """Keep ``int(density * n)`` elements of medium magnitude, and drop the ``int(gamma * n)`` largest as outliers.
+    """Drop the ``int(gamma * n)`` largest elements as outliers, and keep the ``int(density * n)`` next largest.
 
-    If too few elements are left below the outliers, the smallest outliers fill the gap.
+    If there are fewer other elements, the smallest outliers are kept too.
     """
     rules = _plain_rules(task.model_values("density"))
     requests: list[SelectionRequest] = []
@@ -215,9 +213,9 @@ def keep_medium(task: TensorTask) -> Folds:
 
 
 def keep_at_random_by_rank(task: TensorTask) -> Folds:
-    """Keep elements at random, the larger ones of a row more often.
+    """Keep elements at random, with a probability that rises with the rank of the magnitude in its row.
 
-    The probability rises from ``density - epsilon`` (smallest of its row) to ``density + epsilon`` (largest).
+    It is ``density - epsilon`` for the smallest and ``density + epsilon`` for the largest element.
     """
     densities = task.model_values("density")
     rules = _plain_rules(densities)
@@ -240,12 +238,12 @@ def keep_at_random(task: TensorTask) -> Folds:
 
 
 def folds_at_random(task: TensorTask) -> int:
-    """Return the number of fold passes of the random rules."""
+    """Return the number of fold passes of :func:`keep_at_random` and :func:`keep_at_random_by_rank`."""
     return 1 if _drops_elements(task) and task.shared["rescale"] is True else 0
 
 
 def folds_by_magnitude(task: TensorTask) -> int:
-    """Return the largest number of fold passes of the rules that select by magnitude."""
+    """Return the maximum number of fold passes of :func:`keep_largest` and :func:`keep_medium`."""
     return select_passes(task.dtype, task.numel) + folds_at_random(task) if _drops_elements(task) else 0
 
 
@@ -254,7 +252,7 @@ def _drops_elements(task: TensorTask) -> bool:
 
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
-    """Return ``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
+    """Return the scores ``|x_i - b|`` for :func:`~.selection.select`, with one stream per model."""
     stored = StoredScores(
         lambda block: load_kernels().sizes(block.data, block.rows, block.length),
         lambda block: load_kernels().first_digits(block.data, block.rows, block.length),
@@ -269,7 +267,7 @@ def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
 
 
 def _rescale(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
-    """Add factors to the rules. It takes one more pass if ``rescale`` restores the L1 norm."""
+    """Return a sparsifier with the factors of ``rescale``. The value ``true`` takes one more pass."""
     mode, densities = task.shared["rescale"], task.model_values("density")
     mask_cache = MaskCache(len(rules))
     plain = Sparsifier(tuple(rules), (1.0,) * len(rules), mask_cache)

@@ -1,28 +1,26 @@
-"""Merge task matrices by their singular vectors. Experimental.
+"""Merge the task matrices of linear layers by their singular vectors.
 
-It is not proven that these methods beat plain task vectors at their best scale on large language models.
+These methods are experimental. It is not proven that they beat plain task vectors at their best scale on large language
+models. With task matrices ``d_i = w_i (x_i - b) = U_i S_i V_i'`` ``[out, in]`` of k models:
 
-With task matrices ``d_i = w_i (x_i - b)`` ``[out, in]`` of k models, ``d_i = U_i S_i V_i'``:
-
-* ``tsv_m`` takes the leading ``min(out, in) // k`` triplets of each task. It concatenates all ``U`` and all ``V`` and
-  replaces both by the nearest matrices with orthonormal columns, so that tasks no longer share directions. Then it
-  multiplies the factors again. Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081. The orthonormal matrices come
-  from pseudo-inverse square roots: the published form, a singular value decomposition, is not unique if two models have
-  the same direction, and it merges a model with itself incorrectly.
-* ``svc`` takes the sum ``M = sum d_i = U S V'`` and shrinks each direction that the tasks already agree on. With
+* ``tsv_m`` takes the leading ``min(out, in) // k`` singular triplets of each task matrix. It concatenates all ``U`` and
+  all ``V`` and replaces both by the nearest matrices with orthonormal columns, so that tasks no longer share
+  directions. Then it multiplies the factors again. Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081. The paper
+  computes the orthonormal matrices by singular value decomposition, which is not unique if two models share a
+  direction, and which merges a model with itself incorrectly. Here they come from pseudo-inverse square roots.
+* ``svc`` takes the sum ``M = sum d_i = U S V'`` and shrinks each direction that the tasks agree on. With
   ``a_r = u_r' M``, ``a_ri = u_r' d_i`` and ``s_ri = <a_r, a_ri> / |a_ri|^2``, it multiplies the r-th singular value by
-  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536. A model that the recipe marks as ``merged`` (by any
-  method: the result of another document) replaces the sum, so that ``svc`` post-processes that merge.
-* ``knots`` decomposes ``[d_1 .. d_k] = U S [V_1' .. V_k']``. In the directions ``U`` that all tasks share, it merges
-  ``S V_i'`` by TIES (keep the ``density`` largest of each, elect signs, average what agrees), and transforms the result
-  back. It is meant for adapters, whose own directions are unrelated. Stoica et al. 2025,
-  https://arxiv.org/abs/2410.19735
+  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536. If the recipe marks a model as ``merged``, that
+  model replaces the sum, so that ``svc`` post-processes a merge by any other method.
+* ``knots`` decomposes ``[d_1 .. d_k] = U S [V_1' .. V_k']``. In the directions ``U``, which all tasks share, it merges
+  the matrices ``S V_i'`` by TIES, and transforms the result back. It is meant for adapters, whose own directions are
+  unrelated. Stoica et al. 2025, https://arxiv.org/abs/2410.19735
 
-The first two methods only need products of task matrices along the shorter side. If a matrix has at least as many rows
-as columns, ``d_i' d_j`` is summed over runs of rows and the result is ``sum d_i M_i``, run by run. Otherwise, and for
-``knots``, the matrix is held whole in memory. Eigenvectors are not unique (signs, equal eigenvalues), but the results
-are, because eigenvectors only enter in pairs. Tensors that are not the matrix of a linear layer become the mean of the
-task vectors.
+The first two methods only need products of task matrices along the shorter side. For a matrix with at least as many
+rows as columns, ``d_i' d_j`` is summed over runs of rows, and the result ``sum d_i M_i`` is computed run by run.
+Otherwise, and for ``knots``, the whole matrix is in memory. Eigenvectors are not unique (signs, equal eigenvalues), but
+they only enter in pairs, so the results are unique. Tensors that are not the matrix of a linear layer become the mean
+of the task vectors.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ if TYPE_CHECKING:
     from mergegate.merge_core.methods.matrices import Products
 
     # Function from the products d_i' d_j (for matrices with long rows, d_i d_j') to one factor per model, by which its
-    # task matrix is multiplied. None: the model itself does not count.
+    # task matrix is multiplied. None: the result does not include the task matrix.
     Factors: TypeAlias = Callable[[Products, "TensorTask"], list[torch.Tensor | None]]
 
 # Share of the largest singular value below which values are rounding noise. The square root of float64's precision is
 # 1.5e-8.
 _RANK = 1e-6
-# Share of the largest eigenvalue, over the directions of all tasks, below which two directions count as the same.
+# Directions of several tasks count as the same below this share of the largest eigenvalue of their Gram matrix.
 _OVERLAP = 1e-9
 # Number of columns of a matrix in memory that are widened at a time.
 _CHUNK = 2048
@@ -90,7 +88,7 @@ def _directions(gram: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
-    """Return ``gram^(-1/2)`` on the space that the matrix spans."""
+    """Return the pseudo-inverse square root ``gram^(-1/2)``."""
     import torch
 
     if not len(gram):
@@ -122,9 +120,9 @@ def _tsv_factors(products: Products, task: TensorTask) -> list[torch.Tensor | No
 
 
 def _split_models(task: TensorTask) -> tuple[list[int], list[int]]:
-    """Return the indices of the task models, and of the models whose sum is treated.
+    """Return the indices of the task models, and of the models whose sum is calibrated.
 
-    These are the same, unless one model is marked as merged: then only that one is treated.
+    These are the same unless a model is marked as merged. Then only that model is calibrated.
     """
     merged = [index for index, values in enumerate(task.per_input[1:]) if values.get("merged")]
     tasks = [index for index in range(len(task.per_input) - 1) if index not in merged]
@@ -142,7 +140,7 @@ def _check_merged(shared_values: Values, per_input: Sequence[Values], location: 
 
 
 def _svc_factors(products: Products, task: TensorTask) -> list[torch.Tensor | None]:
-    """Return ``V gamma V'`` or ``U gamma U'`` for treated models, depending on the products; None for others.
+    """Return ``V gamma V'`` or ``U gamma U'`` for each calibrated model, and None for the others.
 
     With the products ``d_i' d_j``, ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``.
     With ``d_i d_j'``, ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``.
@@ -169,7 +167,7 @@ def _svc_factors(products: Products, task: TensorTask) -> list[torch.Tensor | No
 
 
 def _mean(weights: Sequence[float], scale: float, model_indices: Sequence[int]) -> Map:
-    """Return the map for a tensor that is not a matrix: the scaled mean of the treated weighted task vectors."""
+    """Return the map that adds the scaled mean of some weighted task vectors to the base."""
     shares = [
         weight * scale / len(model_indices) if index in model_indices else 0.0 for index, weight in enumerate(weights)
     ]
@@ -177,7 +175,7 @@ def _mean(weights: Sequence[float], scale: float, model_indices: Sequence[int]) 
 
 
 def _merge_in_memory(deltas: torch.Tensor, compute_factors: Factors, task: TensorTask) -> torch.Tensor:
-    """Return ``sum M_i' d_i`` ``[out, in]`` of task matrices ``[models, out, in]``, by chunks of columns in float64."""
+    """Return ``sum M_i' d_i`` of task matrices: ``[models, out, in]`` → ``[out, in]``, in chunks of columns."""
     import torch
 
     models, out, _ = deltas.shape
@@ -269,7 +267,7 @@ def _product_operations(task: TensorTask, decompositions: float) -> float:
 
 
 def _held_bytes(task: TensorTask, workspaces: int) -> int:
-    """Return the bytes of the products, factors, decompositions and task matrices in memory."""
+    """Return the memory for products, factors, decompositions and task matrices, in bytes."""
     if not task.is_projection:
         return 0
     models = len(task.per_input) - 1
@@ -278,18 +276,15 @@ def _held_bytes(task: TensorTask, workspaces: int) -> int:
     return 8 * shorter**2 * (models * (models + 1) // 2 + models + workspaces) + matrix_bytes
 
 
-# An eigendecomposition takes about as long as products of this many n^3 operations (4096: 24.5 s at 35e9 per second).
+# An eigendecomposition of ``[n, n]`` takes as long as this many times n^3 operations in products (n = 4096: 24.5 s at
+# 35e9 operations per second).
 _EIGH = 12.5
 
 
 def _method(compute_factors: Factors, *, decompositions: int, workspaces: int, **fields: Any) -> Method:
-    """Return a method that multiplies task matrices by factors.
+    """Return a method that multiplies task matrices by factors. ``fields`` are the other fields of :class:`.Method`.
 
-    Args:
-        compute_factors: Function that computes the factors.
-        decompositions: Number of eigendecompositions of a product.
-        workspaces: Number of matrices, of the size of a product, that the decompositions need.
-        fields: Other fields of :class:`.Method`.
+    It costs ``decompositions`` eigendecompositions, and memory for ``workspaces`` matrices of the size of a product.
     """
 
     def steps(task: TensorTask) -> Steps:

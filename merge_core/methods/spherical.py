@@ -1,7 +1,7 @@
-"""Average on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
+"""Average tensors on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
 
-The whole tensor is one vector; NuSLERP can use rows or columns instead. The results are linear combinations of the
-inputs, so all variants except rows and columns work on coefficients and the Gram matrix; see :mod:`.combination`.
+A tensor is one vector. NuSLERP can average rows or columns instead. All results are linear combinations of the inputs,
+and the coefficients for whole tensors follow from the Gram matrix (see :mod:`.combination`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLUMN_ROWS = 128
 
 
 def _slerp(task: TensorTask) -> Steps:
-    """Interpolate ``slerp(...slerp(slerp(x_0, x_1), x_2)...)`` on the coefficients of the inputs ``x``."""
+    """Return the map to ``slerp(...slerp(slerp(x_0, x_1), x_2)...)``, computed on the coefficients of the inputs."""
     matrix, t = (yield gram(len(task.per_input))), float(task.shared["t"])
     position = np.zeros(len(matrix))
     position[0] = 1.0
@@ -104,10 +104,7 @@ def _nuslerp(task: TensorTask) -> Steps:
 
 
 def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tuple[Any, Any]:
-    """Return the coefficients of the two vectors.
-
-    The squared norms and the dot product may be numbers or arrays (float64).
-    """
+    """Return the coefficients of vectors a and b, from their squared norms and dot product (numbers or arrays)."""
     cosine = np.clip(dot / (np.maximum(np.sqrt(norm_a), 1e-7) * np.maximum(np.sqrt(norm_b), 1e-7)), -1.0, 1.0)
     is_parallel = 1.0 - cosine**2 <= _NO_ANGLE
     angle = np.where(is_parallel, math.pi / 2, np.arccos(cosine))
@@ -194,7 +191,7 @@ def _norm(matrix: Matrix, coefficients: Matrix) -> float:
 
 
 def _gram_folds(task: TensorTask) -> int:
-    """Return the number of fold passes: 1 for the Gram matrix, or 0 if there is only one vector."""
+    """Return the number of fold passes: 1 for the Gram matrix, or 0 for a single model."""
     return 1 if len(task.model_seeds) > 1 else 0
 
 

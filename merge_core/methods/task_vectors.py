@@ -1,12 +1,12 @@
-"""Implement the methods on task vectors (differences from a base): sparsify, weight, elect signs, add to the base.
+"""Implement the methods that sparsify task vectors, weight them, elect signs, and add them to the base.
 
-For every model ``i`` with weight ``w_i``, ``d_i = x_i - b`` is sparsified (see :mod:`.sparsify`), and
-``v_i = w_i d_i``. With a sign consensus, the models elect the sign of each element and only contributions of that sign
-count. ``localize_and_stitch`` counts every element that sparsifying left. Then
+The task vector ``d_i = x_i - b`` of each model is sparsified (see :mod:`.sparsify`) and weighted: ``v_i = w_i d_i``.
+With a sign consensus, the models elect a sign for each element, and only contributions with that sign count. Without
+one, all contributions count, except that ``localize_and_stitch`` does not count dropped elements. Then
 
     out = b + lambda * sum v_i / divisor
 
-If ``normalize`` is set, the divisor is the sum of the weights that counted, else 1.
+The divisor is 1, or the sum of the weights that counted if ``normalize`` is set.
 Task Arithmetic: Ilharco et al. 2023; TIES: Yadav et al. 2023; DARE: Yu et al. 2024.
 """
 
@@ -61,14 +61,14 @@ _NO_DIVISOR = 1e-8
 
 @dataclass(frozen=True)
 class VectorCombination:
-    """How weighted task vectors are combined into one.
+    """Settings for the combination of several task vectors.
 
     Args:
         weights: One weight per model.
-        vote: How the sign of an element is elected. ``sum``: the sign of the weighted sum. ``count``: the sign of more
-            contributions. ``kept``: no election, every nonzero element counts. None: no consensus, zeros count too.
+        vote: How to elect the sign of an element. ``sum``: the sign of the weighted sum. ``count``: the sign of most
+            contributions. ``kept``: no election; every nonzero contribution counts. None: no election; zeros count too.
         normalize: Whether to divide by the sum of the weights that counted.
-        scale: The parameter ``lambda``.
+        scale: Value of the parameter ``lambda``.
     """
 
     weights: tuple[float, ...]
@@ -78,13 +78,13 @@ class VectorCombination:
 
     @property
     def divisor(self) -> float:
-        """Divisor of all elements. It is 1 if the divisor depends on the consensus of each element."""
+        """Common divisor of all elements, or 1 if there is none because of a vote."""
         total = sum(self.weights)
         return total if self.normalize and self.vote is None and abs(total) >= _NO_DIVISOR else 1.0
 
 
 def mix(mixing: VectorCombination, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-    """Combine the base ``[n]`` and sparsified task vectors ``[models, n]`` into the merged ``[n]``."""
+    """Add the combined task vectors ``[models, n]``, which are already sparsified, to the base ``[n]``."""
     import torch
 
     weighted = [delta * weight for delta, weight in zip(deltas, mixing.weights, strict=True)]
@@ -177,7 +177,7 @@ _EPSILON = (Parameter("epsilon", "float", "non_base", 0.15, "half width of the k
 
 
 def _method(sparsify: Callable[[TensorTask], Folds], vote: str | None, **fields: Any) -> Method:
-    """Return a method that sparsifies task vectors and combines them, with the other ``fields`` of :class:`.Method`."""
+    """Return a method that sparsifies and combines task vectors. ``fields`` are more fields of :class:`.Method`."""
 
     def steps(task: TensorTask) -> Steps:
         sparsifier = yield from sparsify(task)

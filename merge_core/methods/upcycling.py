@@ -1,7 +1,7 @@
-"""Turn dense weights into those of an expert: scale them, and add noise so that copies can learn to differ.
+"""Create the weights of an expert from those of a dense model: add noise, so that copies can diverge, and scale them.
 
-This is not a method of a recipe: :mod:`merge_core.plan` assigns it to each tensor of a mixture. Noise comes from the
-same generator as the masks (:mod:`.masks`), so it depends on seed, tensor and element alone.
+A recipe cannot select this method: :mod:`merge_core.plan` assigns it to the tensors of a mixture. Noise comes from the
+generator of the masks (:mod:`.masks`), so it depends only on seed, tensor and element.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mergegate.merge_core.methods.masks import mask_words
 if TYPE_CHECKING:
     import torch
 
-# Derives a second key from a key, for a second stream of words.
+# Constant that turns a key into another key, for a second stream of random words.
 _SECOND_STREAM = 0x5BD1E995
 _WORDS = 2.0**32
 

@@ -1,12 +1,12 @@
-"""Find the k largest of many scores in one pass over a large tensor, from a guess based on a small sample.
+"""Find the k largest of many scores in one pass over a large tensor, with the help of a small sample.
 
-A sample of evenly spread grains shows between which two scores the k-th largest will be: a window that has one percent
-of all scores or less. One pass then counts the scores above the window and stores those inside, and the k-th largest is
-found among these, exactly. Scores that many elements share, such as differences of bfloat16 weights, are only counted
-per grain, which is also how they are numbered (see :mod:`.selection`).
+The sample shows a window, that is, two scores between which the k-th largest probably is. One pass then counts the
+scores above the window and stores those inside, usually one percent or less, among which the k-th largest is found
+exactly. Scores that many elements share, such as differences of bfloat16 weights, are not stored but counted in each
+grain, as their numbering requires (see :mod:`.selection`).
 
-The window is only a guess. If the k-th largest is outside, or if too many scores are inside, the search fails and
-:func:`.selection.select` counts digits instead, in three passes.
+If the k-th largest is outside the window, or too many scores are inside, :func:`.selection.select` counts digits
+instead, in three passes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from mergegate.merge_core.methods.scores import ScoreFunction, SelectionRequest,
 if TYPE_CHECKING:
     import torch
 
-# Smaller tensors are read quickly, so their digits are counted.
+# Number of elements from which windows are used. Smaller tensors are read quickly, so their digits are counted.
 LARGE = 4 << 20
-# One in this many grains is sampled, in at least and at most this many pieces.
+# One in ``_SAMPLE_EVERY`` grains is sampled, but at least and at most these numbers of pieces.
 _SAMPLE_EVERY, _MIN_PIECES, _MAX_PIECES = 64, 8, 256
 # Half the width of a window, in standard deviations of the sampled position of the k-th largest.
 _DEVIATIONS = 6.0
-# Largest number of keys per window that are only counted, and the smallest share of the scores inside for such a key.
+# Maximum number of keys per window that are counted instead of stored, and the minimum share of the scores inside the
+# window that such a key must have.
 _COMMON, _COMMON_PART = 8, 1 / 64
 _NO_KEY = 2**32 - 1
-# Largest number of stored scores per tensor, and the largest share of all scores.
+# Maximum number of stored scores per tensor, and their maximum share of all scores.
 _MAX_STORED, _MAX_STORED_SHARE = 16 << 20, 1 / 16
-# Number of scores that are part_scores at a time, so that they are still in the cache when they are scanned.
+# Number of scores to compute at a time, so that they are still in the cache when they are scanned.
 _PART = 1 << 15
 
 
 @dataclass(frozen=True)
 class Window:
-    """Range of scores in which the answer to a request is searched.
+    """Range of scores in which the k-th largest is searched. A key is the bit pattern of a score.
 
     Args:
         stream: Index of the stream of scores.
-        low, high: Keys from ``low`` on, below ``high``.
+        low: Smallest key in the window.
+        high: Smallest key above the window.
         common: Keys inside the window that many elements share.
     """
 
@@ -56,14 +58,14 @@ class Window:
 
 @dataclass(frozen=True)
 class WindowState:
-    """Result of one pass for one window.
+    """Scores that one pass found inside and above a window.
 
     Args:
         above: Number of scores above the window.
-        positive: Number of scores in the whole stream that are not zero.
-        common: ``[grains, common keys]``: number of scores with each common key.
-        unshared_keys: Other keys inside the window, in the order of their elements.
-        per_grain: ``[grains]``: number of other keys.
+        positive: Number of positive scores in the stream.
+        common: Number of scores with each common key: ``[grains, common keys]``.
+        unshared_keys: Keys of the other scores inside the window, in the order of their elements.
+        per_grain: Number of these keys: ``[grains]``.
     """
 
     above: int
@@ -76,7 +78,7 @@ class WindowState:
 def guess_windows(
     scores: ScoreFunction, requests: Sequence[SelectionRequest], numel: int
 ) -> Generator[Fold, Any, list[Window]]:
-    """Sample the tensor and return a window for each request, or none at all if the windows would hold too much."""
+    """Sample the tensor, and return one window for each request, or an empty list if too many scores are inside."""
 
     def combine(parts: Sequence[Array]) -> Any:
         guesses: dict[SelectionRequest, tuple[Window, float]] = {}
@@ -104,21 +106,16 @@ def guess_windows(
 def _guess_window(
     request: SelectionRequest, pieces: Array, ordered_scores: Array, numel: int, dtype: str
 ) -> tuple[Window, float]:
-    """Return the window of one request, and the share of all scores that it would store.
+    """Return the window for a request, and the share of all ``numel`` scores that it would store.
 
-    Args:
-        request: Request for the k largest.
-        pieces: Sampled scores, ``[pieces, elements]``.
-        ordered_scores: All sampled scores in ascending order.
-        numel: Number of all scores.
-        dtype: Data type of the scores.
+    ``pieces`` are the sampled scores ``[pieces, elements]``, and ``ordered_scores`` the same in ascending order.
     """
     size = len(ordered_scores)
     positive = (pieces > 0).mean(1)
     share = request.of_positive * positive.mean() if request.k is None else request.k / numel
     index = size - min(max(round(share * size), 1), size)
     expected = request.of_positive * positive if request.k is None else share
-    # Either all or none of the scores that equal the guess are above it, and the pieces may differ in both counts.
+    # Count the scores that equal the guess once as above it and once as not above it, and use the larger deviation.
     spread = max(
         np.std((pieces >= ordered_scores[index]).mean(1) - expected),
         np.std((pieces > ordered_scores[index]).mean(1) - expected),
@@ -127,7 +124,7 @@ def _guess_window(
     top = 2**31 - 1 if dtype == "float32" else 2**63 - 1
     low = int(ordered_scores[index - margin]) if index >= margin else 0
     high = int(ordered_scores[index + margin]) + 1 if index + margin < size else top
-    # Search in the array's own type; otherwise NumPy would copy it into a wider one. Only a NaN is beyond the top.
+    # Search with the type of the array, because NumPy would copy the array for a wider type. Only NaN is above ``top``.
     begin, end = ordered_scores.searchsorted(np.array([low, min(high, top)], ordered_scores.dtype))
     keys, counts = np.unique(ordered_scores[begin:end], return_counts=True)
     most = np.argsort(-counts, kind="stable")[:_COMMON]
@@ -137,7 +134,7 @@ def _guess_window(
 
 
 def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Generator[Fold, Any, list[WindowState]]:
-    """Yield the pass that scans the windows, and return their states, or none if they hold more than was guessed."""
+    """Yield the pass that scans the windows. Return one state per window, or an empty list if too many are inside."""
     common_keys = max(len(window.common) for window in windows)
     header = 3 * len(windows) + 1
 
@@ -214,9 +211,10 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
 
 
 def find_kth_largest(state: WindowState, window: Window, k: int) -> tuple[int, int, int, Array] | None:
-    """Return the key of the k-th largest, its rank among its ties, the number of ties and their number in each grain.
+    """Find the k-th largest score, or return None if it is outside the window.
 
-    Return None if the k-th largest is not in the window.
+    Return its key, the number of scores with this key that are among the k largest, the number of all scores with this
+    key, and the number of those in each grain.
     """
     common = state.common.sum(0, dtype=np.int64)
     other_keys, other_counts = np.unique(state.unshared_keys, return_counts=True)

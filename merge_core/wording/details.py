@@ -1,13 +1,11 @@
-"""Report details of the work in progress to listeners, line by line. Without a listener, it costs nothing.
+"""Report details of the work in progress to listeners, line by line. Reports without a listener cost nothing.
 
 ::
 
-    detail("process %d: %s", pid, command)      # where something starts that a user may wonder about
-    with detail_listener(print):                # where the user asked for details
-        ...
+    with detail_listener(print):                # once, for a user who wants details
+        detail("process %d: %s", pid, command)  # anywhere in the program
 
-A line may contain a command or untrusted text. Anything that looks like a secret is masked, and characters that a
-terminal cannot print are escaped.
+Lines may contain commands and untrusted text, so secrets are masked and unprintable characters are escaped.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _OPTION = re.compile(r"(--?[\w-]*(?:key|token|secret|password)[\w-]*[= ])(\S+)",
 
 
 def detail(message: str, *arguments: object) -> None:
-    """Send a line to all listeners. ``arguments`` are inserted with ``%``, as in logging. This never raises."""
+    """Send ``message % arguments`` to all listeners. This never raises."""
     if not _listeners:
         return
     with suppress(Exception):
@@ -46,13 +44,13 @@ def detail(message: str, *arguments: object) -> None:
 
 
 def has_detail_listener() -> bool:
-    """Return whether there is a listener. Use it before details that are expensive to compute."""
+    """Return whether there is a listener, so that callers can skip details that are expensive to compute."""
     return bool(_listeners)
 
 
 @contextmanager
 def detail_listener(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call ``listener`` with each line while the block runs, regardless of the thread that reports it."""
+    """Call ``listener`` with each line that any thread reports while the ``with`` block runs."""
     _listeners.append(listener)
     try:
         yield

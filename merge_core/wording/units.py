@@ -12,7 +12,7 @@ _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?\s*", re.IGNO
 
 
 def format_bytes(count: float) -> str:
-    """Format bytes in decimal units with three significant digits: '913 kB', '2.47 GB'. For a rate, append '/s'."""
+    """Format a number of bytes in decimal units with three significant digits: '913 kB', '2.47 GB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -21,14 +21,10 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str, location: str) -> int:
-    """Parse a number of bytes: '50GB' and '1.5 TB' are decimal units, '50GiB' is powers of 1024.
-
-    Args:
-        text: Text to parse.
-        location: Location for the error message, such as a file and key or an option.
+    """Parse a number of bytes with a decimal unit ('50GB', '1.5 TB') or a power of 1024 ('50GiB').
 
     Raises:
-        InvalidInput: The text is not a number with a unit.
+        InvalidInput: The text is not a number with a unit. The message names ``location``, for example an option.
     """
     if (match := _AMOUNT.fullmatch(text)) is None:
         raise InvalidInput(location, found=repr(text), expected="a number of bytes with a unit, such as 50GB")
@@ -39,14 +35,14 @@ def parse_bytes(text: str, location: str) -> int:
 
 
 def format_short_time(seconds: float) -> str:
-    """Format a time of up to a few minutes in two or three digits: '12 ms', '1.4 s', '38 s'."""
+    """Format a time of up to a few minutes with two or three digits: '12 ms', '1.4 s', '38 s'."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
     return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:,.0f} s"
 
 
 def format_duration(seconds: float) -> str:
-    """Format the duration of a stage: '0.4 s', '6 m 12 s', '2 h 05 m'."""
+    """Format a measured duration: '0.4 s', '6 m 12 s', '2 h 05 m'."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -69,14 +65,10 @@ def format_roughly(seconds: float) -> str:
 
 
 def parse_duration(text: str, location: str) -> float:
-    """Parse a duration into seconds: '20 s', '90 min', '6 h', '3 d'.
-
-    Args:
-        text: Text to parse.
-        location: Location for the error message, such as a file and key or an option.
+    """Parse a duration such as '20 s', '90 min', '6 h' or '3 d', and return it in seconds.
 
     Raises:
-        InvalidInput: The text is not a number with a unit, or the duration is zero.
+        InvalidInput: The text is not a positive number with a unit. The message names ``location``.
     """
     match = _SPAN.fullmatch(text)
     if match is None or match[2] not in _SECONDS or not float(match[1]):

@@ -1,4 +1,4 @@
-"""Forecast the bytes, memory, disk space and time that a plan will need on this machine."""
+"""Forecast the memory, disk space and time that a merge will need on this machine."""
 
 from mergegate.merge_core.engine.forecast.forecast import (
     Duration,

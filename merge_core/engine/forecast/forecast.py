@@ -1,14 +1,14 @@
-"""Forecast the bytes, memory, disk space and time that a planned merge will need, before it starts.
+"""Forecast the memory, disk space and time of a planned merge from the rates of a machine.
 
-The forecast is a pure function of a plan and of rates::
+::
 
     needs = estimate_needs(plan, EngineSettings(), cores=8, device="cpu")
     time = duration(needs, measure_machine(files, out, cores=8), cores=8)
 
-Time is a range, because the overlap of reading, computing and writing is not known in advance. The lower bound assumes
-full overlap, so only the slowest of them counts, and data that is read again comes from memory. The upper bound assumes
-no overlap, so they add up, and data of large tensors that is read again comes from the disk. Both bounds assume a cold
-cache, and a result that must reach the disk.
+The time is a range, because it depends on how far reading, computing and writing overlap. The lower bound is the time
+of the slowest of the three, if data that is read again comes from memory. The upper bound is their sum, if data of
+large tensors that is read again comes from the disk. Both assume that no input is cached and that the output is flushed
+to the disk.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 # Anonymous memory of the process before the first tensor, by device: interpreter, torch and compiled kernels.
 _PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 640 << 20}
-# Temporary memory of a GPU computation, as a number of float32 copies of its block.
+# Temporary memory of a GPU computation, in float32 copies of its block.
 _GPU_TEMPORARIES = 4
 _JOURNAL_BYTES_PER_TENSOR = 200
-# Bytes that the page cache of any machine retains between the passes over one tensor.
+# Size of the largest tensor that stays in the page cache between its passes on any machine.
 _CACHED_BYTES = 1 << 30
-# Units per input element of a method that declares no costs: between those of plain and selecting methods, with one
-# fold.
+# Units per input element of a method without declared costs, which is assumed to need one fold.
 _ASSUMED_UNITS = 3.0 + 5.0
 # Units per element to copy a tensor that only one model has.
 _COPY_UNITS = 0.6
@@ -42,19 +41,19 @@ _COPY_UNITS = 0.6
 
 @dataclass(frozen=True)
 class Rates:
-    """The performance of a machine, as rates per second. See :func:`merge_core.engine.forecast.probe.measure_machine`.
+    """Speed of a machine per second, from :func:`merge_core.engine.forecast.probe.measure_machine`.
 
     Args:
-        read: Bytes read from the disk with the inputs.
-        write: Bytes written durably to the disk with the output.
-        copy: Bytes copied between programs and the system's page cache, with all cores.
-        hash: Bytes hashed by one sha256.
-        units: Units of arithmetic (see :class:`merge_core.methods.Costs`), with all cores.
+        read: Bytes read from the disk of the inputs.
+        write: Bytes written and flushed to the disk of the output.
+        copy: Bytes copied between a program and the page cache by all cores.
+        hash: Bytes hashed with sha256 by one core.
+        units: Units of arithmetic (see :class:`merge_core.methods.Costs`) computed by all cores.
         same_disk: Whether inputs and output share one disk.
         measured_at: Time of the measurement, in seconds since 1970.
-        bus: Bytes copied between memory and GPU. 0 without a GPU.
-        products: Operations of a large float32 matrix product, with all cores. They dominate the time that a model
-            needs to process text. 0 if not measured.
+        bus: Bytes copied between main memory and GPU. 0 without a GPU.
+        products: Operations in large float32 matrix products by all cores, for example when a model processes text. 0
+            if not measured.
     """
 
     read: float
@@ -70,31 +69,30 @@ class Rates:
 
 @dataclass(frozen=True)
 class Needs:
-    """The resources that a merge will need, on any machine.
+    """Resources that a merge will need, from :func:`estimate_needs`. All numbers include the steps of the recipe.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        tensors: Number of output tensors, including those of steps.
-        parameters: Number of parameters of the result.
+        tensors: Number of output tensors.
+        parameters: Number of parameters of the merged model, without steps.
         input_files: Number of weight files that are read.
-        shards: Number of output files, including those of steps.
+        shards: Number of output weight files.
         bytes_read: Bytes of all inputs, each counted once.
-        bytes_read_again: Bytes of further passes, from the page cache or the disk.
-        bytes_from_disk_again: Bytes of further passes over tensors that may have left the page cache.
-        bytes_passed: Bytes of all passes over inputs, from the page cache or the disk.
-        bytes_written: Bytes of all output weights, including those of steps.
+        bytes_read_again: Bytes read in all passes except the first over each tensor.
+        bytes_from_disk_again: Part of ``bytes_read_again`` that may have left the page cache since the first pass.
+        bytes_passed: Bytes read in all passes.
+        bytes_written: Bytes of all output weights.
         passes: Maximum number of passes over one tensor.
         read_again: Number of tensors that may have left the page cache between passes.
-        units: Units of arithmetic, see :class:`merge_core.methods.Costs`.
-        products: Operations of float64 matrix products and decompositions, for methods that work on matrices.
-        held_bytes: Peak of the bytes that all tensors in work hold in addition to their blocks.
-        block: Bytes of the largest block of one thread, in memory.
-        gpu_block: Bytes of the largest block on a GPU, including the values computed from it.
-        memory: Peak of anonymous memory, in bytes.
+        units: Units of arithmetic (see :class:`merge_core.methods.Costs`).
+        products: Operations in float64 matrix products and decompositions, for methods that work on matrices.
+        held_bytes: Peak memory of the tensors in progress in addition to their blocks.
+        block: Bytes of the largest block in main memory.
+        gpu_block: Bytes of the largest block on a GPU, including temporary values.
+        memory: Peak of anonymous main memory, in bytes.
         gpu_memory: Peak of GPU memory, in bytes. 0 on a CPU.
-        disk: Bytes on the output's disk: weights, results of steps until the end, companions and journal. A partial
-            file becomes the final one, so weights count once.
-        assumed_cost: Methods whose cost is assumed, not measured.
+        disk: Peak bytes on the disk of the output: weights, results of steps, other files and journals.
+        assumed_cost: Names of the methods whose costs are assumed, not measured.
     """
 
     device: str
@@ -122,16 +120,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Duration:
-    """The time of a merge and of its parts, in seconds.
+    """Forecast time of a merge, in seconds.
 
     Args:
         reading: Time to read the inputs once from the disk.
-        reading_again: Time of further passes over tensors that may have left the page cache.
+        reading_again: Time to read tensors from the disk again that may have left the page cache.
         writing: Time to write the output to the disk.
-        computing: Time of arithmetic and copies in memory, on all cores.
-        hashing: Time of the output's sha256, on one core.
-        at_least: Lower bound of the total, see the module docstring.
-        at_most: Upper bound of the total.
+        computing: Time of all cores for arithmetic and copies in memory.
+        hashing: Time of one core for the sha256 of the output.
+        at_least: Lower bound of the total time (see the module docstring).
+        at_most: Upper bound of the total time.
     """
 
     reading: float
@@ -146,14 +144,9 @@ class Duration:
 def estimate_needs(
     plan: MergePlan, settings: EngineSettings, *, cores: int, device: str, companion_bytes: int = 0
 ) -> Needs:
-    """Return the resources that ``plan`` will need.
+    """Return the resources that the merge of ``plan`` will need on ``device`` (``cpu``, ``cuda`` or ``cuda:1``).
 
-    Args:
-        plan: Plan from :func:`merge_core.plan.plan_merge`.
-        settings: Settings of the engine.
-        cores: Number of cores that the engine may use.
-        device: ``cpu``, ``cuda`` or ``cuda:1``.
-        companion_bytes: Bytes of the files next to the weights.
+    ``companion_bytes`` is the size of all output files other than the weights.
     """
     kind = device.partition(":")[0]
     parts = (*plan.steps, plan)
@@ -161,7 +154,7 @@ def estimate_needs(
     repeated = [kind for kind in kinds if kind.work.passes > 1]
     evicted = [kind for kind in repeated if kind.job.nbytes_in > _CACHED_BYTES]
     threads = settings.workers_on(cores)
-    # Either the largest tensor alone, or as many as fit into the limit (see ``engine.execution``).
+    # The engine computes either one tensor that exceeds the limit, or as many tensors as fit into it.
     together = sum(kind.count * kind.work.held_bytes for kind in kinds)
     held_bytes = max(min(HELD_BYTES, together), max((kind.work.held_bytes for kind in kinds), default=0))
     block = max((_block_bytes(kind, settings, 0) for kind in kinds), default=0)
@@ -193,23 +186,19 @@ def estimate_needs(
 
 
 def peak_memory(block: int, *, threads: int, device: str, held_bytes: int = 0) -> int:
-    """Return the peak of anonymous memory of a merge, in bytes.
+    """Return the peak of the anonymous main memory of a merge, in bytes.
 
-    Args:
-        block: Bytes of the largest block.
-        threads: Number of worker threads.
-        device: ``cpu``, ``cuda`` or ``cuda:1``.
-        held_bytes: Bytes that all tensors in work hold in addition to their blocks.
+    ``block`` is the size of the largest block, and ``held_bytes`` the memory of tensors in addition to their blocks.
     """
     return _PROCESS_BYTES[device.partition(":")[0]] + RETAINED_BYTES + WAITING_BYTES + threads * block + held_bytes
 
 
 def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
-    """Return the time that a merge will take on a machine with these rates and ``cores`` cores."""
+    """Forecast the time of a merge on a machine with these rates and ``cores`` cores."""
     reading, writing = needs.bytes_read / rates.read, needs.bytes_written / rates.write
     again, hashing = needs.bytes_from_disk_again / rates.read, needs.bytes_written / rates.hash
-    # Every byte moves from the disk to the page cache and from there to this process, and back in the same way. Bytes
-    # that are read again move only from the page cache.
+    # Every input byte is copied from the disk to the page cache and from there to this process, and every output byte
+    # the other way round. Bytes that are read again are only copied from the page cache.
     moved = 2 * needs.bytes_read + needs.bytes_read_again + 2 * needs.bytes_written
     computing = moved / rates.copy
     if needs.device == "cpu":
@@ -241,14 +230,14 @@ def input_files(plan: MergePlan) -> list[Path]:
 
 @dataclass(frozen=True)
 class Work:
-    """The computation of one output tensor.
+    """Amount of work for one output tensor.
 
     Args:
-        folds: Maximum number of passes over all inputs before the last one.
-        units: Arithmetic of all passes, in units per input element.
-        is_measured: Whether the method's cost was measured, as opposed to assumed.
-        products: Operations of float64 matrix products and decompositions.
-        held_bytes: Bytes held in addition to its blocks.
+        folds: Maximum number of passes over all inputs before the last pass.
+        units: Units of arithmetic per input element in all passes together.
+        is_measured: Whether the method declares measured costs. If not, costs are assumed.
+        products: Operations in float64 matrix products and decompositions.
+        held_bytes: Memory that the tensor needs in addition to its blocks.
     """
 
     folds: int
@@ -259,12 +248,12 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Number of passes over the inputs."""
+        """Number of passes over the inputs, including the last pass."""
         return self.folds + 1
 
 
 def work_of(method: Method, task: TensorTask) -> Work:
-    """Return the amount of work that ``method`` needs for the tensor of ``task``."""
+    """Return the amount of work that ``method`` needs for one tensor."""
     costs = method.costs
     if costs is None:
         return Work(1, _ASSUMED_UNITS, is_measured=False)
@@ -276,14 +265,7 @@ def work_of(method: Method, task: TensorTask) -> Work:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Jobs that differ only in names and offsets. A mixture has tens of thousands of jobs, of a few kinds.
-
-    Args:
-        plan: Plan of the jobs.
-        job: One of the jobs.
-        work: Computation of each job.
-        count: Number of jobs.
-    """
+    """``count`` jobs that need the same ``work``, such as ``job``. A mixture has tens of thousands of jobs."""
 
     plan: MergePlan
     job: TensorJob
@@ -301,8 +283,8 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
     costs = plan.method.costs
     is_of_matrices = costs is not None and costs.held_bytes is not None
     for job in plan.jobs:
-        # Compare values by identity. Equal ones are mostly the same object (see ``plan.values``), and otherwise they
-        # form one more kind.
+        # Compare values by identity, which is fast. Equal values are mostly the same object (see ``plan.values``). If
+        # not, there is one more kind.
         inputs = tuple((item.tensor.dtype.code, item.tensor.shape) for item in job.inputs)
         output, values = (job.output.dtype.code, job.output.shape), (id(job.shared), id(job.per_input))
         diagonal = tuple(item.moments.is_diagonal if item.moments else None for item in job.inputs)

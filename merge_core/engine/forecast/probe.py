@@ -1,9 +1,8 @@
-"""Measure the speed of this machine's disk, memory and cores, in limited time and without leaving files.
+"""Measure the speed of this machine's disks, memory and cores in half a second, without leaving files.
 
-Every measurement increases its step as long as the next one fits into its share of the time, so a slow disk transfers
-little and a fast one enough. Real input files are read past the page cache if the system allows it. So a warm cache
-does not make the disk look faster, and the probe does not evict anything from the cache. The output file is unlinked
-before its first byte is written.
+Disk measurements start with few bytes and double them as long as time is left, so that slow and fast disks are both
+measured well. Input files are read past the page cache if the system allows it. So the cache does not make the disk
+look faster, and the probe does not evict anything from it. The output file has no name.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from mergegate.merge_core.engine.forecast.forecast import Rates
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import forget_cached, open_uncached, read_at
 
-# Shares of the time limit of half a second. The rest is for opening files, for threads, and for the error of the last
-# step.
+# Time limits of the measurements. Together they stay below half a second, including the time to open files and to start
+# threads.
 _DISK_SECONDS = 0.14
 _MEMORY_SECONDS = 0.03
 _PRODUCT_SECONDS, _MIN_REPEATS = 0.05, 3
-# Side of a 4 MB matrix. Products of smaller matrices end before all cores have started if other programs run too.
+# Number of rows and columns of a 4 MB matrix. On a busy machine, smaller products end before all cores have started.
 _PRODUCT_SIDE = 1024
-# Number of parallel requests. It keeps a fast disk busy, and the engine has about as many in flight.
+# Number of parallel reads. It keeps a fast disk busy and is close to that of the engine.
 _READERS = 4
 _SMALLEST_READ, _LARGEST_READ = 1 << 18, 1 << 24
 _SMALLEST_WRITE, _LARGEST_WRITE = 1 << 20, 1 << 26
@@ -48,18 +47,18 @@ _STEP = 1 << 20
 
 
 def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rates:
-    """Measure this machine for a merge of ``inputs`` into the directory ``output``, in less than half a second.
+    """Measure the rates of this machine for a merge, in less than half a second.
 
     Args:
-        inputs: Weight files. Without any, the disk of ``output`` is also used for reading.
-        output: Existing directory.
-        cores: Number of threads that compute.
+        inputs: Weight files of the merge. If there are none, reads are measured on the disk of ``output``.
+        output: Existing directory on the disk that the merge will write to.
+        cores: Number of cores that will compute.
 
     Raises:
         InvalidInput: The inputs cannot be read, or the directory cannot be written.
     """
     noise = memoryview(os.urandom(_SMALLEST_WRITE))  # File systems may not store zeros at all.
-    busy = 0.0  # Time of a core for all writes.
+    busy = 0.0  # Processor time of all writes.
     try:
         with tempfile.TemporaryFile(dir=output, prefix=".mergegate-probe-", buffering=0) as file:
             fd = file.fileno()
@@ -98,12 +97,9 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
 
 
 def measure_bus(device: str) -> float:
-    """Return the speed of copies from pinned main memory to a GPU, in bytes per second.
+    """Measure the speed of copies from pinned main memory to the GPU ``device``, in bytes per second.
 
-    Copies in the other direction are assumed to be equally fast.
-
-    Args:
-        device: Device name of the GPU, for example ``cuda:0``.
+    Forecasts assume that copies in the other direction are equally fast.
 
     Raises:
         InvalidInput: The GPU does not exist.
@@ -129,10 +125,9 @@ def measure_bus(device: str) -> float:
 
 
 def reference_pass(elements: int) -> float:
-    """Run the reference computation on ``elements`` bfloat16 numbers, and return its duration in seconds.
+    """Widen ``elements`` bfloat16 numbers to float32, multiply and sum them, and return the seconds that this took.
 
-    The computation widens the numbers to float32, multiplies them by a constant and sums them. Forecasts use its cost
-    per element as the unit of arithmetic. It runs in one thread, on memory that stays in the cache of a core.
+    The time per element is the unit of arithmetic in forecasts. The numbers stay in the cache of one core.
     """
     stored = np.full(_TILE, 0x3F80, np.uint16)
     patterns, total = np.empty(_TILE, np.uint32), np.zeros(_TILE, np.float32)
@@ -146,13 +141,7 @@ def reference_pass(elements: int) -> float:
 
 
 def measure_products_on(device: str) -> float:
-    """Return the speed of a bfloat16 matrix product on a GPU, in operations per second.
-
-    The time to create the context of the GPU is not included.
-
-    Args:
-        device: Device name of an existing GPU.
-    """
+    """Measure the speed of bfloat16 matrix products on the existing GPU ``device``, in operations per second."""
     import torch
 
     side = 4 * _PRODUCT_SIDE
@@ -168,7 +157,7 @@ def measure_products_on(device: str) -> float:
 
 
 def _shortest_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds that ``work`` takes without interruption, as the minimum of several repeats."""
+    """Return the shortest time of several runs of ``work``, in seconds."""
     began, spent = time.perf_counter(), list[float]()
     while len(spent) < _MIN_REPEATS or time.perf_counter() - began < _PRODUCT_SECONDS:
         start = time.perf_counter()
@@ -178,17 +167,17 @@ def _shortest_seconds(work: Callable[[], object]) -> float:
 
 
 def save_rates(file: Path, key: str, rates: Rates) -> None:
-    """Store ``rates`` for :func:`load_rates`, if ``file`` can be written."""
+    """Store ``rates`` in ``file`` under ``key`` for :func:`load_rates`. Do nothing if the file cannot be written."""
     all_rates = {**_read_rates_file(file), key: asdict(rates)}
     partial = file.with_suffix(f".{os.getpid()}.partial")
-    with suppress(OSError):  # Losing the rates costs only time.
+    with suppress(OSError):  # Without stored rates, the next forecast only measures again.
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(all_rates, indent=1))
         partial.replace(file)
 
 
 def load_rates(file: Path, key: str, *, max_age: float) -> Rates | None:
-    """Return the rates that were stored for ``key``, or None if there are none from the last ``max_age`` seconds."""
+    """Return the rates stored under ``key``, or None if there are none or they are older than ``max_age`` seconds."""
     try:
         rates = Rates(**_read_rates_file(file)[key])
     except (KeyError, TypeError):
@@ -197,7 +186,7 @@ def load_rates(file: Path, key: str, *, max_age: float) -> Rates | None:
 
 
 def machine_key(inputs: Sequence[Path], output: Path, *, cores: int, device: str) -> str:
-    """Return a text that identifies everything that rates depend on: machine, disks, cores and device."""
+    """Return the key under which rates are stored: the machine, disks, number of cores and device that they are for."""
     disks = sorted({path.stat().st_dev for path in inputs})
     return f"{platform.node()} {disks} {output.stat().st_dev} {cores} {device}"
 
@@ -211,7 +200,10 @@ def _read_rates_file(file: Path) -> dict[str, Any]:
 
 
 def _best_rate(step: Callable[[int], None], sizes: tuple[int, int], seconds: float) -> tuple[float, int]:
-    """Return the bytes per second of the best ``step(size)`` within the time limit, and the bytes of all steps."""
+    """Call ``step`` with growing sizes in bytes until the time limit.
+
+    Return the bytes per second of the fastest call, and the bytes of all calls.
+    """
     size, largest = sizes
     began, total, best = time.perf_counter(), 0, 0.0
     while True:
@@ -220,7 +212,7 @@ def _best_rate(step: Callable[[int], None], sizes: tuple[int, int], seconds: flo
         spent = max(time.perf_counter() - start, 1e-9)
         total += size
         best = max(best, size / spent)
-        # A step of twice the size takes about twice the time.
+        # Assume that a step of twice the size takes twice the time.
         if 2 * size > largest or time.perf_counter() - began + 2 * spent > seconds:
             return best, total
         size *= 2
@@ -243,7 +235,7 @@ def _input_rate(inputs: Sequence[Path]) -> float:
 
 
 def _read_rate(files: Sequence[tuple[int, int]]) -> float:
-    """Return the bytes per second of parallel reads at offsets spread over ``files`` (descriptor, size)."""
+    """Return the bytes per second of parallel reads from ``files``, given as pairs of descriptor and size."""
     for fd, _ in files if len(files) == 1 else ():
         forget_cached(fd)  # The written data is still cached.
     buffers = [mmap.mmap(-1, _LARGEST_READ) for _ in range(_READERS)]
@@ -277,7 +269,10 @@ def _read(fd: int, buffer: mmap.mmap, size: int, offset: int) -> None:
 
 
 def _threaded_rate(threads: int, make: Callable[[], Callable[[int], float]]) -> float:
-    """Return the units per second of ``make()(units) -> seconds`` on ``threads`` parallel threads."""
+    """Return the total speed of parallel threads, in units per second.
+
+    In each thread, ``make`` returns a function that processes a number of units and returns the seconds it took.
+    """
 
     def busy(_: int) -> float:
         work = make()

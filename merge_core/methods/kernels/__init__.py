@@ -1,12 +1,11 @@
-"""Fused CPU kernels: the computations of the methods on stored numbers, one short tile at a time, without temporaries.
+"""Fused CPU kernels: compute methods directly on stored numbers, one short tile at a time, without large temporaries.
 
-Each kernel is the counterpart of a torch expression in its method's file. The expression is the readable reference, and
-a test compares the two. Kernels release the GIL and run on one thread; the engine runs several blocks concurrently. A
-tile fits into the first-level cache, and its loops are simple enough for the compiler to vectorize. No sum depends on
-the vector width, because long sums have explicit lanes. Kernels are compiled once per machine, see
-:mod:`.compilation`.
+Each kernel is the counterpart of a torch expression in the module of its method. The expression is the readable
+reference, and a test compares the two. Kernels release the GIL and run on one thread each. A tile fits into the
+first-level cache. Long sums have a fixed number of lanes, so they do not depend on the vector width of the processor.
 
-Stored numbers are uint16 (bit patterns of bfloat16) or float32. Arithmetic is float32, and long sums are float64.
+Stored numbers are uint16 (bit patterns of bfloat16) or float32. Arithmetic is float32, and long sums are float64. The
+arguments ``data``, ``rows``, ``length``, ``start`` and ``grain`` are those of :class:`.contract.StoredBlock`.
 """
 
 from mergegate.merge_core.methods.kernels.combination import combine, gram

@@ -47,7 +47,7 @@ def combine(data: Any, rows: Any, length: int, coefficients: Any, about_base: bo
 
 @compiled
 def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any:
-    """Return products of pairs ``i <= j``, summed over each grain: ``[grains, pairs]``. See :mod:`.combination`."""
+    """Return the inner products of each pair of inputs ``i <= j``, summed over each grain: ``[grains, pairs]``."""
     shift = 1 if about_base else 0
     count = len(rows) - shift
     grains = (length + grain - 1) // grain

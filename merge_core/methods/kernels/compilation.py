@@ -1,14 +1,14 @@
-"""Compile kernels with numba: without the GIL, cached on disk, and never from an outdated cache.
+"""Compile kernels with numba, and cache the compiled code on disk.
 
-numba notices changes in the file of a function, but not in the functions that it calls. Therefore compiled code goes
-into a directory named after a digest of all kernel sources. That directory is in ``$NUMBA_CACHE_DIR`` or, by default,
-in the user's cache directory, because an installed package may be read-only. numba replaces files there atomically, so
-several processes may compile concurrently. If the directory is not writable, every process compiles for itself.
+numba recompiles a function if its file changes, but not if functions in other files change that it calls. Therefore the
+cache directory is named after a digest of all kernel sources. It is in ``$NUMBA_CACHE_DIR`` or, by default, in the
+user's cache directory. numba replaces files there atomically, so several processes may compile concurrently. If the
+directory is not writable, every process compiles for itself.
 
 The first merge on a machine waits for the compiler, so kernels avoid constructs that compile slowly: assignment of
-arrays to arrays (1.5 s, for the text of an error), ``view`` of an array (0.2 s; almost nothing for a number), and
-``np.zeros`` for arrays that are fully overwritten (0.1 s). Code that only some calls need is guarded by
-``is not None``: numba then compiles the kernel without it for calls that pass None.
+arrays to arrays (1.5 s), ``view`` of an array (0.2 s; almost nothing for a number), and ``np.zeros`` for arrays that
+are fully overwritten (0.1 s). Code that only some calls need is guarded by ``is not None``, because numba omits it for
+calls that pass None.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numba
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` on its first call: IEEE arithmetic, no GIL, one thread."""
+    """Compile ``function`` on its first call, with IEEE arithmetic, without the GIL, for one thread."""
     return _compiled(function)
 
 
 def inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile ``function`` for calls from other kernels only, which takes half the time."""
+    """Compile ``function`` for calls from other kernels only. This takes half the time of :func:`compiled`."""
     return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 

@@ -1,8 +1,4 @@
-"""Kernels that compute each element on its own, or with the divergence of its row.
-
-They are the counterparts of :mod:`merge_core.methods.elementwise`, :mod:`.adaptive` and :mod:`.pairwise`.
-:func:`add_change` adds a change of any origin to stored numbers.
-"""
+"""Kernels for :mod:`merge_core.methods.elementwise`, :mod:`.adaptive` and :mod:`.pairwise`, and :func:`add_change`."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 @compiled
 def moving_average(data: Any, rows: Any, length: int, keep: Any, share: Any, squared: bool, out: Any) -> None:
-    """Write ``keep`` times the third input, if there is one, plus ``share`` times the change or its square."""
+    """Write ``share`` times the change or its square, plus ``keep`` times the third input if there is one."""
     base, change, before = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
@@ -82,7 +78,7 @@ def consensus(
 
 @compiled
 def trimmed_middle(data: Any, rows: Any, length: int, trim_count: int, scale: Any, out: Any) -> None:
-    """Write the base plus ``scale`` times the mean of task vectors without the ``trim_count`` lowest and highest."""
+    """Write the base plus ``scale`` times the mean of all values but the ``trim_count`` lowest and highest."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     kept_count = np.float32(count - 2 * trim_count)
@@ -94,8 +90,8 @@ def trimmed_middle(data: Any, rows: Any, length: int, trim_count: int, scale: An
             widen(data, rows[i + 1] + first, delta[:m])
             for j in range(m):
                 delta[j] -= base[j]
-        # Bubble sort, by swapping neighboring tiles, until the outer ones are in place. Even if none is left out, the
-        # order is that of the values: sums run from low to high.
+        # Bubble sort until the values to leave out are at both ends. If none is left out, sort all of them, because the
+        # reference also adds from low to high.
         for end in range(count - 1, 0, -1):
             for i in range(end):
                 low, high = deltas[i], deltas[i + 1]
@@ -131,15 +127,7 @@ def nearswap(data: Any, rows: Any, length: int, t: Any, nearest: Any, out: Any) 
 
 @compiled
 def importances(data: Any, rows: Any, length: int, grain: int, divergence: Any) -> Any:
-    """Return ``|x - b|`` times the divergence of the element's row: ``[1, elements]``.
-
-    Args:
-        data: Stored numbers.
-        rows: Start of the base and of the model in ``data``.
-        length: Elements per row.
-        grain: Elements per grain.
-        divergence: ``[rows]`` float32, for the rows of this block.
-    """
+    """Return ``|x - b|`` times the divergence of the row: ``[1, elements]``. ``divergence`` is float32 ``[rows]``."""
     base, result = np.empty(TILE, np.float32), np.empty((1, length), np.float32)
     for row in range(len(divergence)):
         for first in range(row * grain, (row + 1) * grain, TILE):
@@ -154,7 +142,7 @@ def importances(data: Any, rows: Any, length: int, grain: int, divergence: Any) 
 
 @compiled
 def fuse(data: Any, rows: Any, length: int, grain: int, divergence: Any, bound: Any, out: Any) -> None:
-    """Write the model's elements whose importance reaches ``bound``, and the base's elements elsewhere."""
+    """Write the model's element if its importance is at least ``bound``, else the base's element."""
     base, model = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for row in range(len(divergence)):
         for first in range(row * grain, (row + 1) * grain, TILE):
@@ -168,9 +156,9 @@ def fuse(data: Any, rows: Any, length: int, grain: int, divergence: Any, bound: 
 
 @compiled
 def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
-    """Count the elements that each model changed along with others, and those that it changed alone.
+    """Count, for each model, the elements that other models changed too and those that only it changed.
 
-    Returns ``[2, models]``.
+    Return both counts: ``[2, models]``.
     """
     count = len(rows) - 1
     base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
@@ -191,7 +179,7 @@ def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
 
 @compiled
 def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any) -> None:
-    """Write ``b + sum D_i [changed_i] (factor_i if only one model changed it else 1 / number)``."""
+    """Write ``b + sum d_i [changed_i] (factor_i if c == 1 else 1 / c)``, if ``c`` models changed the element."""
     count = len(rows) - 1
     base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
     share, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -227,12 +215,9 @@ def _deltas(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, d
 
 @compiled
 def add_change(stored_values: Any, change: Any, round_change: bool) -> None:
-    """Store ``stored + change``, rounded once.
+    """Add the float32 ``change`` to ``stored_values`` in place, and round the sum once.
 
-    Args:
-        stored_values: ``[n]``, changed in place.
-        change: ``[n]``, float32.
-        round_change: Whether to round the change to the stored format first.
+    With ``round_change``, the change is first rounded to the stored format.
     """
     tile, addend = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     rounded = np.empty(TILE, stored_values.dtype)

@@ -12,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import LANES, TILE, add_products
 
 @compiled
 def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
-    """Return the sum of squares of one row in each grain: ``[grains]``."""
+    """Return the sum of squares of each grain: ``[grains]``. The input starts at ``data[first_row]``."""
     grains = (length + grain - 1) // grain
     result = np.empty(grains, np.float64)
     lanes = np.empty(LANES, np.float64)
@@ -33,18 +33,11 @@ def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
 
 @compiled
 def oppositions(data: Any, rows: Any, length: int, grain: int, limits: Any) -> Any:
-    """Count the weights that task vectors move noticeably and the weights that they move in opposite directions.
+    """Count the weights that task vectors move noticeably, and those that they move in opposite directions.
 
-    Args:
-        data: Stored numbers.
-        rows: Start of the origin and of each model in ``data``.
-        length: Elements per row.
-        grain: Number of elements in a grain, the unit of ``counts``.
-        limits: ``[grains, vectors]``: size from which a change counts.
-
-    Returns:
-        int64 ``[1 + pairs, 2]``. First row: weights that two or more vectors move, and how many of them are opposed.
-        Then, for each pair, weights that both vectors move, and how many of them are opposed.
+    ``limits`` ``[grains, vectors]`` are the sizes above which a change is noticeable. Return int64 ``[1 + pairs, 2]``.
+    The first row has the number of weights that several vectors move, and how many of them move in opposite directions.
+    The other rows have the same numbers for each pair of vectors.
     """
     count = limits.shape[1]
     counts = np.zeros((1 + count * (count - 1) // 2, 2), np.int64)

@@ -1,11 +1,10 @@
-"""Keep elements of a row at random by rank, without sorting the row. Counterpart of ``KeepByRank``.
+"""Keep elements of a row at random by rank, without sorting the row. Counterpart of :class:`.sparsify.KeepByRank`.
 
-See :mod:`merge_core.methods.sparsify`. An element is kept if its random word is below a limit that rises with its rank,
-from the limit of the smallest element to that of the largest. Most words are below both limits or above both, so the
-rank of those elements does not matter. The others are looked up in a histogram of the row. If all elements of a bin are
-equal, which is nearly always the case with bfloat16 weights, their ranks follow from their order. Otherwise the bin
-bounds their ranks, and mostly both bounds give the same answer. The ranks that remain open are counted exactly. Only
-if there are too many of them, the row is sorted after all.
+An element is kept if its random word is below a limit that rises with its rank. Most words are below the limit of the
+lowest rank or above that of the highest, so the ranks of their elements do not matter. The other elements are looked up
+in a histogram of the row. If all elements in a bin are equal, as in nearly all bins of bfloat16 weights, their ranks
+follow from their order. If not, the bin bounds their ranks, and mostly both bounds give the same decision. The
+remaining ranks are counted exactly, or the row is sorted if there are too many of them.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ _NUMBER = np.uint64((1 << 28) - 1)
 
 @inner
 def rank_scratch(tile: int) -> Any:
-    """Return memory for rows of up to ``tile`` elements."""
+    """Return working memory for :func:`keep_by_rank` with rows of up to ``tile`` elements."""
     return np.empty((7, tile), np.uint32)
 
 
 @inner
 def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: Any) -> None:
-    """Set elements of the row ``delta[:m]`` to zero whose random word is not below the limit of their rank.
+    """Set the elements of the row ``delta[:m]`` to zero whose random word is not below the limit for their rank.
 
-    The limits rise from ``low`` to ``high``. Zeros stay zeros, so their ranks only count for the other elements.
+    The probability rises with the rank from ``low`` to ``high``.
     """
     zero = np.float32(0.0)
     keys, places, orders, open_elements = scratch[0], scratch[1], scratch[2], scratch[3]

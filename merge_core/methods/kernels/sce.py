@@ -1,7 +1,7 @@
 """Kernels for SCE: variances over the models, energies, and the vote. Counterparts of :mod:`merge_core.methods.sce`.
 
-``cut`` is ``(key, quota, tied, stride)`` of the selection; a key of -1 selects everything. ``before`` is the number of
-ties before each grain if only some ties are selected. See :class:`merge_core.methods.selection.SelectionThreshold`.
+The arguments ``cut``, which is ``(key, quota, tied, stride)``, and ``before`` are from a
+:class:`merge_core.methods.selection.SelectionThreshold`. A key of -1 selects everything.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def variances(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any, before: Any) -> Any:
-    """Return the squares of the selected task vectors, summed over each grain: ``[grains, models]``."""
+    """Return the sum of squares of each task vector's selected elements in each grain: ``[grains, models]``."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -71,7 +71,7 @@ def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any
 def sce(
     data: Any, rows: Any, length: int, start: int, grain: int, cut: Any, before: Any, weights: Any, least: Any, out: Any
 ) -> None:
-    """Write ``b + sum c_i D_i E_i / max(sum c_i E_i, least)`` for the selected task vectors."""
+    """Write ``b + sum c_i D_i E_i / max(sum c_i E_i, least)`` for the selected elements, and ``b`` for the others."""
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)

@@ -1,7 +1,4 @@
-"""Kernels that count scores by their bits, and that scan them above and inside windows.
-
-They are the counterparts of the passes in :mod:`merge_core.methods.selection`.
-"""
+"""Kernels for the passes of :mod:`merge_core.methods.selection`: count scores by their bits, and scan windows."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits, wid
 
 @compiled
 def sizes(data: Any, rows: Any, length: int) -> Any:
-    """Return ``|x_i - b|``: ``[models, elements]``."""
+    """Return the magnitudes ``|x_i - b|``: ``[models, elements]``."""
     base, result = np.empty(TILE, np.float32), np.empty((len(rows) - 1, length), np.float32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
@@ -30,7 +27,7 @@ def sizes(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def first_digits(data: Any, rows: Any, length: int) -> Any:
-    """Count the leading 16 bits of ``|x_i - b|`` for the first pass of ``select``: ``[models, 65536]``."""
+    """Count the values of the leading 16 bits of ``|x_i - b|``: ``[models, 65536]``."""
     count = len(rows) - 1
     base, delta, places = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.uint32)
     # Alternate between two tables: equal neighbors would wait for each other's store.
@@ -52,7 +49,7 @@ def first_digits(data: Any, rows: Any, length: int) -> Any:
 
 @compiled
 def next_digits(data: Any, rows: Any, length: int, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Count the next bits of the scores that have the requested prefix: ``[requests, 2**width]``."""
+    """Count the next ``width`` bits of the magnitudes that start with each prefix: ``[requests, 2**width]``."""
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
@@ -73,7 +70,7 @@ def next_digits(data: Any, rows: Any, length: int, streams: Any, prefixes: Any, 
 
 @compiled
 def ties(data: Any, rows: Any, length: int, grain: int, streams: Any, keys: Any) -> Any:
-    """Count the scores that equal the requested key in each grain: ``[grains, requests]``."""
+    """Count the magnitudes in each grain that equal each of ``keys``: ``[grains, requests]``."""
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     counted = np.zeros(((length + grain - 1) // grain, len(streams)), np.int64)
     for first in range(0, length, TILE):
@@ -93,7 +90,7 @@ def ties(data: Any, rows: Any, length: int, grain: int, streams: Any, keys: Any)
 
 @compiled
 def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
-    """Count the bits from ``shift`` upwards of non-negative float32 scores: ``[streams, bins]``."""
+    """Count the values of the bits above ``shift`` in non-negative float32 scores: ``[streams, bins]``."""
     even, odd = np.zeros((len(scores), bins), np.uint32), np.zeros((len(scores), bins), np.uint32)
     places = np.empty(TILE, np.uint32)
     for i in range(len(scores)):
@@ -112,7 +109,7 @@ def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
 
 @compiled
 def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Count the next bits of the scores that have the requested prefix: ``[requests, 2**width]``."""
+    """Count the next ``width`` bits of the scores that start with each prefix: ``[requests, 2**width]``."""
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
     for r in range(len(streams)):
@@ -126,7 +123,7 @@ def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: i
 
 @compiled
 def ties_of(scores: Any, grain: int, streams: Any, keys: Any) -> Any:
-    """Count the scores that equal the requested key in each grain: ``[grains, requests]``."""
+    """Count the scores in each grain that equal each of ``keys``: ``[grains, requests]``."""
     counted = np.zeros(((scores.shape[1] + grain - 1) // grain, len(streams)), np.int64)
     for r in range(len(streams)):
         stream, key = scores[streams[r]], np.uint32(keys[r])
@@ -150,18 +147,18 @@ def scan_windows(
     keys: Any,
     filled_count: Any,
 ) -> None:
-    """Count the scores inside and above each window for one part of a block, and add them to the previous parts.
+    """Scan one part of a block for scores inside and above windows. The last five arguments are updated in place.
 
     Args:
         scores: ``[streams, elements]``, non-negative.
-        windows: ``[requests, 3]``: stream, first key, and the key after the last.
-        common: ``[requests, n]``: frequent keys inside the window, only counted. Unused entries are 2**32 - 1.
-        grain: Number of elements in a grain, the unit of ``counts``.
+        windows: ``[requests, 3]``: stream, smallest key in the window, smallest key above it.
+        common: ``[requests, n]``: keys in the window to count instead of storing. Unused entries are 2**32 - 1.
+        grain: Number of elements in a grain.
         above: ``[requests]``: number of scores above the window.
         positive: ``[streams]``: number of scores above zero.
         counts: ``[grains of this part, requests, n + 1]``: number of each common key, then of all other keys inside.
-        keys: ``[requests, capacity]``: the other keys, in order.
-        filled_count: ``[requests]``: number of other keys. If they do not fit, it exceeds the capacity.
+        keys: ``[requests, capacity]``: the other keys inside the window, in element order.
+        filled_count: ``[requests]``: number of other keys. It exceeds the capacity if they do not fit.
     """
     inside, capacity, common_keys = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
     for s in range(len(scores)):

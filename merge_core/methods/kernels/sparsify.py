@@ -1,6 +1,6 @@
-"""Kernels that drop elements of a task vector in place. Counterpart of :mod:`merge_core.methods.sparsify`.
+"""Kernels that drop elements of a task vector in place, and store masks of the kept elements with one bit per element.
 
-They also store which elements are kept, one bit each, so that a later pass need not decide again.
+Counterparts of :mod:`merge_core.methods.sparsify`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def sparsify(
 ) -> None:
     """Set the dropped elements of one model's task vector to zero.
 
-    :meth:`.sparsify.Sparsifier.tables` defines the kinds and tables. A table that no rule reads is passed as None, so
-    that numba leaves out the code for it. That is most of the code.
+    :meth:`.sparsify.Sparsifier.tables` describes the tables. Numba omits the code for tables that are None.
     """
     kind, zero = kinds[model], np.float32(0.0)
     if kind == 1:
@@ -45,8 +44,7 @@ def sparsify(
         least, most = np.uint32(low[0]), np.uint32(high[0] if high_part else high[0] - 1)
         for j in range(m):
             delta[j] = delta[j] if least <= magnitude_bits(delta[j]) <= most else zero
-        # Keep elements that the low side selects and the high side does not. If both cut at one magnitude, do it in one
-        # pass.
+        # Keep elements that the low threshold selects and the high one does not. If they are equal, do it in one pass.
         both = low_part and high_part and low[0] == high[0]
         if low_part:
             keep_tied(delta, m, low, high[1] if both else 0, low[1], tie_numbers[model, :1])
@@ -65,36 +63,23 @@ def sparsify(
 
 @inner
 def begin_tie_numbers(tie_numbers: Any, cuts: Any, before: Any, model: int, grain: int) -> None:
-    """Set the tie numbers of a model at the start of a grain, on both sides."""
+    """Set the tie numbers of a model at the start of a grain, for both thresholds."""
     for side in range(2):
         begin_numbering(tie_numbers[model, side : side + 1], cuts[model, side], before[model, side], grain)
 
 
 @inner
 def begin_numbering(tie_number: Any, cut: Any, before: Any, grain: int) -> None:
-    """Set the tie number at the start of a grain, mapped by the stride.
-
-    Args:
-        tie_number: ``[1]``, the number to set.
-        cut: ``[4]``: key, quota, tied, stride.
-        before: Number of ties before each grain.
-        grain: Index of the grain.
-    """
+    """Set ``tie_number[0]`` to the number of the first tie in grain ``grain``, mapped by the stride."""
     if 0 < cut[1] < cut[2]:
         tie_number[0] = before[grain] * cut[3] % cut[2]
 
 
 @inner
 def keep_tied(values: Any, m: int, cut: Any, first: int, last: int, tie_number: Any) -> None:
-    """Keep the ties at a cut that the stride maps to ``first`` up to but not including ``last``, and zero the others.
+    """Set ties in ``values[:m]`` to zero unless the stride maps their number to ``first`` <= number < ``last``.
 
-    Args:
-        values: Elements of the tile.
-        m: Number of elements.
-        cut: ``[4]``: key, quota, tied, stride.
-        first: First number to keep.
-        last: Number after the last to keep.
-        tie_number: ``[1]``, number of the next tie, updated in place.
+    ``cut`` is (key, quota, tied, stride). ``tie_number[0]`` is the mapped number of the next tie, updated in place.
     """
     key, tied, stride, number = np.uint32(cut[0]), cut[2], cut[3], tie_number[0]
     for j in range(m):
@@ -108,7 +93,7 @@ def keep_tied(values: Any, m: int, cut: Any, first: int, last: int, tie_number: 
 
 @compiled
 def mask_words(key: int, upper: int, index: int, count: int, words: Any) -> None:
-    """Write the random words of the elements from ``index - index % 2``. Counterpart of :func:`.masks.mask_words`."""
+    """Write the random words for elements from ``index - index % 2``. Counterpart of :func:`.masks.mask_words`."""
     first = index // 2
     for p in range((count + 1 + index % 2) // 2):
         low, high = np.uint64((first + p) & 0xFFFFFFFF), np.uint64(upper)
@@ -124,13 +109,10 @@ def mask_words(key: int, upper: int, index: int, count: int, words: Any) -> None
 
 @inner
 def store_mask(delta: Any, m: int, bits: Any) -> None:
-    """Set the bits of the elements of ``delta[:m]`` that are not zero.
+    """Store in ``bits`` which elements of the sparsified ``delta[:m]`` are not zero.
 
-    Args:
-        delta: Sparsified task vector.
-        m: Number of elements.
-        bits: An eighth of ``m`` bytes, rounded up. Bit ``t`` of byte ``i`` belongs to element ``t * len(bits) + i``, so
-            that loops over bytes are loops over neighboring elements.
+    ``bits`` has ``m / 8`` bytes, rounded up. Bit ``t`` of byte ``i`` belongs to element ``t * len(bits) + i``, so that
+    loops over bytes are loops over neighboring elements.
     """
     step = len(bits)
     bits[:] = np.uint8(0)
@@ -142,7 +124,7 @@ def store_mask(delta: Any, m: int, bits: Any) -> None:
 
 @inner
 def apply_mask(delta: Any, m: int, bits: Any) -> None:
-    """Set the elements to zero that were zero in :func:`store_mask`."""
+    """Set the elements of ``delta[:m]`` to zero whose bits :func:`store_mask` did not set."""
     step = len(bits)
     for t in range(8):
         part = delta[t * step : min((t + 1) * step, m)]

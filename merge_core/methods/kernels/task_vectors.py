@@ -35,14 +35,12 @@ def masked_norms(
     spans: Any,
     masks: Any,
 ) -> Any:
-    """Return ``sum|d|`` and ``sum|kept d|`` per grain, ``[grains, 2, models]``, and store the masks in ``masks``.
+    """Return ``sum|d|`` and ``sum|kept d|`` of each grain, ``[grains, 2, models]``, and store the masks in ``masks``.
 
-    * ``data``, ``rows``, ``length``, ``start``, ``grain``: The block; see :class:`.contract.StoredBlock`.
-    * ``tile``: Elements that are processed together.
-    * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`; None if
-      no rule needs them.
-    * ``masks``: ``[models, bytes]``: memory for the masks, an eighth of each tile after the other (see
-      :func:`.store_mask`). If it is empty, masks are not stored.
+    * ``tile``: Number of elements to process at a time.
+    * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`.
+    * ``masks``: ``[models, bytes]``, the bits of each tile (see :func:`.store_mask`). If it is empty, masks are not
+      stored.
     """
     count = len(rows) - 1
     base, delta = np.empty(tile, np.float32), np.empty(lane_elements(tile), np.float32)
@@ -98,19 +96,18 @@ def task_vectors(
     masks: Any,
     out: Any,
 ) -> None:
-    """Sparsify, weight, elect signs and add to the base; see :func:`.task_vectors.mix`.
+    """Sparsify and combine task vectors, and add them to the base. Counterpart of :func:`.task_vectors.mix`.
 
-    * ``data``, ``rows``, ``length``, ``start``, ``grain``: The block; see :class:`.contract.StoredBlock`.
-    * ``tile``: Elements that are processed together.
+    * ``tile``: Number of elements to process at a time.
     * ``weights``: ``[models]``, weights of the task vectors.
     * ``vote``: 0 none, 1 sum, 2 count, 3 kept.
-    * ``normalize``: Whether to divide by the weights that counted.
+    * ``normalize``: Whether to divide by the sum of the weights that counted.
     * ``divisor``: Divisor if there is no vote.
-    * ``scale``: Factor of the merged task vector.
+    * ``scale``: Factor of the combined task vector.
     * ``scales``: ``[models]``, factors of the kept elements.
-    * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`; None if
-      no rule needs them. If ``masks`` is used, only ``kinds`` is set.
-    * ``masks``: Masks from :func:`masked_norms`. Empty if they are not available, None if the tables decide.
+    * ``kinds``, ``cuts``, ``before``, ``chances``, ``spans``: Tables of :meth:`.sparsify.Sparsifier.tables`. With
+      ``masks``, all but ``kinds`` are None.
+    * ``masks``: Masks from :func:`masked_norms`. If None or empty, the tables decide which elements to keep.
     """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)

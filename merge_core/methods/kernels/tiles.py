@@ -71,12 +71,11 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
 
 @compiled
 def inspect(words: Any, mask: Any, low: Any) -> Any:
-    """Combine 64-bit words full of numbers into two words of bits, to check all of them for finite and nonzero numbers.
+    """Combine 64-bit words, each with several numbers, into two words that show non-finite and nonzero numbers.
 
-    ``mask`` has the exponent bits of each number in a word, and ``low`` the lowest of them. Adding ``low`` carries into
-    the sign bit, and never beyond, if all exponent bits are set. That is the case for NaN and infinity only. So the
-    first word has a sign bit set if any number is not finite, and the second has a bit set, besides the signs, if any
-    is not zero.
+    ``mask`` has the exponent bits of each number in a word, and ``low`` the lowest exponent bit of each. In NaN and
+    infinity, and only there, all exponent bits are set, so adding ``low`` carries into the sign bit. So the first word
+    has a sign bit set if any number is not finite. The second has a bit other than the signs set if any is not zero.
     """
     carried, combined = words.dtype.type(0), words.dtype.type(0)
     for j in range(len(words)):
@@ -93,13 +92,13 @@ def magnitude_bits(value: Any) -> Any:
 
 @inner
 def lane_elements(m: int) -> int:
-    """Return the number of elements in the lanes that ``m`` elements touch."""
+    """Return ``m`` rounded up to a multiple of the number of lanes."""
     return (m + LANES - 1) // LANES * LANES
 
 
 @inner
 def add_rows(rows: Any, m: int, total: Any) -> None:
-    """Add up the rows into ``total[:m]``, in order: ``rows [rows, at least m]``."""
+    """Write the sum of all rows, added in order, into ``total[:m]``."""
     for i in range(len(rows)):
         row = rows[i]
         for j in range(m):
