@@ -55,9 +55,9 @@ def state_name(status: str) -> str:
 
 
 def to_printable(text: str) -> str:
-    """Return untrusted ``text`` with at most 4,000 characters and without control characters.
+    """Return untrusted ``text``, cut to 4,000 characters and with all characters escaped that are not printable.
 
-    Escape sequences could overwrite the screen, and half a surrogate pair cannot be printed.
+    Escape sequences could overwrite the screen, and half a surrogate pair cannot be printed. Line breaks are kept.
     """
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}…"
@@ -172,7 +172,7 @@ class Finding:
         return f"{self.where}: {self.found}"
 
     def error(self) -> InvalidInput:
-        """Return the finding as an exception that reports invalid input."""
+        """Return an InvalidInput with the text of the finding."""
         return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def refusal(self) -> MergegateError:
@@ -181,7 +181,7 @@ class Finding:
         return kind(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def as_warning(self, remedy: str) -> Finding:
-        """Return the finding as a warning with another remedy."""
+        """Return a copy with the severity ``warn`` and the given remedy."""
         return replace(self, severity="warn", remedy=remedy)
 
     def content_key(self) -> object:
@@ -196,7 +196,7 @@ def finding_of(error: MergegateError) -> Finding:
 
 
 class InvalidFile(InvalidInput):
-    """A file has at least one fault. The message lists all its faults and warnings.
+    """A file has at least one fault. The message lists its faults and warnings, at most 100 of them.
 
     Args:
         location: File, as the user would name it.
@@ -258,17 +258,17 @@ class FindingLog:
         self.findings.append(finding_of(InvalidInput(location, found=found, expected=expected, remedy=remedy)))
 
     def warn(self, location: str, *, found: str, expected: str = "", remedy: str = "") -> None:
-        """Record a warning."""
+        """Record a finding of the severity ``warn``."""
         location, found = to_printable(location), to_printable(found)
         self.findings.append(Finding("warn", location, found, to_printable(expected), to_printable(remedy)))
 
     @property
     def blocks(self) -> bool:
-        """Whether any finding blocks."""
+        """Whether any recorded finding blocks."""
         return any(finding.severity == "block" for finding in self.findings)
 
     def raise_faults(self, location: str) -> None:
-        """Raise InvalidInput if any finding blocks, and :class:`InvalidFile` if there are several findings."""
+        """Raise InvalidInput if any finding blocks. With several findings, raise :class:`InvalidFile` for all."""
         if self.blocks:
             raise self.findings[0].error() if len(self.findings) == 1 else InvalidFile(location, self.findings)
 
@@ -315,7 +315,7 @@ def _model_of(finding: Finding) -> str:
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
-    """Return ``"did you mean 'density'?"`` for the closest of ``names``, or list all names if none is close."""
+    """Return a remedy for an unknown ``word``: ``did you mean 'density'?``, or all ``names`` if none is similar."""
     names = sorted(names)
     close_matches = get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean {close_matches[0]!r}?" if close_matches else f"choose one of {', '.join(names)}"

@@ -94,7 +94,7 @@ def cached_bytes(fd: int, start: int, count: int) -> int | None:
 
 
 def available_memory() -> int:
-    """Return the bytes that are available without swapping, or half of all memory if the system does not report it."""
+    """Return the available memory in bytes, or half of all memory if the system does not report it."""
     memory = system_memory()
     return memory.available if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 

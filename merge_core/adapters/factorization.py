@@ -1,4 +1,4 @@
-"""Approximate a change of a weight by the product of two thin factors, and measure the error."""
+"""Approximate the change of a weight by the product of two factors of low rank, and measure the error."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class NewAdapter:
         return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
 
     def configuration(self) -> dict[str, Any]:
-        """Return the content of ``adapter_config.json``."""
+        """Return the content of ``adapter_config.json`` for this adapter."""
         ranks = {module: len(a) for module, (a, _) in sorted({**self.factors, **self.embeddings}.items())}
         rank = max(ranks.values(), default=1)
         # PEFT interprets a pattern as a regular expression that matches complete trailing parts of the module's name.

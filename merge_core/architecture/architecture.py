@@ -124,5 +124,5 @@ def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint stores an output projection that is not tied to the embedding."""
+    """Return whether the checkpoint stores a head (output projection) that is not tied to the embedding."""
     return any(is_head(name) for name in checkpoint.tensors) and ties_embeddings(checkpoint.config) is not True

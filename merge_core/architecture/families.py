@@ -61,7 +61,7 @@ class LayerCondition:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that the condition reads."""
+        """Configuration keys that the condition reads."""
         keys = (self.every, self.below, self.numbered_in, self.enabled, self.given, self.at)
         return tuple(key for key in keys if isinstance(key, str))
 
@@ -192,13 +192,10 @@ class FamilyDefaults:
 
 @dataclass(frozen=True)
 class TextPart:
-    """Part of a configuration that describes the main layers.
+    """Part ``config`` of a model's configuration that describes the main layers.
 
-    Args:
-        key: Key of the part, or None if it is the top level.
-        config: Content of the part.
-        family: Description of the family, or None if the family or the network around it has none.
-        usual: ``model_type`` of the language model, if ``config`` does not contain it.
+    ``key`` is the key of the part, or None for the top level. ``family`` describes its family, or is None if the family
+    or the network around it has no description. ``usual`` is the ``model_type`` if ``config`` does not contain it.
     """
 
     key: str | None
@@ -208,7 +205,7 @@ class TextPart:
 
     @property
     def model_type(self) -> object:
-        """``model_type`` of the language model."""
+        """``model_type`` of the language model, or None if it is not known."""
         return self.usual or self.config.get("model_type")
 
 

@@ -88,11 +88,7 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
 
 
 def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
-    """Return the kinds of each layer of the merge, which are those that the layer has in its parents.
-
-    Raises:
-        InvalidInput: Layers of different kinds would be merged into one.
-    """
+    """Return the kinds that each layer has in its parents. Raise InvalidInput if the parents of a layer disagree."""
     required = []
     for origins in layers:
         kinds = [

@@ -59,7 +59,7 @@ class LayerPlace:
 # A plan calls this many times. A mixture with 384 experts in 61 layers has 70,000 names.
 @lru_cache(maxsize=1 << 17)
 def parse_layer_place(name: str) -> LayerPlace | None:
-    """Return the location of a tensor in a stack of layers, or None for embeddings, the final norm and heads."""
+    """Return the location of the tensor called ``name``, or None if it is in no layer, like embeddings and heads."""
     match = _NUMBERED.match(name)
     # All layers use the same few strings, so store each only once.
     return LayerPlace(sys.intern(match[1]), int(match[2]), sys.intern(match[3])) if match else None
@@ -107,10 +107,7 @@ def is_routed_expert(name: str) -> bool:
 
 
 def is_projection(name: str) -> bool:
-    """Return whether the tensor called ``name`` belongs to a linear layer of attention or of the feed-forward network.
-
-    Routers, norms, embeddings and heads are not such projections.
-    """
+    """Return whether the tensor called ``name`` belongs to a linear layer of attention or of a feed-forward network."""
     return tensor_kind(name) in _PROJECTIONS and parse_layer_place(name) is not None
 
 

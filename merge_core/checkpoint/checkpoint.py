@@ -1,7 +1,6 @@
-"""Open a checkpoint on disk as a config and a table of tensors with file, format, shape and offset.
+"""Open a checkpoint on disk as a config and a table that states the file, format, shape and offset of each tensor.
 
-Only headers and JSON files are read. All files are untrusted input: an index cannot point outside the directory, and
-index and shards must agree.
+All files are untrusted input: an index cannot point outside the directory, and index and shards must agree.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Checkpoint:
 
     @property
     def class_name(self) -> str:
-        """First entry of ``architectures`` in the config, or an empty string."""
+        """Class name of the model: the first entry of ``architectures`` in the config, or an empty string."""
         architectures = self.config.get("architectures")
         return str(architectures[0] or "") if isinstance(architectures, list) and architectures else ""
 

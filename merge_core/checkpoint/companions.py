@@ -83,7 +83,7 @@ def travels(name: str) -> bool:
 
 
 def is_module_file(name: str) -> bool:
-    """Return whether ``name`` is in the directory of a sentence-transformers module, such as ``1_Pooling``."""
+    """Return whether ``name`` is a file in the folder of a sentence-transformers module, such as ``1_Pooling``."""
     return "/" in name and companion_kind(name) == "module"
 
 
@@ -93,12 +93,12 @@ def is_binary_vocabulary(name: str) -> bool:
 
 
 def is_read_template(name: str) -> bool:
-    """Return whether transformers reads a chat template from a file with this name."""
+    """Return whether transformers reads a chat template from files called ``name``."""
     return name in (TEMPLATE_FILE, "chat_template.json") or name.startswith(f"{TEMPLATE_FOLDER}/")
 
 
 def has_vocabulary(names: Collection[str]) -> bool:
-    """Return whether a tokenizer can be loaded from files with these names."""
+    """Return whether files with these names suffice to load a tokenizer."""
     return any(_VOCABULARY.fullmatch(name) or is_binary_vocabulary(name) for name in names)
 
 

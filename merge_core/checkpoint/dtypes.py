@@ -1,4 +1,4 @@
-"""Describe the number formats of safetensors: size, torch name, and whether a merge computes with them."""
+"""Describe the number formats of safetensors: size, torch name, and treatment in a merge."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Size in bytes."""
         return self.numel * self.dtype.size
 
 

@@ -44,7 +44,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
 
 
 def with_tie(config: Mapping[str, Any], value: bool) -> dict[str, Any]:
-    """Return a copy of ``config`` with ``tie_word_embeddings`` set, also in its text part."""
+    """Return a copy of ``config`` in which ``tie_word_embeddings``, also that of the text part, is ``value``."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     parts: list[Any] = config_parts(changed)
     for part in parts:

@@ -149,7 +149,7 @@ class Microscaled(DerivedTensor):
         cached, lock = _Expert(-1, np.empty(0), np.empty(0)), threading.Lock()
 
         def expert(number: int) -> _Expert:
-            """Cache the last expert, because neighboring blocks share it and each needs a column of every row."""
+            """Return an expert. The last one is cached, because consecutive blocks are columns of the same expert."""
             nonlocal cached
             with lock:
                 if cached.number != number:

@@ -1,4 +1,4 @@
-"""Detect damaged SQLite databases and set them aside together with their journal files."""
+"""Detect damaged SQLite databases, and rename them together with their journal files so that they can be rebuilt."""
 
 from __future__ import annotations
 

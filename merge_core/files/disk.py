@@ -40,7 +40,7 @@ _DISK_ERRORS = frozenset(_EXPLANATIONS)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a disk, its permissions or its limits."""
+    """Return whether ``error`` is about a disk, file permissions, or limits of the system, not about a network."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 

@@ -130,7 +130,7 @@ class HashMemo:
             self._remember(identity, sha256)
 
     def forget(self, files: Iterable[Path]) -> None:
-        """Remove the entries of files that are about to be deleted, so that the table does not grow forever."""
+        """Remove the digests of files that are about to be deleted, so that the table does not grow forever."""
         inodes = []
         for file in files:
             with suppress(OSError):

@@ -151,12 +151,12 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
 
 
 def is_set_aside(path: Path) -> bool:
-    """Return whether :func:`move_aside` gave ``path`` its name."""
+    """Return whether ``path`` has a name that :func:`move_aside` gives, ``<name>.damaged-<n>``."""
     return ASIDE in path.name and _number(path) > 0
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether ``path`` has the name of a partially written file of mergegate."""
+    """Return whether ``path`` has a name that mergegate gives to files and directories while it writes them."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -237,7 +237,7 @@ def remove_any(path: Path) -> None:
 
 
 def regular_files(directory: Path) -> tuple[set[str], set[str]]:
-    """Return the relative names of all files below ``directory``, and those of all links, pipes, sockets and devices."""
+    """Return the relative names of all files below ``directory``, and those of all links, pipes and devices."""
     files: set[str] = set()
     special: set[str] = set()
     for parent, directories, names in os.walk(directory):

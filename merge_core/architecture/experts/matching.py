@@ -290,11 +290,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
 def _renumber(
     model: str, checkpoint: Checkpoint, measurements: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
 ) -> tuple[Checkpoint, InputMeasurements | None]:
-    """Return a model and its measurements with expert ``order[i]`` of each module, and its router row, at ``i``.
-
-    Raises:
-        InvalidInput: A tensor may depend on the order of the experts in an unknown way, or there is no router.
-    """
+    """Return a model and its measurements, with expert ``order[i]`` of each module, and its router row, as number ``i``."""
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
     importance = dict(measurements.importance) if measurements else {}
     names = {name: name for name in (*measurements.moments, *importance)} if measurements else {}

@@ -164,15 +164,10 @@ _DROPPED = (
 
 
 def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, location: str) -> OutputFamily:
-    """Return the family of a mixture of dense models.
+    """Return the family of a mixture whose base has the ``model_type`` ``source``.
 
-    Args:
-        architecture: ``architecture`` of the recipe, a prefix of the family's name. None selects the first suitable
-            family.
-        source: ``model_type`` of the base.
-        shared: Whether the mixture has a shared expert.
-        prompts: Whether the recipe has prompts for the shared expert, which then needs its own gate.
-        location: Location of the recipe, for error messages.
+    ``architecture`` is a prefix of the family's name. None selects the first suitable family. ``shared`` states whether
+    the mixture has a shared expert, and ``prompts`` whether the recipe has prompts for it, which require its own gate.
 
     Raises:
         InvalidInput: No family has this name, or none is suitable.
@@ -274,11 +269,7 @@ def mixture_config(
 
 
 def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], location: str) -> int | None:
-    """Return the attention window of all layers in tokens, or None for full attention.
-
-    Raises:
-        InvalidInput: The layers have different windows.
-    """
+    """Return the attention window of all layers in tokens, or None for full attention."""
     if kind in ("qwen2", "qwen3"):
         kinds = base.get("layer_types")
         has_windows = base.get("use_sliding_window") is True
