@@ -427,8 +427,8 @@ class _Application:
     def _no_target_error(self, tensor: StoredTensor, name: str) -> InvalidInput:
         """Return the error for a tensor of the adapter without a target in the model.
 
-        If the model lacks the layer, the adapter belongs to a different model. If the model has the layer under unknown
-        names, the library renames the tensors of this family when it loads them.
+        If the model lacks the layer, the adapter belongs to a different model. If it has the layer under other names,
+        transformers renames the tensors of this family when it loads them.
         """
         directory, layer = self._base.directory.name, parse_layer_place(name)
         tied = is_head(name) and self._ties is not False

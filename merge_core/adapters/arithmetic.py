@@ -31,7 +31,7 @@ _scratch = threading.local()
 
 
 def elements_of(tensor: AnyTensor, read: ReadStored) -> ReadElements:
-    """Return a reader for the elements of ``tensor``, which reads stored tensors with ``read``."""
+    """Return a reader for the elements of ``tensor``. It calls ``read`` to read stored tensors."""
     if isinstance(tensor, DerivedTensor):
         return tensor.open(read)
     return lambda first, into: read(tensor, first, into)

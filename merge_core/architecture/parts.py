@@ -24,7 +24,7 @@ _LAST_NORMS = frozenset({"norm", "ln_f", "norm_f", "final_layernorm", "final_lay
 _AFTER = _LAST_NORMS | {"lm_head", "embed_out", "output", "score", "classifier"}
 # Parts of a path that identify a stack of layers outside the text network.
 _OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
-# Name of the projection, in a layer for multi-token prediction, of the last state and the next token's embedding.
+# Layers for multi-token prediction contain this projection, which joins the last state with the next token's embedding.
 _JOINT = "eh_proj.weight"
 
 

@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """Origin of a layer of the merge: layer ``index`` of the ``depth`` layers of ``model``, whose config is given."""
+    """Origin of a layer of the merge: layer ``index`` of the ``depth`` layers of ``model``, which has ``config``."""
 
     model: str
     config: Mapping[str, Any]

@@ -127,11 +127,11 @@ def _require_valid_name(name: str, location: str) -> str:
 
 
 def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], location: str) -> dict[str, str]:
-    """Return the templates that the recipe's ``chat_template``, ``choice``, selects for the merge.
+    """Return the templates of the merge, according to the recipe's ``chat_template`` (``choice``).
 
     ``choice`` is ``auto``, a built-in name, or the text of the default template. ``auto`` selects the most common
-    default template of ``parents`` (the first in the order of the recipe in case of a tie), and the most common set of
-    additional templates among the parents that have this default.
+    default template of ``parents`` (in a tie, that of the first parent), and the most common set of additional
+    templates among the parents that have this default.
 
     Raises:
         InvalidInput: ``choice`` has another value, or it is ``auto`` and no parent has a template.
@@ -157,7 +157,7 @@ def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], locatio
 
 
 def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companions:
-    """Return a copy of ``files`` in which ``templates`` replace all chat templates.
+    """Return a copy of ``files`` in which ``templates`` replace all previous chat templates.
 
     They are written as ``.jinja`` files and, if it exists, into ``tokenizer_config.json``, because libraries differ in
     where they look. All other template files are removed.

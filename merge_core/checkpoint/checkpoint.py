@@ -73,7 +73,7 @@ class Checkpoint:
         return self.chat_templates.get(DEFAULT)
 
     def stored_tensors(self) -> Iterator[StoredTensor]:
-        """Yield the stored tensors to read to load the entire checkpoint, including the inputs of derived tensors."""
+        """Yield every stored tensor that belongs to the checkpoint, including the inputs of derived tensors."""
         for tensor in self.tensors.values():
             yield from tensor.parts
 

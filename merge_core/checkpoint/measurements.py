@@ -1,4 +1,4 @@
-"""Read and write measurements of a model on a calibration text: moments of its inputs, and importance of its elements.
+"""Read and write measurements of a model on a calibration text: moments of layer inputs, and importance of weights.
 
 Each measurement has its own directory with safetensors files and a JSON file that maps names to the stored tensors.
 

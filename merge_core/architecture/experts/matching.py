@@ -290,7 +290,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
 def _renumber(
     model: str, checkpoint: Checkpoint, measurements: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
 ) -> tuple[Checkpoint, InputMeasurements | None]:
-    """Return a model and its measurements, with expert ``order[i]`` of each module, and its router row, as number ``i``."""
+    """Return a model and its measurements, with expert ``order[i]`` of each module and its router row at number i."""
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
     importance = dict(measurements.importance) if measurements else {}
     names = {name: name for name in (*measurements.moments, *importance)} if measurements else {}
