@@ -1,4 +1,4 @@
-"""Merging checkpoints: recipes, checkpoints, methods, and the engine that streams one into the other.
+"""Merge checkpoints: read a recipe, open its checkpoints, plan the merge, and stream it to the disk.
 
     recipe = load_recipe(Path("ties.yaml"))
     checkpoints = {str(ref): open_checkpoint(resolve_local(ref, recipe.directory)) for ref in recipe.references()}
@@ -6,7 +6,7 @@
     if not planned.blocking:
         record = merge_weights(planned.plan, Path("out"))
 
-Names are loaded when they are first used: importing this package costs nothing.
+The modules behind these names are imported when a name is first used, so importing this package takes no time.
 """
 
 from __future__ import annotations

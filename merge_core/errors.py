@@ -1,8 +1,8 @@
 """Define the few exception types of mergegate, and the findings that describe problems.
 
-Each exception is raised where the cause is known and carries the information that a user needs. Every message has the
-same shape: *where* the problem is (file, field or tensor), the state that was *found*, the *expected* state, and the
-*remedy*. The command line turns the type into an exit code and prints the message without a traceback.
+Every message has the same parts: *where* the problem is (file, field or tensor), the state that was *found*, the
+*expected* state, and the *remedy*. The command line turns the type into an exit code and prints the message without a
+traceback.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Status = Literal[
     "rolled back",
     "killed",
 ]
-"""Final status of a run. History, pages, ``--json`` and Prefect's states use the same words. The last four are for a
-release that is monitored in shadow mode."""
+"""Final status of a run, under the same name in history, pages, ``--json`` and Prefect. The last four are for a release
+that is monitored in shadow mode."""
 
 EXIT_CODES: Mapping[Status, int] = {
     "released": 0,
@@ -50,14 +50,14 @@ INTERRUPTED = "interrupted; run it again and it resumes"
 
 
 def state_name(status: str) -> str:
-    """Return the name of Prefect's state for a status: ``NothingNew`` for ``nothing new``."""
+    """Return the name of the Prefect state for a status, such as ``NothingNew`` for ``nothing new``."""
     return status.title().replace(" ", "")
 
 
 def to_printable(text: str) -> str:
-    """Return ``text`` in printable form and with bounded length, for a terminal, a log or a page.
+    """Return untrusted ``text``, cut to 4,000 characters and with all characters escaped that are not printable.
 
-    The text may be untrusted. Escape sequences could overwrite the screen, and half a surrogate pair cannot be printed.
+    Escape sequences could overwrite the screen, and half a surrogate pair cannot be printed. Line breaks are kept.
     """
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}…"
@@ -72,10 +72,10 @@ def to_printable(text: str) -> str:
 
 
 class MergegateError(Exception):
-    """Base class of all errors that a user can cause. It is never raised itself.
+    """Base class of all errors that a user can cause. Only subclasses are raised.
 
     Args:
-        where: File, field or tensor, as the user would name it (``recipe.yaml: models[1].parameters.densty``).
+        location: File, field or tensor, as the user would name it (``recipe.yaml: models[1].parameters.densty``).
         found: Actual state.
         expected: Expected state.
         remedy: Instruction that fixes the problem.
@@ -108,13 +108,13 @@ class MergegateError(Exception):
 
 
 class InvalidInput(MergegateError):
-    """A profile, recipe or checkpoint that has no valid meaning: an unknown key, a wrong header, a missing file."""
+    """The user's input has no valid meaning, for example an unknown key, a wrong header or a missing file."""
 
     status = "invalid"
 
 
 class Refused(MergegateError):
-    """A check or a gate refused well-formed input because of a license, a vocabulary or a lost skill."""
+    """A check or the gate refuses well-formed input, for example because of a license or a lost skill."""
 
     status = "refused"
 
@@ -126,13 +126,13 @@ class CannotDecide(MergegateError):
 
 
 class ChangedInput(CannotDecide):
-    """A file differs from its pinned version, or changed while it was read."""
+    """A file differs from the version that the run started with, or changed while it was read."""
 
 
 class DiskUnavailable(CannotDecide):
     """The disk is full or read-only, a permission is missing, or a limit of the machine is reached.
 
-    The same run resumes when there is space.
+    Once an operator has fixed this, the same run resumes.
     """
 
 
@@ -146,18 +146,18 @@ _WORST_FIRST = ("block", "warn", "info")
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem: its location, the actual and the expected state, and its remedy.
+    """One problem that a check found.
 
     Args:
-        severity: ``block``: the result would be wrong or impossible. ``warn``: the input may not be what the user
-            meant. ``info``: information only.
+        severity: ``block`` if the result would be wrong or impossible, ``warn`` if the input may not be what the user
+            meant, ``info`` for information only.
         where: Model, file, field or tensor.
         found: Actual state.
         expected: Expected state.
         remedy: Instruction that fixes the problem.
-        cause: Text that all findings with the same cause share. Users see the first finding and the number of others.
-        is_invalid: For a finding that blocks: whether the input has no valid meaning. If not, the input is well formed
-            and is refused.
+        cause: Text by which findings are grouped. Users see the first finding of a group and the number of others.
+        is_invalid: Whether a finding that blocks is about input without a valid meaning. Otherwise, well-formed input
+            is refused.
     """
 
     severity: Severity
@@ -172,34 +172,34 @@ class Finding:
         return f"{self.where}: {self.found}"
 
     def error(self) -> InvalidInput:
-        """Return the finding as an exception that reports invalid input."""
+        """Return an InvalidInput with the text of the finding."""
         return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def refusal(self) -> MergegateError:
-        """Return the finding as the exception that ends a run."""
+        """Return the exception with which the finding ends a run: InvalidInput or Refused."""
         kind = InvalidInput if self.is_invalid else Refused
         return kind(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def as_warning(self, remedy: str) -> Finding:
-        """Return the finding as a warning with another remedy."""
+        """Return a copy with the severity ``warn`` and the given remedy."""
         return replace(self, severity="warn", remedy=remedy)
 
     def content_key(self) -> object:
-        """Return the fields that belong in a key or a digest: the text of the finding."""
+        """Return the fields that count in the key of an artifact: severity and text."""
         return {name: value for name, value in asdict(self).items() if name not in ("cause", "is_invalid")}
 
 
 def finding_of(error: MergegateError) -> Finding:
-    """Return an exception as a finding that blocks."""
+    """Return a finding that blocks, with the text of an exception."""
     invalid = isinstance(error, InvalidInput)
     return Finding("block", error.where, error.found, error.expected, error.remedy, is_invalid=invalid)
 
 
 class InvalidFile(InvalidInput):
-    """All faults and warnings of one file.
+    """A file has at least one fault. The message lists its faults and warnings, at most 100 of them.
 
     Args:
-        where: File, as the user would name it.
+        location: File, as the user would name it.
         findings: Findings in the order of the file. At least one of them blocks.
     """
 
@@ -226,10 +226,7 @@ class InvalidFile(InvalidInput):
 
 
 def _format_line(finding: Finding, file: str) -> str:
-    """Return one line, such as ``models[0].model: '': expected a model; write a path``.
-
-    The line of a warning starts with ``warning: ``.
-    """
+    """Return a finding in one line, such as ``models[0].model: '': expected a model; write a path``."""
     where = finding.where.removeprefix(file).removeprefix(": ").removeprefix(", ")
     found = f"{where}: {finding.found}" if where else finding.found
     expected = f"expected {finding.expected}" if finding.expected else ""
@@ -238,19 +235,19 @@ def _format_line(finding: Finding, file: str) -> str:
 
 
 def findings_of(error: MergegateError) -> tuple[Finding, ...]:
-    """Return all findings of an exception."""
+    """Return the findings that an exception reports. Only InvalidFile can report several."""
     return error.findings if isinstance(error, InvalidFile) else (finding_of(error),)
 
 
 @dataclass
 class FindingLog:
-    """Findings that a reader collects while it continues, so that a user sees all faults of a file together."""
+    """List to which a parser adds findings instead of raising the first one, so that users see all faults at once."""
 
     findings: list[Finding] = field(default_factory=list)
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Record an InvalidInput that the block raises as a finding that blocks, and continue after the block."""
+        """Catch an InvalidInput that is raised inside the block, and record it as a finding that blocks."""
         try:
             yield
         except InvalidInput as error:
@@ -261,21 +258,17 @@ class FindingLog:
         self.findings.append(finding_of(InvalidInput(location, found=found, expected=expected, remedy=remedy)))
 
     def warn(self, location: str, *, found: str, expected: str = "", remedy: str = "") -> None:
-        """Record a warning."""
+        """Record a finding of the severity ``warn``."""
         location, found = to_printable(location), to_printable(found)
         self.findings.append(Finding("warn", location, found, to_printable(expected), to_printable(remedy)))
 
     @property
     def blocks(self) -> bool:
-        """Whether any finding blocks."""
+        """Whether any recorded finding blocks."""
         return any(finding.severity == "block" for finding in self.findings)
 
     def raise_faults(self, location: str) -> None:
-        """Raise all findings as one exception if any of them blocks.
-
-        Raises:
-            InvalidInput: The finding itself if it is the only one, else :class:`InvalidFile`.
-        """
+        """Raise InvalidInput if any finding blocks. With several findings, raise :class:`InvalidFile` for all."""
         if self.blocks:
             raise self.findings[0].error() if len(self.findings) == 1 else InvalidFile(location, self.findings)
 
@@ -287,7 +280,7 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """Findings with one cause: the most severe, which represents the group, and the others."""
+    """Findings with one cause: the most severe one, which represents the group, and all others."""
 
     first: Finding
     others: tuple[Finding, ...] = ()
@@ -297,7 +290,7 @@ class FindingGroup:
         return self.first.severity
 
     def others_line(self, limit: int = 3) -> str:
-        """Return a line such as ``and 271 more with this cause: model.layers.0.mlp.up_proj.weight, …``.
+        """Return a line like ``and 271 more with this cause: model.norm.weight, …``, with at most ``limit`` locations.
 
         The line is empty if the group has only one finding.
         """
@@ -309,10 +302,7 @@ class FindingGroup:
 
 
 def group_findings(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
-    """Group findings by cause, most severe first.
-
-    Findings that name the same cause, or have the same text and model, are in one group.
-    """
+    """Group findings by ``cause``, most severe first. Findings without a cause are grouped by text and model."""
     groups: dict[object, list[Finding]] = {}
     for finding in worst_first(findings):
         content = (finding.severity, _model_of(finding), finding.found, finding.expected, finding.remedy)
@@ -325,7 +315,7 @@ def _model_of(finding: Finding) -> str:
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
-    """Return ``"did you mean 'density'?"`` for the closest of ``names``, or list all names if none is close."""
+    """Return a remedy for an unknown ``word``: ``did you mean 'density'?``, or all ``names`` if none is similar."""
     names = sorted(names)
     close_matches = get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean {close_matches[0]!r}?" if close_matches else f"choose one of {', '.join(names)}"

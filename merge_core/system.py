@@ -1,8 +1,8 @@
 """Wrap the system calls that only Linux has, with a fallback for other systems, and read facts from the Linux kernel.
 
-Merging does not need any of them for correct results. On systems without a call (macOS, the BSDs), read-ahead is
-shorter, a full disk is only detected while writing, and intermediate results of a chain are in a temporary file instead
-of memory. Features that need Linux and have no fallback are refused when a child process starts
+The fallbacks give the same results. On systems without a call (macOS, the BSDs), read-ahead is shorter, a full disk is
+only detected while writing, and intermediate results of a chain of merges are in a temporary file instead of memory.
+Features that need Linux and have no fallback are refused when a child process starts
 (``tasks/sandbox/preparation.py``).
 """
 
@@ -27,15 +27,9 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")  # only on Linux
 
 
 def require_posix(kind: str) -> None:
-    """Refuse to run on a system without POSIX locks, file descriptors and flags for opening files.
+    """Raise Refused unless ``kind``, the value of ``os.name``, is ``posix``.
 
-    The whole project relies on them, and there is no fallback.
-
-    Args:
-        kind: ``os.name``.
-
-    Raises:
-        Refused: The system is not POSIX.
+    mergegate relies on the locks, file descriptors and flags for opening files of POSIX systems.
     """
     if kind != "posix":
         raise Refused(
@@ -52,12 +46,7 @@ def cores_of_process() -> int:
 
 
 def read_at(fd: int, into: memoryview, offset: int) -> int:
-    """Read bytes of an open file into existing memory, without moving the position of the file.
-
-    Args:
-        fd: Descriptor of the file.
-        into: Memory that receives the bytes. Its length is the largest number of bytes to read.
-        offset: Position of the first byte in the file.
+    """Read bytes of an open file from ``offset`` on into existing memory, without moving the file position.
 
     Returns:
         Number of bytes that were read. It can be less than the length of ``into``, and is 0 at the end of the file.
@@ -70,7 +59,7 @@ def read_at(fd: int, into: memoryview, offset: int) -> int:
 
 
 def read_soon(fd: int, start: int, count: int) -> bool:
-    """Ask the system to read a part of a file into its cache, without waiting.
+    """Ask the system to read ``count`` bytes of a file into its cache soon, and return without waiting.
 
     Returns:
         False if the system does not accept such requests.
@@ -83,9 +72,9 @@ def read_soon(fd: int, start: int, count: int) -> bool:
 
 
 def forget_cached(fd: int, start: int = 0, count: int = 0) -> None:
-    """Ask the system to drop a part of a file from its cache, where it can do so. A ``count`` of 0 means to the end.
+    """Ask the system to drop ``count`` bytes of a file from its cache. A count of 0 means all bytes to the end.
 
-    Parts that a process has mapped or that are not on disk yet stay in the cache.
+    Bytes that a process has mapped into memory or that are not on disk yet stay in the cache.
     """
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # A hint only.
@@ -93,9 +82,9 @@ def forget_cached(fd: int, start: int = 0, count: int = 0) -> None:
 
 
 def cached_bytes(fd: int, start: int, count: int) -> int | None:
-    """Return how many bytes of a part of a file are in the system's cache, or None if it does not report it.
+    """Return how many of ``count`` bytes of a file are in the system's cache, or None if this is unknown.
 
-    Linux reports it from version 6.5 on, by cachestat(2).
+    Linux reports the number from version 6.5 on, by cachestat(2).
     """
     if sys.platform != "linux":
         return None
@@ -105,23 +94,23 @@ def cached_bytes(fd: int, start: int, count: int) -> int | None:
 
 
 def available_memory() -> int:
-    """Return the bytes that are available without swapping, or half of all memory if the system does not report it."""
+    """Return the available memory in bytes, or half of all memory if the system does not report it."""
     memory = system_memory()
     return memory.available if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Total and available bytes of memory."""
+    """Total and available memory in bytes."""
 
     total: int
     available: int
 
 
 def system_memory() -> Capacity | None:
-    """Return the memory of the system, limited to the share of the container or service that this process is in.
+    """Return the memory of the system, or None if the system does not report it.
 
-    Return None if the system does not report it.
+    If a container or service limits the memory of this process, the limit applies.
     """
     if not (lines := kernel_lines("meminfo")):
         return None
@@ -133,12 +122,12 @@ def system_memory() -> Capacity | None:
 
 
 def control_groups(root: Path = _CONTROL_GROUPS, groups: Sequence[str] | None = None) -> tuple[Path, ...]:
-    """Return the control groups (cgroup version 2) of this process, from its own to the outermost.
+    """Return the directories of the control groups (cgroup version 2) of this process, from its own to the outermost.
 
-    Each may have a limit of its own.
+    Each group may have its own limit. In a container, the container's group is the outermost.
 
     Args:
-        root: Directory where the system lists them. A container sees its own group as the outermost.
+        root: Directory of all control groups.
         groups: Lines of ``/proc/self/cgroup``. Default: read that file.
     """
     lines = kernel_lines("self/cgroup") if groups is None else groups
@@ -150,7 +139,7 @@ def control_groups(root: Path = _CONTROL_GROUPS, groups: Sequence[str] | None = 
 
 
 def control_group(directory: Path) -> Capacity | None:
-    """Return the memory limit of one control group, or None if it has none."""
+    """Return the limit and the available memory of the control group in ``directory``, or None without a limit."""
     try:
         limit = int((directory / "memory.max").read_text())
         used = int((directory / "memory.current").read_text())
@@ -163,7 +152,7 @@ def control_group(directory: Path) -> Capacity | None:
 
 
 def kernel_lines(name: str) -> list[str]:
-    """Return the lines of a file under ``/proc``, such as ``meminfo`` or ``cpuinfo``. Empty on systems without it."""
+    """Return the lines of a file in ``/proc``, such as ``meminfo``, or an empty list on systems without this file."""
     try:
         return (Path("/proc") / name).read_text(errors="replace").splitlines()
     except OSError:
@@ -176,7 +165,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def open_uncached(path: Path) -> int:
-    """Open a file for reads that bypass the cache, or that use it if the file or the system requires it.
+    """Open a file for reads that bypass the system's cache, if the file and the system support this.
 
     Offsets, sizes and addresses of the reads must be multiples of the disk's sector size.
     """
@@ -187,12 +176,9 @@ def open_uncached(path: Path) -> int:
 
 
 def reserve_space(fd: int, size: int) -> None:
-    """Reserve disk space to detect a full disk before any work is done.
+    """Reserve ``size`` bytes on the disk for an open file, so that a full disk raises OSError before any work is done.
 
-    If the system or the file system does not support it, the error appears while writing.
-
-    Raises:
-        OSError: There is not enough space.
+    On systems and file systems without this feature, the error is raised while the file is written.
     """
     allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
     if allocate is None or size == 0:
@@ -205,10 +191,9 @@ def reserve_space(fd: int, size: int) -> None:
 
 
 def nameless_file(label: str) -> int:
-    """Open a file without a name: in memory if the system supports it, else a temporary file.
+    """Open a file without a path: in memory if the system supports it, else a temporary file.
 
-    Args:
-        label: Name that the system shows for the file in its tools.
+    System tools show a file in memory under the name ``label``.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(label, os.MFD_CLOEXEC)
@@ -217,13 +202,13 @@ def nameless_file(label: str) -> int:
 
 
 def prefer_large_pages(memory: mmap.mmap) -> None:
-    """Ask the system for large pages. Without them, access is only slower."""
+    """Ask the system to use large pages for ``memory``, which makes access faster."""
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def flush_data(fd: int) -> None:
-    """Write a file's data and length to disk, or all of its metadata too if the system cannot separate them."""
+    """Flush the data and the length of an open file to the disk."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(fd)
     else:
@@ -231,10 +216,7 @@ def flush_data(fd: int) -> None:
 
 
 def boot_id() -> str:
-    """Return the ID of the current boot of the system, or an empty string if it is not available.
-
-    Data that was not on disk is lost after another boot.
-    """
+    """Return the ID of the current boot of the system, or an empty string if the system does not report it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

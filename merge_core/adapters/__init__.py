@@ -1,6 +1,6 @@
 """Read LoRA adapters, apply them to stored weights while streaming, combine them, and extract them from fine-tunes.
 
-``apply_adapter(base, adapter)`` returns a regular checkpoint, whose tensors are computed while they are read.
+``apply_adapter(base, adapter)`` returns a checkpoint whose tensors are computed while they are read.
 """
 
 from mergegate.merge_core.adapters.adapter import (

@@ -1,7 +1,7 @@
 """Open an adapter on disk: read its configuration and group its tensors by module, without reading weights.
 
-The layout is PEFT's: ``adapter_config.json`` and ``adapter_model.safetensors``. A tensor has the name
-``base_model.model.<module in memory>.<kind>``.
+The layout is PEFT's: ``adapter_config.json`` and ``adapter_model.safetensors``, whose tensors have names like
+``base_model.model.<module>.<kind>``. Modules are named as in the loaded model (*in memory*), not as on disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_TARGET = "mergegate applies every tensor of an adapter or none. Save the ada
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """Tensors of an adapter for one module of the model, by kind (``a``, ``b``, ``magnitude``, …)."""
+    """Tensors of an adapter for the module called ``name`` in memory, by kind (``a``, ``b``, ``magnitude``, …)."""
 
     name: str
     tensors: Mapping[str, StoredTensor]
@@ -58,12 +58,12 @@ class Adapter:
     """A LoRA adapter.
 
     Args:
-        directory: Directory of the adapter.
+        directory: Directory of the adapter's files.
         config: Parsed configuration.
-        modules: Modules that are changed by factors, by name in memory.
+        modules: Modules with factors, trained token rows or magnitudes, by name in memory.
         full_tensors: Full tensors that replace tensors of the model, by name in memory.
-        companions: Tokenizer and chat templates of the adapter. The model with the adapter applied uses them.
-        uncopied: Names of files and folders of ``directory`` that a merge does not copy, although users may miss them.
+        companions: Tokenizer and chat templates of the adapter, which replace those of the base.
+        uncopied: Files and folders of ``directory`` that users may expect in a merge, but that mergegate does not copy.
     """
 
     directory: Path
@@ -75,13 +75,13 @@ class Adapter:
 
     @property
     def stored_tensors(self) -> tuple[StoredTensor, ...]:
-        """All tensors of the adapter."""
+        """All tensors of the adapter, in the order of its modules, with full tensors last."""
         module_tensors = (tensor for module in self.modules.values() for tensor in module.tensors.values())
         return (*module_tensors, *self.full_tensors.values())
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all tensors."""
+        """Total size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.stored_tensors)
 
 
@@ -91,13 +91,13 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_files(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the files that determine the effect of an adapter, including its tokenizer."""
+    """Return those of an adapter's files ``names`` that determine its effect, including its tokenizer."""
     weights = WEIGHTS_FILE if WEIGHTS_FILE in names else PICKLED_FILE
     return (*(name for name in (CONFIG_FILE, weights) if name in names), *sorted(filter(is_own_text, names)))
 
 
 def is_own_text(name: str) -> bool:
-    """Return whether a file in an adapter's directory belongs to the adapter's own tokenizer or chat template."""
+    """Return whether the file called ``name`` belongs to an adapter's tokenizer or chat template."""
     return companion_kind(name) in ("tokenizer", "chat template")
 
 
@@ -106,13 +106,10 @@ def open_adapter(
     remote_headers: Mapping[Path, Sequence[StoredTensor]] | None = None,
     names: Collection[str] | None = None,
 ) -> Adapter:
-    """Read configuration, header and file names of the adapter in ``directory``.
+    """Read the configuration and the tensor headers of the adapter in ``directory``, but no weights.
 
-    Args:
-        directory: Directory of the adapter.
-        remote_headers: Headers of weight files that are still on the Hub, by the future path of each file.
-        names: Names of all files of a Hub repository, if only some are in ``directory``. Default: the files in
-            ``directory``.
+    If a Hub repository is only partly downloaded, ``remote_headers`` supplies the headers of the missing weight files,
+    by the path that each file will have, and ``names`` lists all files of the repository.
 
     Raises:
         InvalidInput: There is no adapter, files are damaged, the configuration is not supported, or a tensor has an

@@ -1,7 +1,7 @@
 """Apply an adapter to a checkpoint by building a new table of tensors, without reading weights.
 
-Each tensor of the adapter must match a tensor of the model. Otherwise the application fails, because a result with a
-missing change looks correct. :mod:`.names` maps module names to weights, :mod:`.arithmetic` computes the new values.
+Each tensor of the adapter must match a tensor of the model. Otherwise the application fails, because users would not
+notice that a change is missing. :mod:`.names` maps module names to weights, and :mod:`.arithmetic` computes values.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     """Return ``base`` with ``adapter`` applied.
 
     Raises:
-        InvalidInput: A tensor of the adapter has no target in the model, does not have the shape of its target, or
-            lacks its counterpart; or the adapter changes only one of a tied head and embedding.
+        InvalidInput: A tensor of the adapter has no target in the model, does not have the target's shape, or lacks its
+            counterpart (``lora_A`` or ``lora_B``). Or the adapter changes only one of a tied head and embedding.
     """
     application = _Application(base, adapter)
     for name, tensor in adapter.full_tensors.items():
@@ -76,7 +76,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
 
 
 def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether a module of a model stores its weight as [in, out]."""
+    """Return whether the module called ``module`` stores its weight as ``[in, out]``, like GPT-2's Conv1D layers."""
     return config.get("model_type") in _CONV1D_MODELS and module.rpartition(".")[2] in _CONV1D_PARTS
 
 
@@ -94,7 +94,7 @@ class _Application:
         self._kinds = {part.get("model_type") for part in config_parts(base.config)}
 
     def result(self) -> Checkpoint:
-        """Return the checkpoint, after a check that a tied embedding and head stay equal."""
+        """Return the checkpoint. Raise InvalidInput if a tied embedding and head would no longer be equal."""
         if self._ties is True and not self._untied:
             heads = [name for name in self._base.tensors if is_head(name)]
             tables = [name for name in self._base.tensors if is_embedding(name)]
@@ -166,12 +166,7 @@ class _Application:
         self._tensors[target.name] = AdapterOwnTensor(target.name, target.dtype, target.shape, target, own_tensor)
 
     def adapt(self, module: AdaptedModule, wrappers: list[AdaptedModule]) -> None:
-        """Apply all tensors of the adapter for a module, or for its parameters.
-
-        Args:
-            module: The innermost module.
-            wrappers: The module itself and its wrappers. Each wrapper adapts one parameter of the module.
-        """
+        """Apply the adapter's tensors for ``module``. If it has several ``wrappers``, each adapts one parameter."""
         if len(wrappers) > 1 or self._parameters(module.name):
             for wrapper in wrappers:
                 self._adapt_parameter(module.name, wrapper)
@@ -210,7 +205,7 @@ class _Application:
         self._put(TrainedRows(weight.name, weight.dtype, weight.shape, weight, values, rows))
 
     def _adapt_weight(self, module: AdaptedModule, first: str, second: str) -> None:
-        """Apply two factors to a linear layer, and its ``lora_B`` bias, or apply ``embedding_a`` to an embedding."""
+        """Apply the factors of the kinds ``first`` and ``second``, and the bias of ``lora_B`` if there is one."""
         is_embedding = first == "embedding_a"
         a, b = self._pair(module, first, second)
         stray = next((module.tensors[kind] for kind in ("embedding_a", "embedding_b") if kind in module.tensors), None)
@@ -266,7 +261,7 @@ class _Application:
         return [end for end in matches if self._names.find_parameter(module, end)]
 
     def _adapt_parameter(self, module: str, wrapper: AdaptedModule) -> None:
-        """Change the parameter of ``module`` with a matching shape, because the nesting does not identify it."""
+        """Apply ``wrapper`` to the parameter of ``module`` with a matching shape, because no name identifies it."""
         a, b = self._pair(wrapper, "a", "b")
         stray = next((tensor for kind, tensor in wrapper.tensors.items() if kind not in ("a", "b")), None)
         if stray is not None:
@@ -301,8 +296,8 @@ class _Application:
         """Return the number of experts, and whether the parameter is stored as [in, out], or None for a mismatch.
 
         Raises:
-            InvalidInput: The experts are square and their family is unknown. Both orientations would match, and one
-                would be wrong.
+            InvalidInput: The matrices of the experts are square, so both orientations match, and it is not known which
+                one the family uses.
         """
         if len(a.shape) != 2 or len(b.shape) != 2:
             return None
@@ -432,8 +427,8 @@ class _Application:
     def _no_target_error(self, tensor: StoredTensor, name: str) -> InvalidInput:
         """Return the error for a tensor of the adapter without a target in the model.
 
-        If the model lacks the layer, the adapter belongs to a different model. If the model has the layer under unknown
-        names, the library renames the tensors of this family when it loads them.
+        If the model lacks the layer, the adapter belongs to a different model. If it has the layer under other names,
+        transformers renames the tensors of this family when it loads them.
         """
         directory, layer = self._base.directory.name, parse_layer_place(name)
         tied = is_head(name) and self._ties is not False

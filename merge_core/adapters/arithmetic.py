@@ -1,9 +1,8 @@
 """Compute adapted values for parts of a tensor, with the rounding of PEFT. torch is imported lazily.
 
 The product of two factors is computed in tiles of complete rows on a fixed grid, so an element does not depend on the
-block in which it is read. Every tile has enough rows for a matrix product. With few rows, it would become a
-matrix-vector product, which sums in a different order. So each tile is bit-identical to the same part of the full
-product.
+block in which it is read. Each tile is bit-identical to the same part of the full product. This requires tiles of at
+least 16 rows, because with few rows, torch computes matrix-vector products, which sum in a different order.
 """
 
 from __future__ import annotations
@@ -32,45 +31,45 @@ _scratch = threading.local()
 
 
 def elements_of(tensor: AnyTensor, read: ReadStored) -> ReadElements:
-    """Return a function that reads the elements of a stored or derived tensor."""
+    """Return a reader for the elements of ``tensor``. It calls ``read`` to read stored tensors."""
     if isinstance(tensor, DerivedTensor):
         return tensor.open(read)
     return lambda first, into: read(tensor, first, into)
 
 
 def read_whole(tensor: AnyTensor, elements: ReadElements, first: int = 0, count: int | None = None) -> torch.Tensor:
-    """Return ``count`` elements of a tensor from ``first`` on (default: all), one-dimensional, in its own format."""
+    """Return ``count`` elements of ``tensor`` from ``first`` on, one-dimensional, in its own format. Default: all."""
     into = np.empty((tensor.numel - first if count is None else count) * tensor.dtype.size, np.uint8)
     elements(first, into)
     return as_torch(into, tensor.dtype)
 
 
 def read_tensor(tensor: AnyTensor, read: ReadStored) -> torch.Tensor:
-    """Return a full tensor in its own format and shape."""
+    """Return all of ``tensor`` in its own format and shape."""
     return read_whole(tensor, elements_of(tensor, read)).view(tensor.shape)
 
 
 def read_factor(tensor: StoredTensor, read: ReadStored, high: torch.dtype) -> torch.Tensor:
-    """Return a full factor as a matrix in the format ``high``."""
+    """Return all of ``tensor``, a factor or a vector of an adapter, in the format ``high``."""
     return read_tensor(tensor, read).to(high)
 
 
 def as_torch(stored_values: Any, dtype: DType) -> torch.Tensor:
-    """Return a one-dimensional tensor that shares its memory with the stored bytes."""
+    """Return a one-dimensional tensor of the format ``dtype`` that shares its memory with ``stored_values``."""
     import torch
 
     return torch.from_numpy(stored_values).view(getattr(torch, dtype.torch_name))
 
 
 def high_format(dtype: DType) -> torch.dtype:
-    """Return the format for computations: float64 for float64 weights, else float32."""
+    """Return the format in which to compute with ``dtype``: float64 for float64, and float32 for all others."""
     import torch
 
     return torch.float64 if dtype.code == "F64" else torch.float32
 
 
 def scratch(use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Return thread-local memory for ``count`` numbers. The next call with the same ``use`` reuses it."""
+    """Return thread-local memory for ``count`` numbers. The next call with the same ``use`` and ``dtype`` reuses it."""
     import torch
 
     buffers: dict[tuple[str, torch.dtype], torch.Tensor] = _scratch.__dict__.setdefault("buffers", {})
@@ -81,22 +80,16 @@ def scratch(use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Grid:
-    """Division of a tensor with ``units`` consecutive matrices into tiles of complete rows.
-
-    Args:
-        units: Number of matrices.
-        rows: Rows per matrix.
-        width: Elements per row.
-    """
+    """Division of ``units`` consecutive matrices, each of ``rows`` rows of ``width`` elements, into tiles of rows."""
 
     units: int
     rows: int
     width: int
 
     def tiles(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each tile that contains elements from index ``first`` up to, but not including, index ``end``.
+        """Yield each tile with elements from index ``first`` up to, but not including, index ``end``.
 
-        A tile is a tuple of the index of its matrix, its first row, and the row after its last row.
+        A tile consists of the index of its matrix, its first row, and the row after its last row.
         """
         step = max(_FEWEST_ROWS, _TILE_ELEMENTS // max(self.width, 1) // _FEWEST_ROWS * _FEWEST_ROWS)
         count = max(1, self.rows // step)
@@ -114,14 +107,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class Product:
-    """Change of a weight: ``scale · (left @ right)`` per unit, or its transpose.
+    """Change of a weight: ``scale · (left @ right)`` for each of its matrices (units), or the transpose.
 
     Args:
         left: Factors ``[units, out, rank]``.
         right: Factors ``[units, rank, in]``.
-        scale: Scale of the product, as in PEFT.
+        scale: Factor of the product, as in PEFT.
         transposed: Whether the weight is stored as ``[in, out]``.
-        first_row: Row of the product at which the weight starts, if the weight is only a part of it.
+        first_row: Row of the product at which the weight starts, if the product covers more than this weight.
     """
 
     left: torch.Tensor
@@ -131,15 +124,9 @@ class Product:
     first_row: int = 0
 
     def rows(self, unit: int, first: int, end: int) -> torch.Tensor:
-        """Compute some rows of the change of one matrix.
+        """Return the rows ``first`` to ``end`` (exclusive) of the change of matrix ``unit``, ``[end - first, width]``.
 
-        Args:
-            unit: Index of the matrix.
-            first: First row, counted from the start of the weight.
-            end: Row after the last row.
-
-        Returns:
-            Tensor of shape ``[end - first, width]``. The next call in the same thread overwrites it.
+        The next call in the same thread overwrites the result.
         """
         import torch
 
@@ -160,15 +147,10 @@ class Product:
 def add_product(
     source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, *, round_change: bool
 ) -> ReadElements:
-    """Return a reader for ``source`` plus the product.
+    """Return a reader for the weight ``source``, whose elements ``elements`` reads, plus ``product``.
 
-    Args:
-        source: Weight that is changed.
-        elements: Reader of its elements.
-        product: Change of the weight.
-        grid: Tiles of the weight.
-        round_change: Whether the change is rounded to the format of the weight before it is added. Otherwise only the
-            sum is rounded.
+    With ``round_change``, the change is rounded to the format of the weight before it is added. Without it, only the
+    sum is rounded. ``grid`` divides the weight into tiles.
     """
     is_compiled = source.dtype.code == "BF16" and source.numel >= _COMPILED_FROM_ELEMENTS
     if is_compiled:
@@ -199,10 +181,9 @@ def add_product(
 def scale_directions(
     source: AnyTensor, elements: ReadElements, product: Product, grid: Grid, magnitude: torch.Tensor
 ) -> ReadElements:
-    """Return a reader for DoRA: the changed weight, with the norms of its rows replaced by ``magnitude``.
+    """Return a reader for DoRA: the changed weight, with its rows scaled to the norms ``magnitude``.
 
-    For a transposed weight, the norms are those of columns. There is no epsilon: a row of zeros becomes NaN, and the
-    merge is refused for that reason.
+    For a transposed weight, the columns are scaled. A row of zeros becomes NaN, which the merge refuses.
     """
     import torch
 

@@ -1,12 +1,12 @@
 """Combine adapters on one base into one adapter, by applying the recipe's method to their changes.
 
 A task-vector method merges ``base + Δ₁`` and ``base + Δ₂`` into ``base + Δ``, and ``Δ`` is the result of the same
-method for ``Δ₁`` and ``Δ₂`` over a base of zeros. So the engine merges the products in the usual streaming way, with
-its masks and thresholds, and the result is truncated to the requested rank. A plain sum of products is never
-multiplied out, because stacked factors represent it exactly (:mod:`.factorization`).
+method for ``Δ₁`` and ``Δ₂`` over a base of zeros. So the engine merges the changes like checkpoints, and the result is
+truncated to the requested rank. A plain sum needs no such merge, because stacked factors represent it exactly
+(:mod:`.factorization`).
 
-Full tensors of adapters (norms, biases) are merged directly and become full tensors of the result. Changes that are
-neither full tensors nor products of two factors (DoRA, experts) are refused with the name of the tensor.
+Full tensors of adapters (norms, biases) are merged directly and become full tensors of the result. All other changes
+(DoRA, experts) are refused with the name of the tensor.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Combined:
     """A combined adapter that is not yet written.
 
     Args:
-        adapter: The adapter.
-        errors: Error of the truncation to the rank, for each module.
+        adapter: Tensors and settings to write.
+        errors: Relative error from the truncation to the requested rank, for each module.
         error: Relative error of all changes together.
     """
 
@@ -98,16 +98,16 @@ def combine_adapters(
     """Execute a recipe whose ``output`` is an adapter.
 
     Args:
-        recipe: See :mod:`merge_core.recipe.adapter_output`.
+        recipe: Recipe of the kind that :mod:`merge_core.recipe.adapter_output` describes.
         base: Base model of all adapters.
         adapters: Adapters by ``str(ref)`` of the recipe's models.
         scratch: Temporary directory for merged changes, if the method needs them. It is removed at the end.
         seed: Seed of the random masks.
-        on_progress: Called with the number of bytes done and the total.
+        on_progress: Called with the number of merged bytes and the total.
 
     Raises:
-        InvalidInput: An adapter does not match the base or contains unsupported changes, or the weights do not add up
-            to 1 although the method requires it.
+        InvalidInput: An adapter does not match the base or contains unsupported changes, or the recipe's weights do not
+            add up to 1 although the method requires it.
     """
     assert recipe.output is not None  # Guaranteed by the caller.
     parts = {ref: changes_of(ref, base, adapter) for ref, adapter in adapters.items()}
@@ -162,7 +162,7 @@ def _merged_in(
 
 @dataclass(frozen=True)
 class _Module:
-    """An adapted module: its name in memory, and the layout of its weight."""
+    """Name in memory of an adapted module, and the layout of its weight."""
 
     name: str
     is_embedding: bool
@@ -172,14 +172,10 @@ class _Module:
 def changes_of(
     ref: str, base: Checkpoint, adapter: Adapter, *, is_local: bool = True
 ) -> tuple[dict[str, AdaptedWeight], dict[str, AnyTensor]]:
-    """Return the changed weights and the full tensors of an adapter, by name on disk.
+    """Return the weights that an adapter changes by factors, and its full tensors, both by name on disk.
 
-    Args:
-        ref: Reference of the adapter, for messages.
-        base: Base model of the adapter.
-        adapter: The adapter.
-        is_local: Whether the weights can be read. If so, an embedding that is stored in addition to its factors must
-            equal the embedding of the base.
+    Errors name the adapter ``ref``. If ``is_local``, weights can be read: a full embedding that the adapter stores in
+    addition to factors must then equal the base's embedding.
 
     Raises:
         InvalidInput: The adapter does not match the base, or contains changes that cannot be combined.
@@ -213,10 +209,7 @@ def plan_full_tensors(
 ) -> MergePlan | None:
     """Return the plan for merging the adapters' full tensors, or None if no adapter has any.
 
-    Args:
-        recipe: Recipe that combines the adapters.
-        base: Base model of the adapters.
-        full_tensors: Full tensors by ``str(ref)`` of the adapter and by name on disk.
+    ``full_tensors`` contains them by ``str(ref)`` of the adapter and by name on disk.
     """
     names = [name for name in base.tensors if any(name in tensors for tensors in full_tensors.values())]
     if not names:
@@ -302,7 +295,7 @@ def _result(
 
 
 def format_of_factors(recipe: Recipe) -> torch.dtype:
-    """Return the format of the factors: that of the recipe, or float32."""
+    """Return the format for the factors of the combined adapter: the recipe's output format, or float32."""
     import torch
 
     dtype = recipe.out_dtype or recipe.dtype

@@ -1,7 +1,7 @@
 """Parse ``adapter_config.json`` of a LoRA adapter into the settings that determine how its tensors change a model.
 
-The file is untrusted input. A known key changes the arithmetic, has no effect on it, or is refused by name. An unknown
-key is refused if it is set, because a later version of PEFT may give it any meaning.
+The file is untrusted input. Keys of features that mergegate does not support are refused. An unknown key is refused if
+it is set, because a later version of PEFT may give it any meaning.
 
 Source: PEFT 0.21 (``LoraConfig``), https://huggingface.co/docs/peft/package_reference/lora.
 """
@@ -66,19 +66,19 @@ class AdapterConfig:
 
     Args:
         location: File of the configuration, for messages.
-        rank: ``r``.
-        alpha: ``lora_alpha``.
-        rank_pattern: Rank by pattern, for modules that match the pattern.
-        alpha_pattern: Alpha by pattern, for modules that match the pattern.
+        rank: Default rank of the factors (``r``).
+        alpha: Default numerator of the scale (``lora_alpha``).
+        rank_pattern: Ranks of modules whose names match a pattern, by pattern.
+        alpha_pattern: Alphas of modules whose names match a pattern, by pattern.
         rslora: Whether the scale is alpha / sqrt(r) instead of alpha / r.
-        dora: Whether direction and magnitude of a weight are adapted separately.
+        dora: Whether the adapter also replaces the magnitudes of weights (DoRA).
         bias: Biases that were trained in addition to the factors.
         lora_bias: Whether ``lora_B`` has a bias.
-        tokens: Trained rows of the embedding, or of several modules by name. None if no rows were trained.
-        parameters: ``target_parameters``, name suffixes of directly adapted parameters.
-        base: ``base_model_name_or_path``, or an empty string.
+        tokens: Indices of the trained rows of the embedding, or of several modules by name. None if there are none.
+        parameters: Name suffixes of parameters that are adapted directly (``target_parameters``).
+        base: Base model that the adapter declares (``base_model_name_or_path``), or an empty string.
         task: ``task_type``, or an empty string.
-        fan_in_fan_out: Value as written. The model determines whether a weight is stored transposed.
+        fan_in_fan_out: Value in the file. mergegate derives from the model whether a weight is stored transposed.
     """
 
     location: str
@@ -97,16 +97,16 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of the factors of a module or parameter, by its name in memory."""
+        """Return the rank of the factors for the module or parameter called ``module`` in memory."""
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the scale of the product of a module's factors."""
+        """Return the factor by which the product of the module's factors is multiplied."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def tokens_of(self, module: str) -> tuple[int, ...] | None:
-        """Return the trained rows of the embedding ``module``, or None if the configuration does not list them."""
+        """Return the indices of the trained rows of ``module``, or None if the configuration lists none for it."""
         if isinstance(self.tokens, Mapping):
             matches = [rows for name, rows in self.tokens.items() if module == name or module.endswith(f".{name}")]
             return matches[0] if len(matches) == 1 else None
@@ -117,8 +117,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read the configuration of the adapter in ``directory``.
 
     Raises:
-        InvalidInput: The file is missing or not JSON, a value is invalid, or a feature cannot be applied to stored
-            weights. The message names the key.
+        InvalidInput: The file is missing or not JSON, a value is invalid, or mergegate does not support a feature.
     """
     location = str(directory / CONFIG_FILE)
     content = read_json(directory / CONFIG_FILE)
@@ -244,7 +243,7 @@ def _rows(value: object, location: str) -> tuple[int, ...]:
 
 
 def _patterns(content: Mapping[str, Any], key: str, location: str) -> list[tuple[str, object]]:
-    """Return patterns and values. Patterns are untrusted, so expressions that may run forever are refused."""
+    """Return pairs of pattern and value. Patterns that may take forever to match are refused, as they are untrusted."""
     table = content.get(key)
     if table is None:
         return []

@@ -1,7 +1,7 @@
 """Extract a LoRA adapter from a fine-tune and its base, one tensor at a time, and report the error of each tensor.
 
-Unchanged tensors are skipped. A changed tensor that is not a matrix of a linear layer is saved in full (norms), saved
-as the bias of a layer with factors, or refused by name. No change is dropped silently.
+Unchanged tensors are skipped. Changed matrices become factors, and changed norms and biases are saved in full. All
+other changes are refused with the name of the tensor, so no change is dropped silently.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ExtractionSettings:
 
     Args:
         rank: Maximum rank of the factors.
-        epsilon: Directions with singular values up to this limit are dropped. Default: 0.
-        save: Name suffixes of modules that are saved in full instead of as factors (``lm_head``).
-        dtype: torch name of the factors' format. Default: float32.
+        epsilon: Limit up to which singular values of a change are dropped. Default: 0.
+        save: Name suffixes of modules to save in full instead of as factors, such as ``lm_head``.
+        dtype: torch name of the factors' format. Default: ``float32``.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class ExtractionSettings:
 
 @dataclass(frozen=True)
 class ModuleError:
-    """Rank of one module's factors, and the relative error of the change that they represent."""
+    """Rank of the factors for one module, and the relative error with which they represent its change."""
 
     module: str
     rank: int
@@ -78,8 +78,8 @@ class Extracted:
     """An extracted adapter that is not yet written.
 
     Args:
-        adapter: The adapter.
-        errors: Errors of the modules with factors.
+        adapter: Tensors and settings to write.
+        errors: Relative error for each module with factors.
         error: Relative error of all changes together, including those saved in full.
         unchanged: Number of tensors that are equal in both models.
     """
@@ -100,15 +100,15 @@ def extract_adapter(
     """Return the adapter that turns ``base`` into ``fine_tune``, as closely as the rank allows.
 
     Args:
-        fine_tune: The fine-tune.
+        fine_tune: Model to approximate.
         base: Model that the fine-tune was trained from.
-        base_name: Name of the base in the adapter's configuration.
-        settings: Settings of the extraction.
-        on_progress: Called with the number of bytes done and the total.
+        base_name: Name of the base to write into the adapter's configuration.
+        settings: Rank and other settings.
+        on_progress: Called with the number of compared bytes and the total.
 
     Raises:
-        InvalidInput: The models have different tensors or shapes, they are equal, or they differ in a part that an
-            adapter cannot represent.
+        InvalidInput: The models have different tensors or shapes, no linear layer or embedding differs, or the models
+            differ in a part that an adapter cannot represent.
     """
     for name in sorted(fine_tune.tensors.keys() ^ base.tensors.keys()):
         if not is_optional(name):
@@ -143,8 +143,6 @@ def extract_adapter(
 
 @dataclass
 class _Extraction:
-    """State of an extraction."""
-
     tuned: Checkpoint
     base: Checkpoint
     settings: ExtractionSettings
@@ -207,7 +205,7 @@ class _Extraction:
             self.full_tensors[module] = {"weight": ours}
 
     def complete(self, ours: Callable[[str], torch.Tensor]) -> None:
-        """Save biases of layers without factors in full, together with the other tensors of their modules."""
+        """Move biases of modules without factors to the full tensors, and add the other tensors of these modules."""
         for module, (name, bias) in list(self.biases.items()):
             if module in self.factors:
                 continue
@@ -258,7 +256,7 @@ class _Extraction:
 
 @contextmanager
 def opened_files() -> Iterator[Callable[[StoredTensor, int, Any], None]]:
-    """Yield a reader of stored tensors that opens each file once, and close the files at the end."""
+    """Yield a reader of stored tensors that opens each file only once. All files are closed at the end of the block."""
     files: dict[Path, int] = {}
 
     def read(tensor: StoredTensor, first: int, into: Any) -> None:

@@ -1,4 +1,4 @@
-"""Approximate a change of a weight by the product of two thin factors, and measure the error."""
+"""Approximate the change of a weight by the product of two factors of low rank, and measure the error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OVERSAMPLED, _ITERATIONS = 16, 6
 
 @dataclass(frozen=True)
 class LowRankChange:
-    """A change ``Δ ≈ B @ A``.
+    """Change of a weight ``Δ``, approximated by ``B @ A``.
 
     Args:
-        a: Factor ``[rank, in]``.
-        b: Factor ``[out, rank]``.
+        a: Factor ``A``, ``[rank, in]``.
+        b: Factor ``B``, ``[out, rank]``.
         left_out: Squared norm of ``Δ - B @ A``, with the factors in their final format.
         squared: Squared norm of ``Δ``.
     """
@@ -33,17 +33,17 @@ class LowRankChange:
 
     @property
     def error(self) -> float:
-        """Relative error: norm of ``Δ - B @ A``, divided by the norm of ``Δ``."""
+        """Norm of ``Δ - B @ A``, divided by the norm of ``Δ``."""
         return math.sqrt(max(self.left_out, 0.0) / self.squared) if self.squared else 0.0
 
 
 def factor_change(change: torch.Tensor, rank: int, *, epsilon: float = 0.0, dtype: torch.dtype) -> LowRankChange:
-    """Return the best factors of limited rank for a change ``[out, in]``: ``B = U sqrt(S)``, ``A = sqrt(S) Vᵀ``.
+    """Approximate a change ``[out, in]`` by the factors ``B = U sqrt(S)`` and ``A = sqrt(S) Vᵀ`` of its SVD.
 
     Args:
-        change: Change of the weight, in float32 or float64.
+        change: Change of a weight, in float32 or float64.
         rank: Maximum rank.
-        epsilon: Directions with singular values up to this limit are dropped, except for the strongest.
+        epsilon: Limit up to which singular values are dropped, except for the largest.
         dtype: Format of the factors.
     """
     import torch
@@ -69,15 +69,11 @@ def factor_change(change: torch.Tensor, rank: int, *, epsilon: float = 0.0, dtyp
 def factor_sum(
     factors: Sequence[tuple[float, torch.Tensor, torch.Tensor]], rank: int | None, *, dtype: torch.dtype
 ) -> LowRankChange:
-    """Return factors of ``Σ weight · B @ A``.
+    """Return factors for the sum of ``weight · B @ A`` over ``factors``, which are triples ``(weight, A, B)``.
 
-    The full product is never computed. QR decompositions of the stacked factors reduce it to a core matrix whose size
-    is the sum of the ranks.
-
-    Args:
-        factors: Triples ``(weight, A, B)``, at least one.
-        rank: Maximum rank. None gives the exact sum, whose rank is the sum of the ranks.
-        dtype: Format of the factors.
+    With ``rank`` None, the result is exact, and its rank is the sum of the ranks. With a smaller rank, it is truncated.
+    The full product is never computed: QR decompositions of the stacked factors reduce it to a core matrix whose size
+    is the sum of the ranks. ``dtype`` is the format of the result.
     """
     import torch
 

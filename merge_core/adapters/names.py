@@ -1,8 +1,8 @@
 """Map the names of a model's tensors in memory, which adapters use, to their names on disk.
 
-The names differ if a library renamed parts of a network without changing the file format: an additional or missing
-prefix around the language model, a different name for the mixture block, experts as separate tensors or as one tensor.
-So names are reduced to the parts that all layouts share, and looked up in this form. If two tensors reduce to the same
+They differ if a library renamed parts of a network without changing the file format: an additional or missing prefix
+around the language model, another name for the mixture block, experts as separate tensors or as one. Names are
+therefore reduced to the parts that all layouts share, and looked up in this form. If two tensors have the same reduced
 name, only their full names identify them.
 """
 
@@ -29,12 +29,12 @@ _FUSED_DISK_NAMES = {"gate_up_proj": "input_linear.weight", "down_proj": "output
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Part of a fused experts parameter that a stored tensor contains.
+    """Part of a parameter that holds all experts in memory, as one tensor on disk contains it.
 
     Args:
-        tensor: The stored tensor.
-        expert: Index of the expert in the tensor, or None if it contains all experts.
-        first_row: Position of the first row of the tensor in the expert's matrix of the parameter.
+        tensor: Tensor on disk.
+        expert: Number of the expert that the tensor belongs to, or None if it contains all experts.
+        first_row: Row of the expert's matrix in memory at which the tensor starts.
     """
 
     tensor: AnyTensor
@@ -42,7 +42,7 @@ class ExpertSlice:
     first_row: int = 0
 
 
-# Prefixes of multimodal models: prefix on disk → prefix in memory, by family.
+# Prefixes on disk, with the prefixes in memory that replace them, of families in which they differ.
 _WITH_TOWERS = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -62,7 +62,7 @@ def memory_name(name: str, checkpoint: Checkpoint) -> str:
     """Return the name in memory of a stored tensor of ``checkpoint``.
 
     Raises:
-        InvalidInput: The model has several parts, and its names in memory are unknown.
+        InvalidInput: The model has several parts, and mergegate does not know its names in memory.
     """
     kind = checkpoint.config.get("model_type")
     parts = [key for key in checkpoint.config if key.endswith("_config") and key != "quantization_config"]
@@ -105,7 +105,7 @@ class StoredNames:
                 module.setdefault(int(match["number"]), {})[match["part"]] = name
 
     def find(self, name: str) -> AnyTensor | None:
-        """Return the tensor with the name ``name`` in memory, or None if there is none or more than one."""
+        """Return the tensor that is called ``name`` in memory, or None if no tensor, or more than one, matches."""
         if name in self._tensors:
             return self._tensors[name]
         layer = parse_layer_place(name)
@@ -117,11 +117,11 @@ class StoredNames:
         return None
 
     def find_parameter(self, module: str, parameter: str) -> tuple[ExpertSlice, ...]:
-        """Return the stored tensors of a directly adapted parameter: one tensor, or those of the single experts.
+        """Return the tensors on disk that form a parameter in memory: a single one, or those of each expert.
 
         Args:
-            module: Name in memory of the module that has the parameter (``model.layers.0.mlp.experts``).
-            parameter: Last part of the parameter's name (``gate_up_proj``).
+            module: Name in memory of the parameter's module, such as ``model.layers.0.mlp.experts``.
+            parameter: Last part of the parameter's name, such as ``gate_up_proj``.
         """
         tensor = self.find(f"{module}.{parameter}")
         if tensor is None and parameter in _FUSED_DISK_NAMES and module.endswith(".experts"):

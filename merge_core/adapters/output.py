@@ -1,7 +1,7 @@
 """Write an adapter that PEFT can read: one file of tensors, and a minimal configuration.
 
-The configuration names every module by its full path, because a last name part such as ``up_proj`` would also match
-modules that were not adapted.
+The configuration names every module by its full path, because a short name such as ``up_proj`` would also match modules
+that were not adapted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """An adapter to write. Its factors already include the scale, so alpha equals the rank.
+    """An adapter to write. The product of its factors needs no scale, so alpha equals the rank.
 
     Args:
-        base: ``base_model_name_or_path``.
-        factors: Factors ``A [rank, in]`` and ``B [out, rank]`` by module.
+        base: Name or path of the base model (``base_model_name_or_path``).
+        factors: Factors ``A [rank, in]`` and ``B [out, rank]`` of linear layers by module.
         embeddings: Factors ``A [rank, rows]`` and ``B [width, rank]`` of embeddings by module.
-        biases: Full bias by module, for modules with factors.
-        full_tensors: Full tensors by module and last name part, for modules without factors.
-        transposed: Whether the adapted weights are stored as ``[in, out]``.
+        biases: Full biases of modules with factors, by module.
+        full_tensors: Full tensors of modules without factors, by module and last part of the name.
+        transposed: Whether the adapted weights are stored as ``[in, out]`` (``fan_in_fan_out``).
         task: ``task_type``.
     """
 
@@ -44,7 +44,7 @@ class NewAdapter:
     task: str = "CAUSAL_LM"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by their names in the file."""
+        """Return the tensors of the adapter by their names in the file."""
         tensors: dict[str, torch.Tensor] = {}
         for module, (a, b) in self.factors.items():
             tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
@@ -56,7 +56,7 @@ class NewAdapter:
         return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
 
     def configuration(self) -> dict[str, Any]:
-        """Return the content of ``adapter_config.json``."""
+        """Return the content of ``adapter_config.json`` for this adapter."""
         ranks = {module: len(a) for module, (a, _) in sorted({**self.factors, **self.embeddings}.items())}
         rank = max(ranks.values(), default=1)
         # PEFT interprets a pattern as a regular expression that matches complete trailing parts of the module's name.
@@ -82,7 +82,7 @@ class NewAdapter:
 
 
 def write_adapter(adapter: NewAdapter, out: Path) -> None:
-    """Write ``adapter`` into the directory ``out``. The configuration is written last."""
+    """Write ``adapter`` into the directory ``out``, with its configuration last."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Estimate the size of a combined adapter from headers.
 
-The size follows from ranks and shapes. The rank of stacked factors is the sum of the adapters' ranks, limited by the
-rank of the recipe and by the dimensions of the weight. Full tensors have the size that their merge would write.
+The size follows from ranks and shapes. The rank of an exact sum of changes is the sum of the adapters' ranks. All other
+ranks are limited by the recipe and by the dimensions of the weight.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _CHANGE_BYTES = 4  # Bytes per element of a change that is stored as a full matr
 
 @dataclass(frozen=True)
 class CombinedSize:
-    """Estimated size of a combined adapter, and of the work to combine it.
+    """Estimated size of a combined adapter, and cost of combining it.
 
     Args:
-        tensors: Number of tensors of the result.
-        parameters: Largest number of parameters of the result. A change of a smaller rank needs fewer.
-        nbytes: Largest number of bytes of the result's tensors.
-        read: Bytes of all input adapters.
+        tensors: Number of tensors in the combined adapter.
+        parameters: Maximum number of parameters in the combined adapter. Changes of a smaller rank need fewer.
+        nbytes: Maximum size of the combined adapter's tensors in bytes.
+        read: Size of all input adapters in bytes.
         files: Number of files of the input adapters.
-        scratch: Bytes of temporary disk space, for changes as full matrices. 0 if the result is a plain sum.
+        scratch: Temporary disk space for changes as full matrices, in bytes. 0 for a plain sum.
         largest: Number of elements of the largest change.
     """
 
@@ -44,7 +44,7 @@ def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapt
     """Estimate the result of ``combine_adapters`` with the same arguments, without reading weights.
 
     Raises:
-        InvalidInput: ``combine_adapters`` would fail, as far as headers show it.
+        InvalidInput: The headers show that ``combine_adapters`` would fail.
     """
     assert recipe.output is not None  # Guaranteed by the caller.
     parts = {ref: changes_of(ref, base, adapter, is_local=False) for ref, adapter in adapters.items()}

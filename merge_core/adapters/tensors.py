@@ -1,6 +1,6 @@
 """Define the tensors of a model with an adapter applied, which are computed while they are read.
 
-They can be nested. Factors may change a full weight of the adapter, and the model's own tensor may be derived too.
+They can be nested: the tensor that an adapter changes may be derived itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CACHED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class AdapterOwnTensor(DerivedTensor):
-    """A full tensor of the adapter that replaces a tensor of the model and is converted to its format."""
+    """Full tensor ``own`` of the adapter, converted to the format of the model's tensor ``replaced``."""
 
     replaced: AnyTensor
     own: StoredTensor
@@ -58,15 +58,16 @@ class AdaptedWeight(DerivedTensor):
 
     Args:
         source: Weight of the model.
-        a: ``lora_A`` ``[rank, in]``, or ``[experts · rank, in]`` for all experts, grouped by expert.
-        b: ``lora_B`` ``[out, rank]``, or ``[out, rank · experts]`` for all experts, grouped by rank.
+        a: ``lora_A``, ``[rank, in]``. For several experts, ``[experts · rank, in]``, grouped by expert.
+        b: ``lora_B``, ``[out, rank]``. For several experts, ``[out, rank · experts]``, grouped by rank.
         magnitude: Magnitudes of DoRA. None for plain LoRA.
-        scale: Factor of the product.
+        scale: Number by which the product is multiplied.
         transposed: Whether the weight is stored as ``[in, out]``.
         experts: Number of experts that the factors cover.
         expert: Index of the expert that the weight belongs to. None if it contains all experts in order.
-        first_row: Row of the product at which the weight starts, if the weight is only a part of it.
-        round_change: Whether the change is rounded before it is added, like in PEFT for this kind of layer.
+        first_row: Row of the product at which the weight starts, if the product covers more than this weight.
+        round_change: Whether the change is rounded to the weight's format before it is added, as PEFT does for
+            embeddings and parameters.
     """
 
     source: AnyTensor
@@ -114,8 +115,8 @@ class AdaptedWeight(DerivedTensor):
             return add_product(self.source, elements, product, grid, round_change=self.round_change)
         magnitude = read_factor(self.magnitude, read, numeric).reshape(-1)
         changed = scale_directions(self.source, elements, product, grid, magnitude)
-        # Methods need several passes over a tensor, so blocks are computed once. They are the same in every pass. Large
-        # tensors are computed again, so that memory does not grow with the model.
+        # Methods need several passes over a tensor, with the same blocks in each, so computed blocks are cached. Large
+        # tensors are computed again instead, so that memory does not grow with the model.
         if not 0 < self.nbytes <= _CACHED_BYTES:
             return changed
         blocks: dict[int, Any] = {}  # By their first element.
@@ -133,7 +134,7 @@ class AdaptedWeight(DerivedTensor):
 
 @dataclass(frozen=True)
 class AdaptedBias(DerivedTensor):
-    """A bias plus the scaled bias of ``lora_B``."""
+    """A bias ``source`` of the model plus ``scale`` times ``shift``, the bias of ``lora_B``."""
 
     source: AnyTensor
     shift: StoredTensor
@@ -164,8 +165,8 @@ class TrainedRows(DerivedTensor):
 
     Args:
         source: Embedding of the model.
-        values: New rows.
-        rows: Index of each new row in the embedding.
+        values: Rows of the adapter.
+        rows: Index in the embedding for each row of the adapter.
     """
 
     source: AnyTensor

@@ -1,6 +1,6 @@
 """Derive the structure of networks from tensor names and configurations: layers and their kinds, heads, parts, layouts.
 
-Facts about single families are data in ``families/``. Everything else applies to all families.
+Facts about single families are data in ``families/``. The code applies to all families.
 """
 
 from mergegate.merge_core.architecture.architecture import (

@@ -18,8 +18,8 @@ from mergegate.merge_core.checkpoint import (
     ties_embeddings,
 )
 
-# Additional tensors with one row per token: biases of heads, heads of encoders, and T5's table. T5's table cannot
-# replace a head like other embeddings, because a tied head of T5 is scaled.
+# Further tensors with one row per token: biases of heads, heads of encoders, and T5's embedding. ``is_embedding`` does
+# not include T5's, because it cannot replace a missing head: T5 scales the output of a tied head.
 _TOKEN_ROWS = re.compile(
     r"^(?:.*\.)?(?:(?:lm_head|embed_out|lm_head\.decoder|predictions|predictions\.decoder)\.bias"
     r"|(?:lm_head|predictions)\.decoder\.weight)$|^shared\.weight$|^generator_lm_head\.bias$"
@@ -31,7 +31,7 @@ LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def has_vocabulary_rows(name: str) -> bool:
-    """Return whether the tensor has one row per token: an embedding, a head or the bias of a head."""
+    """Return whether the tensor called ``name`` has one row per token: an embedding, a head or the bias of a head."""
     return is_embedding(name) or is_head(name) or bool(_TOKEN_ROWS.match(name))
 
 
@@ -39,8 +39,8 @@ def class_difference(first: Checkpoint, second: Checkpoint) -> Literal["none", "
     """Return how the networks of two checkpoints differ, according to ``model_type`` and ``architectures``.
 
     Returns:
-        ``head`` if one is the base network of the other's family (``BertModel``) or its config names no class,
-        ``network`` for two different heads or two families, and ``none`` otherwise.
+        ``head`` if one checkpoint is the base network of the other's family (``BertModel``) or if its config contains
+        no class, ``network`` for two families or two classes with different heads, and ``none`` for equal classes.
     """
     classes = (first.class_name, second.class_name)
     if classes[0] == classes[1] != "":
@@ -56,17 +56,17 @@ def class_difference(first: Checkpoint, second: Checkpoint) -> Literal["none", "
 
 
 def is_base_class(name: str) -> bool:
-    """Return whether a class is the base network of a family, without a head: ``BertModel``."""
+    """Return whether the class called ``name`` is the base network of a family, without a head, like ``BertModel``."""
     return name.endswith("Model") and "Head" not in name
 
 
 def is_optional(name: str) -> bool:
-    """Return whether a checkpoint may lack the tensor while another one of the same architecture has it."""
+    """Return whether checkpoints may omit the tensor called ``name``, although others of their architecture have it."""
     return name.endswith(_BUFFERS) or is_head(name)
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
-    """Return the tensor called ``name``, or the embedding that it is tied to for a tied head that is not stored."""
+    """Return the tensor called ``name``, or None. For a tied head that is not stored, return the embedding."""
     tensor = checkpoint.tensors.get(name)
     if tensor is not None or not is_head(name) or ties_embeddings(checkpoint.config) is False:
         return tensor
@@ -75,16 +75,13 @@ def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
 
 
 def vocabulary_size(config: Mapping[str, Any]) -> int | None:
-    """Return ``vocab_size`` of a config or of its text part, or None if neither states it."""
+    """Return ``vocab_size`` of a config or of its text part, or None if neither sets it."""
     size: int | None = _first(config, "vocab_size")
     return size
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """Return the number of layers that a config, or its text part, states or lists.
-
-    Layers for multi-token prediction do not count.
-    """
+    """Return the number of layers according to a config, or None. Layers for multi-token prediction do not count."""
     count: int | None = _first(config, *LAYER_COUNT_KEYS)
     if count is not None:
         return count
@@ -94,13 +91,13 @@ def layer_count(config: Mapping[str, Any]) -> int | None:
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first value of ``keys`` that a config, or its text part, sets. Its type was checked on opening."""
+    """Return the first value of ``keys`` that a config, or its text part, sets."""
     values = (part.get(key) for part in config_parts(config) for key in keys)
     return next((value for value in values if value is not None), None)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
-    """Return a copy of ``config`` that states ``dtype`` as the format of most weights. None leaves it unchanged."""
+    """Return a copy of ``config`` with ``dtype`` as the declared format of the weights, or unchanged if it is None."""
     result: dict[str, Any] = copy.deepcopy(dict(config))
     parts: list[Any] = config_parts(result)
     if dtype is not None:
@@ -111,13 +108,13 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
 
 
 def dtype_in(config: Mapping[str, Any]) -> str:
-    """Return the format of most weights that a configuration states, such as ``bfloat16``, or an empty string."""
+    """Return the format of the weights that ``config`` declares, such as ``bfloat16``, or an empty string."""
     dtypes = (part.get(key) for part in config_parts(config) for key in ("dtype", "torch_dtype"))
     return next((name.removeprefix("torch.") for name in dtypes if isinstance(name, str)), "")
 
 
 def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return a copy of ``config`` with ``size`` embedding rows, in every part that states the vocabulary size."""
+    """Return a copy of ``config`` in which every ``vocab_size``, also that of the text part, is ``size``."""
     result: dict[str, Any] = copy.deepcopy(dict(config))
     parts: list[Any] = config_parts(result)
     for part in parts:
@@ -127,5 +124,5 @@ def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 def has_own_head(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint stores an output projection that is not tied to the embedding."""
+    """Return whether the checkpoint stores a head (output projection) that is not tied to the embedding."""
     return any(is_head(name) for name in checkpoint.tensors) and ties_embeddings(checkpoint.config) is not True

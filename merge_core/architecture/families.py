@@ -1,8 +1,7 @@
-"""Load descriptions of network families, which state how the layer number affects a layer.
+"""Load descriptions of network families, which state how the number of a layer affects its computation.
 
-Each family has one JSON file in ``families/``. mergegate makes no assumptions about a family without a description.
-Merges of whole models do not need one, because every layer keeps its position, and merges of slices are refused. So a
-description only enables more merges.
+Each family has one JSON file in ``families/``. Only merges that move layers (slices) need a description: without one,
+they are refused.
 
 A file states its ``model_type``, a reference (``source``), and the *kinds* of layers: sliding or full attention, dense
 or with experts, and so on. The kind of a layer comes from a list with one entry per layer, or from a rule about the
@@ -27,23 +26,24 @@ _DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transforme
 
 @dataclass(frozen=True)
 class LayerCondition:
-    """Condition on a layer number ``i`` and the configuration.
+    """Condition on a layer number ``i`` and the model's configuration.
 
-    Exactly one of ``every``, ``below``, ``numbered_in``, ``enabled``, ``given`` and ``kind`` is set.
+    Exactly one of ``every``, ``below``, ``numbered_in``, ``enabled``, ``given`` and ``kind`` is set. *Key* means a key
+    of the configuration.
 
     Args:
-        every: Tests ``(i + shift) % every == at``. A key of the configuration, or a number.
-        below: Tests ``i < below``. A key.
-        numbered_in: Tests whether ``i`` is in the list of layer numbers under this key.
-        enabled: Tests whether the value of this key is truthy.
-        given: Tests whether this key is present and not null.
-        kind: Tests whether the layer's kind of this name equals ``equals``.
-        equals: Value for ``kind``.
+        every: Number, or key of a number: the condition is ``(i + shift) % every == at``.
+        below: Key of a number: the condition is ``i < below``.
+        numbered_in: Key of a list of layer numbers that must contain ``i``.
+        enabled: Key whose value must be truthy.
+        given: Key that must be present and not null.
+        kind: Name of a :class:`LayerKind` for which the layer must have the value ``equals``.
+        equals: Required value for ``kind``.
         default: Value of the key if the configuration lacks it.
         shift: Offset for ``every``.
-        at: Remainder for ``every``. A number, or a key with the default ``at_default``.
+        at: Remainder for ``every``: a number, or a key.
         at_default: Value of the key ``at`` if the configuration lacks it.
-        negated: Whether to negate the result.
+        negated: Whether the condition must be false instead.
     """
 
     every: str | int | None = None
@@ -61,16 +61,16 @@ class LayerCondition:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that the condition reads."""
+        """Configuration keys that the condition reads."""
         keys = (self.every, self.below, self.numbered_in, self.enabled, self.given, self.at)
         return tuple(key for key in keys if isinstance(key, str))
 
 
 @dataclass(frozen=True)
 class Clause:
-    """Rule clause: a layer for which all conditions in ``when`` are true has the kind ``value``.
+    """Rule clause: a layer that meets all conditions in ``when`` has the kind ``value``.
 
-    With ``by_number``, no two layers are of the same kind.
+    With ``by_number``, the kind also includes the layer number, so no two layers are of the same kind.
     """
 
     value: Any
@@ -80,14 +80,14 @@ class Clause:
 
 @dataclass(frozen=True)
 class Form:
-    """Way to write which layers are of the kind ``of``, for families that do not read a list of kinds.
+    """Way to write into a configuration which layers are of one kind, for families that do not read a list of kinds.
 
     Args:
-        of: Kind of the layers that are written. All other layers are of another kind.
-        numbers: Key of a list with the numbers of these layers.
-        first: Key with the number of these layers, if they are the first ones.
-        period: Key of the period in which these layers repeat.
-        offset: Key with the number of the first of these layers, for ``period``.
+        of: The kind. All layers that are not marked are of another kind.
+        numbers: Key for a list of the numbers of the layers of this kind.
+        first: Key for the count of the layers of this kind, if they come before all others.
+        period: Key for the period in which the layers of this kind repeat.
+        offset: Key for the number of the first layer of this kind, used with ``period``.
         also: Other keys and their required values.
     """
 
@@ -100,7 +100,7 @@ class Form:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that this form writes."""
+        """Keys that this form writes."""
         return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *dict(self.also)) if key)
 
 
@@ -110,11 +110,11 @@ class LayerKind:
 
     Args:
         name: Name of the property in messages.
-        listed_in: Key of a list with one entry per layer, which takes precedence if it is set.
-        spelt_in: Key of a string with one letter per layer.
+        listed_in: Key of a list with one entry per layer, which takes precedence over ``rule``.
+        spelt_in: Key of a string with one letter per layer, which also takes precedence over ``rule``.
         required: Whether the list must be present.
         rule: Clauses that determine the value without a list. The first match applies.
-        write: Ways to write the property in addition to the list.
+        write: Ways to write the property other than as a list.
     """
 
     name: str
@@ -126,7 +126,7 @@ class LayerKind:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that are related to the property, the most informative ones first."""
+        """Configuration keys from which the property is read or to which it is written, most informative first."""
         rule_keys = [key for clause in self.rule for condition in clause.when for key in condition.keys]
         form_keys = [key for form in self.write for key in form.keys]
         return tuple(dict.fromkeys(key for key in (self.listed_in, self.spelt_in, *rule_keys, *form_keys) if key))
@@ -138,18 +138,18 @@ class Family:
 
     Args:
         model_types: Values of ``model_type`` that the description covers.
-        source: Reference for the description.
+        source: Reference from which the description was written.
         kinds: Properties in which the layers differ. Empty if all layers are of the same kind.
         text: For networks with several parts, the key of the text part's configuration and its default ``model_type``.
         text_optional: Whether older configurations have the settings of the text part at the top level.
-        before: Additional name parts of tensors before the layers.
-        after: Additional name parts of tensors after the layers.
-        predictions: Name parts of the layers for multi-token prediction that are outside the main stack.
-        prediction_keys: Keys with the number of layers for multi-token prediction at the end of the main stack.
+        before: Name parts of this family's tensors before the layers, in addition to the general ones.
+        after: Name parts of this family's tensors after the layers, in addition to the general ones.
+        predictions: Name parts of layers for multi-token prediction that are not in the main stack.
+        prediction_keys: Keys for the number of layers for multi-token prediction at the end of the main stack.
         depth_of: Keys of lists or strings whose length is the number of layers, for families without a layer count.
-        layouts: Renamings of name prefixes, each from an older layout to a newer one.
-        ignored: Keys whose names suggest an effect on single layers but have none.
-        refused: ``(keys, reason)`` for families whose layers cannot be cut.
+        layouts: Renamings from an older to a newer layout, each as pairs of name prefixes.
+        ignored: Keys that do not affect single layers, although their names suggest it.
+        refused: Keys and reason, for families whose layers cannot be moved or removed.
     """
 
     model_types: tuple[str, ...]
@@ -168,7 +168,7 @@ class Family:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the configuration that the description covers."""
+        """Configuration keys whose meaning the description covers."""
         own = (*self.ignored, *self.prediction_keys, *self.depth_of)
         return (*own, *(key for kind in self.kinds for key in kind.keys))
 
@@ -179,10 +179,9 @@ class FamilyDefaults:
 
     Args:
         values: Default value of each key that the family reads.
-        names: Standard names of keys with alternative spellings.
-        rope: Default parameters of rotary positions, by layer type if they differ. None if the family has no rotary
-            positions.
-        derived: Keys whose default depends on other keys in a way that this module does not know.
+        names: Standard name of each key that is an alternative spelling.
+        rope: Default parameters of rotary positions (by layer type if they differ), or None for a family without them.
+        derived: Keys whose default transformers computes from other keys.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -193,13 +192,10 @@ class FamilyDefaults:
 
 @dataclass(frozen=True)
 class TextPart:
-    """Part of a configuration that describes the main layers.
+    """Part ``config`` of a model's configuration that describes the main layers.
 
-    Args:
-        key: Key of the part, or None for the top level.
-        config: Content of the part.
-        family: Description of its family. None if the family or the network around it has no description.
-        usual: ``model_type`` of the language model if ``config`` does not state it.
+    ``key`` is the key of the part, or None for the top level. ``family`` describes its family, or is None if the family
+    or the network around it has no description. ``usual`` is the ``model_type`` if ``config`` does not contain it.
     """
 
     key: str | None
@@ -209,23 +205,23 @@ class TextPart:
 
     @property
     def model_type(self) -> object:
-        """``model_type`` of the language model."""
+        """``model_type`` of the language model, or None if it is not known."""
         return self.usual or self.config.get("model_type")
 
 
 def described_families() -> tuple[Family, ...]:
-    """Return all described families."""
+    """Return the descriptions of all families."""
     return tuple(_read(path) for path in sorted(_DIRECTORY.glob("*.json")))
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """Return the family of a configuration by its ``model_type``, or None if the family has no description."""
+    """Return the description of the family in ``config``'s ``model_type``, or None if it has none."""
     model_type = config.get("model_type")
     return _by_type().get(model_type) if isinstance(model_type, str) else None
 
 
 def text_part(config: Mapping[str, Any]) -> TextPart:
-    """Return the part of ``config`` that describes the main stack of layers, with the description of its family."""
+    """Return the part of ``config`` that describes the main stack of layers."""
     family = find_family(config)
     if family is None or family.text is None:
         key = next((key for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
@@ -244,7 +240,7 @@ def text_part(config: Mapping[str, Any]) -> TextPart:
 
 
 def family_defaults(model_type: object) -> FamilyDefaults | None:
-    """Return the defaults of a family, or None if they are not known."""
+    """Return transformers' default settings for ``model_type``, or None if they are not known."""
     entry = _defaults().get(model_type) if isinstance(model_type, str) else None
     return FamilyDefaults(**entry) if entry is not None else None
 

@@ -1,7 +1,7 @@
 """Derive the kind of each layer of a network from its configuration and the layer number.
 
-A layer that moves must keep its kind. For example, if layer 3 of a parent becomes layer 7 of the merge, layer 7 must
-have the kind that layer 3 had in the parent.
+A layer that moves must keep its kind: if layer 3 of a parent becomes layer 7 of the merge, layer 7 must be of the kind
+that layer 3 has in the parent.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ _HARMLESS = re.compile(
 
 
 def layer_kinds(part: TextPart, index: int, depth: int, location: str) -> dict[str, Any]:
-    """Return the kind of layer ``index`` for each property in which the layers of the family differ.
+    """Return the kind of layer ``index``, by the name of each property in which the layers of the family differ.
 
-    Returns:
-        The kind by the name of the property. Empty for a family without a description.
+    The result is empty for a family without a description.
 
     Raises:
-        InvalidInput: A key has an invalid value, or a list has too few entries.
+        InvalidInput: A key has an invalid value, or a list has fewer than ``depth`` entries.
     """
     kinds: dict[str, Any] = {}
     for kind in part.family.kinds if part.family else ():
@@ -47,10 +46,11 @@ def layer_kinds(part: TextPart, index: int, depth: int, location: str) -> dict[s
 
 
 def undescribed_key(part: TextPart, depth: int) -> str | None:
-    """Return a key that may affect single layers and is not in the family's description, or None.
+    """Return a key of ``part`` that may affect single layers but is not in the family's description, or None.
 
-    A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), or if its value is
-    a list with ``depth`` entries. A value that is unset, false, or a period of one affects all layers equally.
+    A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), if its value is a
+    list with ``depth`` entries, or if the value is an object with layer numbers as keys. A value that is empty, false,
+    0 or 1 affects all layers equally and does not count.
     """
     config, defaults = part.config, family_defaults(part.model_type)
     harmless_keys = set(part.family.keys) if part.family else set()
@@ -100,7 +100,7 @@ def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: 
 def _holds(
     rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: Mapping[str, Any], location: str
 ) -> bool:
-    """Return whether a condition is true for layer ``index``, without regard to ``negated``."""
+    """Return whether a condition is true for layer ``index``. The caller applies ``negated``."""
     if rule.every is not None:
         period = (
             rule.every if isinstance(rule.every, int) else _number(config, rule.every, rule.default, location, least=1)

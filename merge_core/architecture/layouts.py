@@ -1,7 +1,6 @@
-"""Read a parent whose tensors have older names or another prefix under the names of the donor.
+"""Give a parent whose tensors have older names or another prefix the names of the donor.
 
-The result is a view, that is, a new table over the same bytes. Each tensor keeps its name on disk in addition to its
-name in the table.
+Only the table of tensors changes. It refers to the same bytes on disk under other names.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from mergegate.merge_core.checkpoint import Checkpoint
 
 
 def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
-    """Return ``parent`` under the names of ``donor``, unchanged if it already has them or no renaming produces them.
+    """Return ``parent`` with the tensor names of ``donor``, or unchanged if no renaming leads to these names.
 
-    The candidates are the renamings of the donor's family, in both directions, and the prefix of the base network
-    (``bert.``, ``model.``, ``transformer.``). Models with a head store this prefix, and the base network alone does
-    not. transformers adds or strips it when it loads a model.
-
-    A renaming of the family is used if it produces every tensor of the donor that all models of an architecture have. A
-    prefix is used if it makes the layer names agree.
+    A renaming between layouts of the donor's family applies, in either direction, if it produces all tensor names of
+    the donor that are not optional. Otherwise, the prefix of the base network (``bert.``, ``model.``,
+    ``transformer.``) is added or removed if the layer names then agree. Models with a head store this prefix, and the
+    base network alone does not.
     """
     needed = {name for name in donor.tensors if not is_optional(name)}
     if needed <= parent.tensors.keys():

@@ -1,9 +1,9 @@
-"""Compare the settings in ``config.json`` that determine the function of a network with given weights.
+"""Compare the settings in ``config.json`` that, together with the weights, determine what a network computes.
 
-Every key counts unless it matches :data:`_NO_EFFECT`, which lists keys that do not change the function: names,
-versions, number formats, dropout, initialization, training losses, text generation. Alternative spellings are unified
-(``rope_theta`` and ``rope_scaling`` with ``rope_parameters``, ``n_embd`` with ``hidden_size``). A missing key has the
-default of its family from ``defaults.json``, which ``tests/merge_core/test_meaning.py`` generates from transformers.
+Every key counts unless it matches :data:`_NO_EFFECT`: names, versions, number formats, dropout, initialization,
+training losses, text generation. Alternative spellings are unified (``rope_theta`` and ``rope_scaling`` with
+``rope_parameters``, ``n_embd`` with ``hidden_size``). A missing key has the default of its family from
+``defaults.json``, which ``tests/merge_core/test_meaning.py`` generates from transformers.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class ModelSetting:
     """Setting of a configuration.
 
     Args:
-        key: Key in ``config.json``, with dots between its parts.
+        key: Key in ``config.json``, such as ``text_config.sliding_window``.
         value: Value in its standard spelling.
-        source: ``stated``, ``default`` of the family, ``derived`` from other keys by the family, or ``missing``.
+        source: Origin of the value: ``stated`` in the file, ``default`` of the family, ``derived`` from other keys by
+            the family, or ``missing``.
         is_read: Whether the family reads the key. True if this is not known.
     """
 
@@ -98,14 +99,14 @@ class ModelSetting:
 
 
 def has_effect(key: str) -> bool:
-    """Return whether a key of ``config.json`` may change the function that a network computes."""
+    """Return whether a key of ``config.json`` may change what a network computes."""
     return not _NO_EFFECT.search(key) and key not in LAYER_COUNT_KEYS
 
 
 def differing_settings(
     first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> Iterator[tuple[ModelSetting, ModelSetting]]:
-    """Yield the pairs of settings in which two configurations of one architecture differ in meaning."""
+    """Yield each setting with different values in two configurations of one architecture, as a pair."""
     first_settings, second_settings = settings(first), settings(second)
     for name in {**first_settings, **second_settings}:
         present = first_settings.get(name) or second_settings[name]
@@ -122,9 +123,9 @@ def differing_settings(
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
-    """Return the settings in ``config`` that affect the function of the network, by name.
+    """Return the settings in ``config`` that may change what the network computes, by name.
 
-    The settings of the language model have plain names (``sliding_window``), regardless of their position in the file.
+    The names of the language model's settings have no prefix, even if the file contains them under ``text_config``.
     """
     part = text_part(config)
     defaults = family_defaults(part.model_type)

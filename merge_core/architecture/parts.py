@@ -1,7 +1,6 @@
 """Assign tensors to the parts of a network: the main layers, the tensors before and after them, and all other parts.
 
-Other parts are image or audio towers with the projections that join them to the text, and layers for multi-token
-prediction.
+Other parts are image or audio towers with their projections, and layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _LAST_NORMS = frozenset({"norm", "ln_f", "norm_f", "final_layernorm", "final_lay
 _AFTER = _LAST_NORMS | {"lm_head", "embed_out", "output", "score", "classifier"}
 # Parts of a path that identify a stack of layers outside the text network.
 _OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
-# Projection in a layer for multi-token prediction that joins the last state with the embedding of the next token.
+# Layers for multi-token prediction contain this projection, which joins the last state with the next token's embedding.
 _JOINT = "eh_proj.weight"
 
 
 def is_of_head(name: str) -> bool:
-    """Return whether the tensor belongs to a head or a pooler, which the classes of a family do not share."""
+    """Return whether the tensor called ``name`` belongs to a head or a pooler, in which classes of a family differ."""
     words = name.split(".")
     return parse_layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
 
 
 def main_stack(checkpoint: Checkpoint, location: str) -> str:
-    """Return the stack of layers that ``slices`` cuts.
+    """Return the stack from which ``slices`` of a recipe selects layers. Errors name ``location``.
 
     Raises:
         InvalidInput: The network has no layers, or several stacks and not exactly one with the config's layer count.
@@ -61,12 +60,12 @@ def main_stack(checkpoint: Checkpoint, location: str) -> str:
 
 
 def main_depth(checkpoint: Checkpoint, stack: str) -> int:
-    """Return the number of layers of ``stack``, without the layers for multi-token prediction at its end."""
+    """Return the number of layers in ``stack``, without layers for multi-token prediction at its end."""
     return _depth(checkpoint, stack, stacks(checkpoint.tensors).get(stack, 0))
 
 
 def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of all tensors that belong to layers for multi-token prediction."""
+    """Return the names of the tensors of layers for multi-token prediction."""
     text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
     roots = {root for family in (text.family, outer) if family for root in family.predictions}
     ends = {stack: _depth(checkpoint, stack, depth) for stack, depth in stacks(checkpoint.tensors).items()}
@@ -79,11 +78,10 @@ def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Side]:
-    """Return the position of tensors outside the layers of ``stack``, by name.
+    """Return where the tensors called ``names``, which are not in ``stack``, are in relation to its layers, by name.
 
-    Returns:
-        ``before`` or ``after`` the layers; ``beside`` for a part next to the text network, such as the embeddings,
-        layers and projection of an image tower; or ``unknown`` if neither the name nor the family determines it.
+    ``before`` and ``after`` mean the order of computation, and ``beside`` another part of the network, such as an image
+    tower. The position is ``unknown`` if neither the name nor the description of the family determines it.
     """
     text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
     families = [family for family in (text.family, outer) if family is not None]

@@ -1,9 +1,9 @@
-"""Write the configuration of a network whose layers come from other positions, with another depth but the same kinds.
+"""Write the configuration of a merge whose layers come from other positions in their parents.
 
-In every family, each layer of the merge must keep the kind that it had in its parent. mergegate first tries the
-donor's configuration unchanged. If that would change the kind of a layer, it writes the kinds in a form that the family
-reads (a list, layer numbers, a count of first layers, or a period) and reads the result back to verify it. If no form
-can express the kinds, the merge is refused, and the message names the key.
+Each layer must keep the kind that it has in its parent. mergegate first tries the donor's configuration unchanged. If
+that would change the kind of a layer, it writes the kinds in a form that the family reads (a list, layer numbers, a
+count of first layers, or a period) and reads the result back to verify it. If no form can express the kinds, the merge
+is refused, and the message names the key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """Origin of a layer of the merge: layer ``index`` of the ``depth`` layers of ``model``."""
+    """Origin of a layer of the merge: layer ``index`` of the ``depth`` layers of ``model``, which has ``config``."""
 
     model: str
     config: Mapping[str, Any]
@@ -35,7 +35,7 @@ _KEEP_PATTERN = "slice so that the pattern of layer kinds stays the same, or mer
 
 
 def keeps_layer_positions(layers: Stack) -> bool:
-    """Return whether every layer keeps its number and no layer is removed or added, as in a merge of whole models."""
+    """Return whether no layer is moved, removed or added, as in a merge of whole models."""
     return all(
         origin.index == number and origin.depth == len(layers)
         for number, origins in enumerate(layers)
@@ -44,10 +44,10 @@ def keeps_layer_positions(layers: Stack) -> bool:
 
 
 def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family:
-    """Return the family of a model whose layers change positions.
+    """Return the description of the family of ``model``, whose layers change positions.
 
     Raises:
-        InvalidInput: The family has no description or its layers cannot be cut, or the configuration has a key that may
+        InvalidInput: The family has no description, its layers cannot be moved, or the configuration has a key that may
             affect single layers and is not in the description.
     """
     part, location = text_part(config), f"{model}: config.json"
@@ -88,11 +88,7 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
 
 
 def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
-    """Return the kinds that each layer of the merge must have, which are those in its parents.
-
-    Raises:
-        InvalidInput: Layers of different kinds would be merged into one.
-    """
+    """Return the kinds that each layer has in its parents. Raise InvalidInput if the parents of a layer disagree."""
     required = []
     for origins in layers:
         kinds = [
@@ -115,11 +111,13 @@ def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
 
 
 def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dropped: bool = False) -> dict[str, Any]:
-    """Return the donor's configuration, adapted to a network of ``layers``.
+    """Return the donor's configuration, adapted to a merge with ``layers``.
+
+    ``dropped`` states that the merge omits the layers for multi-token prediction.
 
     Raises:
-        InvalidInput: A model is not valid for :func:`check_described`, layers of different kinds would be merged, or no
-            form that the family reads can express the kinds of the layers.
+        InvalidInput: :func:`check_described` fails for a model, layers of different kinds or families would be
+            combined, or no form that the family reads can express the kinds of the layers.
     """
     config: dict[str, Any] = copy.deepcopy(dict(donor))
     part = text_part(config)
@@ -179,7 +177,7 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dr
 def _with_kind(
     config: dict[str, Any], part: TextPart, kind: LayerKind, column: Sequence[Any], location: str
 ) -> dict[str, Any]:
-    """Return ``config`` with as few changes as possible so that layer ``i`` has the kind ``column[i]``."""
+    """Return ``config``, with as few changes as possible, such that layer ``i`` has the kind ``column[i]``."""
     for candidate in _candidates(config, kind, column):
         # Verify only this property, because the others are not written yet.
         candidate_part = TextPart(part.key, candidate, part.family)

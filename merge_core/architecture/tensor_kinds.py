@@ -1,12 +1,12 @@
 """Derive the location of a tensor in the network, and its role, from its name.
 
-The location is the stack of layers, the layer and the part of the layer. Names contain it in every Hugging Face layout
-(``model.layers.3.mlp.up_proj.weight``, ``transformer.h.3.…``), so no table of architectures is needed. Only the first
-numbered container counts. Experts inside a layer are parts of the layer.
+The location is the stack of layers, the layer and the part of the layer. Every Hugging Face layout writes it into the
+name (``model.layers.3.mlp.up_proj.weight``, ``transformer.h.3.…``), so no table of architectures is needed. Only the
+first number in a name is a layer number, so the experts of a layer are parts of the layer.
 
-The role is query, up projection, norm, embedding and so on. Hugging Face layouts use few names for the parts of a
-layer, and each name has the same meaning in all of them. Fused projections, such as one matrix for query, key and
-value, are separate kinds. A bias has the kind of its weight.
+The role, or *kind*, is query, up projection, norm, embedding and so on. The few names that Hugging Face layouts use
+have the same meaning in all of them. A fused projection, such as one matrix for query, key and value, is a kind of its
+own. A bias has the kind of its weight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NORM = re.compile(r"norm|^ln|_ln$|^ln_", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Location of a tensor: ``stack`` (``model.layers``), ``index`` (3) and ``part`` (``mlp.up_proj.weight``)."""
+    """Location of a tensor, such as stack ``model.layers``, index 3 and part ``mlp.up_proj.weight``."""
 
     stack: str
     index: int
@@ -59,14 +59,14 @@ class LayerPlace:
 # A plan calls this many times. A mixture with 384 experts in 61 layers has 70,000 names.
 @lru_cache(maxsize=1 << 17)
 def parse_layer_place(name: str) -> LayerPlace | None:
-    """Return the location of a tensor in a stack of layers, or None for embeddings, the final norm and heads."""
+    """Return the location of the tensor called ``name``, or None if it is in no layer, like embeddings and heads."""
     match = _NUMBERED.match(name)
     # All layers use the same few strings, so store each only once.
     return LayerPlace(sys.intern(match[1]), int(match[2]), sys.intern(match[3])) if match else None
 
 
 def stacks(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of layers of each stack in ``names``."""
+    """Return the number of layers of each stack of layers in the tensor names ``names``, by the name of the stack."""
     counts: dict[str, int] = {}
     for name in names:
         position = parse_layer_place(name)
@@ -76,12 +76,12 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
 
 
 def is_before_layers(name: str) -> bool:
-    """Return whether the tensor is before the layers (embeddings) and not in or after them (layers, norm, head)."""
+    """Return whether the tensor called ``name`` comes before the layers of the network, like an embedding."""
     return parse_layer_place(name) is None and bool(_FIRST.search(name))
 
 
 def tensor_kind(name: str) -> TensorKind:
-    """Return the kind of a tensor, or ``other`` for names that are not in the table, such as routers and adapters."""
+    """Return the kind of the tensor called ``name``. Routers, for example, are of the kind ``other``."""
     if is_head(name):
         return "head"
     parts = name.split(".")
@@ -102,27 +102,23 @@ _PROJECTIONS = frozenset({"q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "d
 
 
 def is_routed_expert(name: str) -> bool:
-    """Return whether the tensor belongs to a routed expert. In memory, one parameter usually holds all experts."""
+    """Return whether the tensor called ``name`` belongs to experts that a router selects, not to a shared expert."""
     return ".experts." in name
 
 
 def is_projection(name: str) -> bool:
-    """Return whether the tensor belongs to a linear projection of attention or of the feed-forward network.
-
-    Routers, norms, embeddings and heads are not projections.
-    """
+    """Return whether the tensor called ``name`` belongs to a linear layer of attention or of a feed-forward network."""
     return tensor_kind(name) in _PROJECTIONS and parse_layer_place(name) is not None
 
 
 def is_inputs_first(name: str) -> bool:
-    """Return whether the projection has the shape ``[in, out]``.
+    """Return whether the projection called ``name`` has the shape ``[in, out]`` instead of ``[out, in]``.
 
-    This is the case for an expert in a tensor that holds all experts in this form (Llama 4, GPT-OSS). All other
-    projections have the shape ``[out, in]``.
+    Only experts of families that store all experts of a layer in one tensor of this form have it (Llama 4, GPT-OSS).
     """
     return is_routed_expert(name) and not name.endswith((".weight", ".bias")) and is_projection(name)
 
 
 def input_width(name: str, shape: tuple[int, ...]) -> int:
-    """Return the number of inputs of the projection called ``name``."""
+    """Return the number of inputs of the projection called ``name``, whose weight has the shape ``shape``."""
     return shape[0] if is_inputs_first(name) else shape[-1]

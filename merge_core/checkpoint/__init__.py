@@ -1,4 +1,4 @@
-"""Read checkpoints on disk as tables of tensors: headers, number formats and chat templates, without their weights.
+"""Read configs, tensor headers, chat templates and tokenizers of checkpoints on disk, but not their weights.
 
 All files are untrusted input. Lengths are checked before they are used, and no pickle is executed.
 """

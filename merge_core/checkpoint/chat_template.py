@@ -1,8 +1,7 @@
-"""Read chat templates in every form that transformers supports, select the templates of the result, and write them.
+"""Read chat templates in every form that transformers supports, select those of a merge, and write them.
 
 A model can have several named templates. Libraries use ``default`` unless a caller names another template, except that
-transformers selects ``tool_use`` if tools are passed. The built-in templates have the same names as in mergekit, but
-their texts were written for mergegate.
+transformers selects ``tool_use`` if tools are passed. The built-in templates have mergekit's names, but their own text.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NAME = re.compile(r"[^./\\\0][^/\\\0]{0,199}")
 
 
 def _build_template(turn: str, *, start: str = "", prompt: str = "") -> str:
-    """Return a template with one ``turn`` per message, followed by the generation prompt."""
+    """Return a template that renders ``start``, one ``turn`` per message, and the generation prompt."""
     generation_prompt = f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}" if prompt else ""
     return f"{start}{{% for message in messages %}}{turn}{{% endfor %}}{generation_prompt}"
 
@@ -72,8 +71,8 @@ TURN_ENDS = {"chatml": "<|im_end|>", "exaone": "[|endofturn|]", "llama3": "<|eot
 def read_chat_templates(files: Companions) -> dict[str, str]:
     """Return the chat templates of a model by name, as ``AutoTokenizer`` of transformers would load them.
 
-    ``chat_template.jinja`` is the default template, ``additional_chat_templates/NAME.jinja`` are the others. If any of
-    these files exists, it replaces ``chat_template`` in ``tokenizer_config.json``, which is a text, a list of
+    ``chat_template.jinja`` is the default template, and ``additional_chat_templates/NAME.jinja`` are the others. Only
+    without such files, ``chat_template`` in ``tokenizer_config.json`` counts, which is a text, a list of
     ``{name, template}`` or an object. ``chat_template.json`` is the last resort, because only processors read it.
 
     Raises:
@@ -128,14 +127,11 @@ def _require_valid_name(name: str, location: str) -> str:
 
 
 def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], location: str) -> dict[str, str]:
-    """Return the templates that ``chat_template`` of a recipe selects.
+    """Return the templates of the merge, according to the recipe's ``chat_template`` (``choice``).
 
-    Args:
-        choice: ``auto``, a built-in name, or the text of the default template. ``auto`` selects the most common default
-            template of the parents (the first in case of a tie), and the most common set of additional templates among
-            the parents that have this default.
-        parents: Templates of the parents, in the order of the recipe.
-        location: Field of the recipe, for messages.
+    ``choice`` is ``auto``, a built-in name, or the text of the default template. ``auto`` selects the most common
+    default template of ``parents`` (in a tie, that of the first parent), and the most common set of additional
+    templates among the parents that have this default.
 
     Raises:
         InvalidInput: ``choice`` has another value, or it is ``auto`` and no parent has a template.
@@ -161,10 +157,10 @@ def select_chat_templates(choice: str, parents: Sequence[ChatTemplates], locatio
 
 
 def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companions:
-    """Return a copy of ``files`` in which ``templates`` replace all chat templates.
+    """Return a copy of ``files`` in which ``templates`` replace all previous chat templates.
 
-    The templates are written to every file in which a library may look for them. ``tokenizer_config.json`` is updated
-    only if it exists. All other files with templates are removed.
+    They are written as ``.jinja`` files and, if it exists, into ``tokenizer_config.json``, because libraries differ in
+    where they look. All other template files are removed.
 
     Raises:
         InvalidInput: ``tokenizer_config.json`` is not a JSON object.

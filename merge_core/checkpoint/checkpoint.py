@@ -1,7 +1,6 @@
-"""Open a checkpoint on disk as a config and a table of tensors with file, format, shape and offset.
+"""Open a checkpoint on disk as a config and a table that states the file, format, shape and offset of each tensor.
 
-Only headers and JSON files are read. All files are untrusted input: an index cannot point outside the directory, and
-index and shards must agree.
+All files are untrusted input: an index cannot point outside the directory, and index and shards must agree.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ class Checkpoint:
     """A model in Hugging Face layout.
 
     Args:
-        directory: Directory of the checkpoint.
-        config: Content of ``config.json``.
+        directory: Directory that contains ``config.json`` and the weights.
+        config: Content of ``config.json``, adjusted to ``tensors`` (tied head, decoded quantized weights).
         tensors: Tensors by name, in the order of the files and of the bytes in each file.
-        companions: Files that belong to a model in addition to config and weights: tokenizer, generation settings, chat
-            templates, processors, custom code. They may be outside ``directory``.
+        companions: Tokenizer, generation settings, chat templates, processors and custom code. These files may be
+            outside ``directory``.
         chat_templates: Chat templates by name.
-        uncopied: Names of files and folders (``name/``) of ``directory`` that a merge does not copy, although users may
-            miss them.
-        findings: Findings about its files, with locations relative to the checkpoint (``config.json: …``).
+        uncopied: Files and folders (with a trailing ``/``) of ``directory`` that users may expect in a merge, but that
+            mergegate does not copy.
+        findings: Problems found in the files, with locations relative to the checkpoint (``config.json: …``).
     """
 
     directory: Path
@@ -70,27 +69,27 @@ class Checkpoint:
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template, or None."""
+        """Default chat template, or None if the model has none."""
         return self.chat_templates.get(DEFAULT)
 
     def stored_tensors(self) -> Iterator[StoredTensor]:
-        """Yield every stored tensor that is read to load the entire checkpoint."""
+        """Yield every stored tensor that belongs to the checkpoint, including the inputs of derived tensors."""
         for tensor in self.tensors.values():
             yield from tensor.parts
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all tensors."""
+        """Total size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def architecture(self) -> str:
-        """Class name, or ``model_type`` of the config if there is none, or an empty string."""
+        """Class name of the model. Without one, the config's ``model_type``, or an empty string if both are missing."""
         return self.class_name or str(self.config.get("model_type", ""))
 
     @property
     def class_name(self) -> str:
-        """First entry of ``architectures`` in the config, or an empty string."""
+        """Class name of the model: the first entry of ``architectures`` in the config, or an empty string."""
         architectures = self.config.get("architectures")
         return str(architectures[0] or "") if isinstance(architectures, list) and architectures else ""
 
@@ -101,13 +100,10 @@ Headers: TypeAlias = Mapping[Path, Sequence[StoredTensor]]
 def open_checkpoint(
     directory: Path, remote_headers: Headers | None = None, names: Collection[str] | None = None
 ) -> Checkpoint:
-    """Read config and headers of the checkpoint in ``directory``, but no weights.
+    """Read the config and the tensor headers of the checkpoint in ``directory``, but no weights.
 
-    Args:
-        directory: Directory of the checkpoint.
-        remote_headers: Headers of weight files that are still on the Hub, by the future path of each file.
-        names: Names of all files of a Hub repository, if only some are in ``directory``. Default: the files in
-            ``directory``.
+    If a Hub repository is only partly downloaded, ``remote_headers`` supplies the headers of the missing weight files,
+    by the path that each file will have, and ``names`` lists all files of the repository.
 
     Raises:
         InvalidInput: Config or weights are missing, files are damaged or contradict each other, an index or a link
@@ -157,7 +153,7 @@ def _read_headers(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of several files by name.
 
-    If a tensor is in several files, ``weight_map`` (file name by tensor name) selects one of them.
+    If several files contain a tensor, ``weight_map`` selects one of them. It maps tensor names to file names.
 
     Raises:
         InvalidInput: A file is damaged, or two files contain the same tensor.

@@ -1,7 +1,4 @@
-"""Classify the files next to a model's config and weights, and select those that a merge copies.
-
-The kind of a file depends only on its name, so it is available before anything is downloaded.
-"""
+"""Classify the files next to a model's config and weights by name, and select those that a merge copies."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ MODULES_FILE = "modules.json"
 ADAPTER_CONFIG = "adapter_config.json"
 
 Kind: TypeAlias = Literal["tokenizer", "chat template", "generation settings", "processor", "code", "module", "other"]
-"""Purpose of a file. ``module`` is a sentence-transformers module, ``other`` is a file of unknown purpose."""
+"""Purpose of a file. ``module`` means part of a sentence-transformers module, and ``other`` an unknown purpose."""
 
 TEXT_KINDS: frozenset[Kind] = frozenset(("tokenizer", "chat template", "generation settings"))
-"""Kinds of files that the merge takes from the model that provides the tokenizer."""
+"""Kinds of files that a merge copies from the model whose tokenizer it uses."""
 
 _KINDS: tuple[tuple[Kind, str], ...] = (
     ("generation settings", r"generation_config\.json"),
@@ -73,40 +70,40 @@ _MOST_BYTES = 256 << 20  # The largest tokenizers have 33 MB.
 
 
 def companion_kind(name: str) -> Kind | None:
-    """Return the kind of a checkpoint's file, or None if a merge is complete without it."""
+    """Return the kind of the file called ``name``, or None if a merge is complete without it."""
     if (match := _KIND.fullmatch(name)) is not None:
         return match.lastgroup.replace("_", " ") if match.lastgroup else None  # type: ignore[return-value]
     return None if _LEFTOVER.fullmatch(name.lower()) else "other"
 
 
 def travels(name: str) -> bool:
-    """Return whether a merge may copy the file. The bytes of such files are part of the model's digest."""
+    """Return whether a merge may copy the file called ``name``. The model's digest covers all such files."""
     kind = companion_kind(name)
     return kind is not None and (kind != "other" or ("/" not in name and name.endswith(_PLAIN_SUFFIXES)))
 
 
 def is_module_file(name: str) -> bool:
-    """Return whether ``name`` is in the directory of a sentence-transformers module, such as ``1_Pooling``."""
+    """Return whether ``name`` is a file in the folder of a sentence-transformers module, such as ``1_Pooling``."""
     return "/" in name and companion_kind(name) == "module"
 
 
 def is_binary_vocabulary(name: str) -> bool:
-    """Return whether the vocabulary needs a library of its own: SentencePiece, tiktoken or mistral-common."""
+    """Return whether only SentencePiece, tiktoken or mistral-common can read the vocabulary file ``name``."""
     return _BINARY_VOCABULARY.fullmatch(name) is not None
 
 
 def is_read_template(name: str) -> bool:
-    """Return whether transformers reads a chat template from a file with this name."""
+    """Return whether transformers reads a chat template from files called ``name``."""
     return name in (TEMPLATE_FILE, "chat_template.json") or name.startswith(f"{TEMPLATE_FOLDER}/")
 
 
 def has_vocabulary(names: Collection[str]) -> bool:
-    """Return whether a tokenizer can be loaded from files with these names."""
+    """Return whether files with these names suffice to load a tokenizer."""
     return any(_VOCABULARY.fullmatch(name) or is_binary_vocabulary(name) for name in names)
 
 
 def nested_names(directory: Path) -> list[str]:
-    """List the files of template and module directories, as ``directory/name``."""
+    """List the files in the template and module folders of a checkpoint, as ``folder/name``."""
     names = []
     for folder in os.listdir(directory):  # noqa: PTH208  # Only the names are needed.
         if _has_companions(folder) and (directory / folder).is_dir():
@@ -116,10 +113,9 @@ def nested_names(directory: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Companions:
-    """Files that belong to a model, by name. A file is in a directory, or it is new content that is not yet written.
+    """Files that belong to a model in addition to its config and weights.
 
-    Args:
-        sources: Directory of each file (its name is relative to it), or its content, by name.
+    ``sources`` maps each file name to the directory that contains the file, or to bytes that are yet to be written.
     """
 
     sources: Mapping[str, Path | bytes] = field(default_factory=dict, repr=False)
@@ -131,20 +127,17 @@ class Companions:
         return name in self.sources
 
     def location(self, name: str) -> str:
-        """Return the location of a file for messages."""
+        """Return the location of the file called ``name`` for messages."""
         source = self.sources.get(name, b"")
         return name if isinstance(source, bytes) else str(source / name)
 
     def read(self, name: str, most: int = _MOST_BYTES, expected: str = "a file of the checkpoint") -> bytes:
-        """Return the content of one of these files.
+        """Return the content of the file called ``name``, of at most ``most`` bytes (default: 256 MiB).
 
-        Args:
-            name: Name of the file.
-            most: Maximum size in bytes. Default: 256 MiB.
-            expected: Description of the expected content for error messages.
+        Error messages describe the content as ``expected``.
 
         Raises:
-            InvalidInput: It is no longer a plain file in its directory, or it has more than ``most`` bytes.
+            InvalidInput: The file is larger, or it is no longer a plain file in its directory.
         """
         source = self.sources[name]
         if isinstance(source, bytes):
@@ -152,10 +145,10 @@ class Companions:
         return read_plain(source / name, most, within=source, expected=expected)
 
     def json(self, name: str, bounds: JsonBounds | None = None) -> dict[str, Any] | None:
-        """Return the JSON object in a file, or None if the file does not exist.
+        """Return the JSON object in the file called ``name``, or None if the model has no such file.
 
         Raises:
-            InvalidInput: :meth:`read` fails, or the file is not a JSON object.
+            InvalidInput: :meth:`read` fails, or the content is not a JSON object.
         """
         if name not in self.sources:
             return None
@@ -163,7 +156,7 @@ class Companions:
         return parse_json_object(self.read(name, bounds.size), self.location(name), bounds=bounds)
 
     def text(self, name: str, most: int, expected: str) -> str:
-        """Return the text of one of these files.
+        """Return the text of the file called ``name``, with the arguments of :meth:`read`.
 
         Raises:
             InvalidInput: :meth:`read` fails, or the file is not UTF-8.
@@ -181,11 +174,11 @@ class Companions:
         )
 
     def only(self, matches: Callable[[str], bool]) -> Companions:
-        """Return the files whose names match."""
+        """Return the files for whose names ``matches`` returns true."""
         return Companions({name: source for name, source in self.sources.items() if matches(name)})
 
     def with_changes(self, changes: Mapping[str, Path | bytes | None]) -> Companions:
-        """Return the files with changes applied: a new source by file name, or None to remove the file."""
+        """Return a copy in which ``changes`` replaces sources by file name. A source of None removes the file."""
         sources = {**self.sources, **changes}
         return Companions({name: sources[name] for name in sorted(sources) if sources[name] is not None})  # type: ignore[misc]
 
@@ -204,12 +197,9 @@ def list_companions(directory: Path) -> Companions:
 
 
 def list_uncopied(directory: Path, names: Collection[str] | None = None) -> tuple[str, ...]:
-    """List files and folders that a merge does not copy although a user may miss them.
+    """List the files and folders that users may expect in a merge, but that mergegate does not copy.
 
-    Args:
-        directory: Directory of a checkpoint or an adapter.
-        names: Names of all files of a repository, if only some are in ``directory``. Default: the files in
-            ``directory``.
+    ``names`` lists all files of the repository. Default: the files in ``directory``.
     """
     if names is None:
         with os.scandir(directory) as entries:

@@ -1,7 +1,7 @@
 """Read ``config.json`` and check the JSON type of every key that mergegate interprets.
 
-The check runs once per checkpoint, when it is opened. All other code can rely on the types. Keys that are not listed
-here are copied unchanged, and compared between parents as they are.
+The check runs when a checkpoint is opened, so that all other code can rely on the types. Keys that are not listed here
+are copied unchanged.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Keys under which multimodal families store the configuration of their language model."""
+"""Keys of ``config.json`` under which multimodal families store the configuration of their language model."""
 
 
 def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return ``config`` and the language model configurations that it contains."""
+    """Return ``config``, followed by the language model configurations inside it (see ``TEXT_PARTS``)."""
     return [config, *(config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping))]
 
 
 @dataclass(frozen=True)
 class KeyType:
-    """JSON type of a key.
+    """JSON type of a key in ``config.json``.
 
-    Args:
-        expected: Description of the type for error messages.
-        accepts: Function that returns whether a value has the type.
-        nullable: Whether null is allowed. It stands for the default of the family.
+    ``expected`` describes the type in error messages, and ``accepts`` returns whether a value has it. If ``nullable``,
+    null is also allowed, and selects the default of the model family.
     """
 
     expected: str
@@ -107,7 +105,7 @@ _KEYS_OF_TYPE: tuple[tuple[KeyType, str], ...] = (
     ),
 )
 CONFIG_KEYS: Mapping[str, KeyType] = {key: kind for kind, keys in _KEYS_OF_TYPE for key in keys.split()}
-"""Types of the keys that mergegate interprets, in ``config.json`` and in the configuration of the language model."""
+"""Type of each key that mergegate interprets, in ``config.json`` and in the configuration of the language model."""
 
 _ROPE_KEYS: Mapping[str, KeyType] = {
     **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), _NUMBER),

@@ -1,9 +1,9 @@
 """Define tensors that are computed while they are read, such as a weight with an adapter or a decoded quantized weight.
 
-A structural change that only moves numbers (a renumbered layer, one expert of a fused tensor) is a table of
-:class:`~merge_core.checkpoint.safetensors_file.StoredTensor` over the same bytes. The engine does not notice it. A
-change of the numbers themselves is a derived tensor. It names the stored tensors that it depends on and computes any
-range of its elements in its own format, so the engine can stream it in blocks like a stored tensor.
+A structural change that only moves numbers (a renumbered layer, one expert of a fused tensor) needs no derived tensor:
+a new :class:`~merge_core.checkpoint.safetensors_file.StoredTensor` refers to the same bytes. A derived tensor changes
+the numbers. It names the stored tensors that it depends on and computes any range of its elements, so the engine can
+stream it in blocks like a stored tensor.
 """
 
 from __future__ import annotations
@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 
     Bytes: TypeAlias = NDArray[np.uint8]
 
-# Called with a tensor, the first element and a buffer. Fills the buffer with stored elements in their stored format.
+# Called with a tensor, the index of the first element and a buffer. Fills the buffer with elements as they are stored.
 ReadStored: TypeAlias = "Callable[[StoredTensor, int, Bytes], None]"
-# Called with the first element and a buffer. Fills the buffer with elements of one tensor in the tensor's own format.
+# Called with the index of the first element and a buffer. Fills the buffer with elements in the tensor's own format.
 ReadElements: TypeAlias = "Callable[[int, Bytes], None]"
 
 
 @dataclass(frozen=True)
 class DerivedTensor(SizedTensor, ABC):
-    """A tensor that is computed from stored tensors.
-
-    Args:
-        name: Tensor name.
-        dtype: Format of its numbers. Its values are defined as rounded once to this format.
-        shape: Size of each dimension.
-    """
+    """A tensor that is computed from stored tensors, and whose values are rounded once to ``dtype``."""
 
     name: str
     dtype: DType
@@ -45,24 +39,20 @@ class DerivedTensor(SizedTensor, ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[StoredTensor, ...]:
-        """All stored tensors that it depends on. The first is the tensor that it replaces."""
+        """Stored tensors that the values depend on. The first is the tensor that this one replaces."""
 
     @abstractmethod
     def identity(self) -> Any:
-        """Return everything except its parts that determines its numbers, as JSON-compatible data."""
+        """Return JSON-compatible data that, together with ``parts``, determines the values."""
 
     @abstractmethod
     def open(self, read: ReadStored) -> ReadElements:
-        """Prepare the data that every block needs, such as small factors and norms, and return the reader.
+        """Prepare the data that every block needs, such as scales and norms, and return a reader of the elements.
 
-        Args:
-            read: Reader of stored tensors.
-
-        Returns:
-            A reader of the tensor's elements that several threads may call concurrently.
+        Several threads may call the returned reader concurrently. It reads stored tensors with ``read``.
 
         Raises:
-            InvalidInput: A part cannot be read.
+            InvalidInput: A stored tensor cannot be read.
         """
 
 

@@ -1,4 +1,4 @@
-"""Describe the number formats of safetensors: size, torch name, and whether a merge computes with them."""
+"""Describe the number formats of safetensors: size, torch name, and treatment in a merge."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class DType:
-    """One storage format.
+    """Number format of a stored tensor.
 
     Args:
         code: Name in a safetensors header (``BF16``).
-        torch_name: Attribute of ``torch`` (``bfloat16``).
+        torch_name: Name of the attribute of ``torch`` (``bfloat16``).
         size: Bytes per element.
-        kind: ``float`` is merged. ``exact`` (integers, booleans) must be equal in all inputs and is copied. ``packed``
-            (8-bit floats and smaller) is the payload of a quantized model and is not merged.
+        kind: Treatment in a merge. ``float`` tensors are merged. ``exact`` ones (integers, booleans) must be equal in
+            all parents and are copied. ``packed`` ones (complex numbers, 8-bit floats of quantized models) are refused.
     """
 
     code: str
@@ -30,7 +30,7 @@ class DType:
 
 
 class SizedTensor:
-    """Base class of tensors, stored or computed, whose size follows from format and shape."""
+    """Base class of stored and computed tensors, with sizes that follow from format and shape."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class SizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """Size in bytes."""
         return self.numel * self.dtype.size
 
 
@@ -73,7 +73,7 @@ BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in _ALL}
 # Formats that a recipe may select. mergekit also accepts int64, which is useless for weights.
 RECIPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 
-# Exponent bits of the merged formats. They are all set in NaN and infinity, and in no other number.
+# Mask of the exponent bits of each float format. All of these bits are set in NaN and infinity, and in no other number.
 EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
     "F64": np.uint64(0x7FF0000000000000),
     "F32": np.uint32(0x7F800000),
@@ -83,19 +83,19 @@ EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
 
 
 def patterns(stored_bytes: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
-    """Return a view of the bytes of merged numbers as bit patterns, one unsigned integer per number."""
+    """Return a view of ``stored_bytes`` as bit patterns of a float format, one unsigned integer per number."""
     return stored_bytes.view(EXPONENTS[dtype.code].dtype)
 
 
 def numbers(patterns: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Return the numbers of bit patterns. bfloat16 becomes float32, because numpy has no bfloat16."""
+    """Return the numbers that bit patterns represent. bfloat16 becomes float32, because numpy has no bfloat16."""
     if dtype.code == "BF16":
         return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return patterns.view(dtype.torch_name)
 
 
 def promote(dtypes: Iterable[DType]) -> DType:
-    """Return the smallest float format that represents all of ``dtypes`` (float32 for bfloat16 and float16)."""
+    """Return the smallest float format that can represent all ``dtypes``: float32 for bfloat16 and float16."""
     distinct = set(dtypes)
     if len(distinct) == 1:
         return distinct.pop()

@@ -1,8 +1,8 @@
 """Recognize output heads and embeddings by name, and decide whether a stored head is tied to the embedding.
 
-``tie_word_embeddings`` of config.json is not reliable. A checkpoint may contain a trained head although the flag is
-true, and transformers then loads the stored head. So the bytes decide: a stored head that equals the embedding is tied,
-and a head that differs is independent.
+``tie_word_embeddings`` in config.json is not reliable: a checkpoint may contain a trained head although the flag is
+true, and transformers then loads that head. Therefore, mergegate treats a stored head as tied if it equals the
+embedding, and as independent if it differs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _BLOCK_BYTES = 4 << 20
 
 
 def is_head(name: str) -> bool:
-    """Return whether the tensor is the output projection onto the vocabulary."""
+    """Return whether the tensor called ``name`` is the output projection onto the vocabulary."""
     return f".{name}".endswith(_HEADS)
 
 
 def is_embedding(name: str) -> bool:
-    """Return whether the tensor is the table of token embeddings."""
+    """Return whether the tensor called ``name`` is the table of token embeddings."""
     return f".{name}".endswith(_EMBEDDINGS)
 
 
@@ -44,7 +44,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
 
 
 def with_tie(config: Mapping[str, Any], value: bool) -> dict[str, Any]:
-    """Return a copy of ``config`` with ``tie_word_embeddings`` set, also in its text part."""
+    """Return a copy of ``config`` in which ``tie_word_embeddings``, also that of the text part, is ``value``."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     parts: list[Any] = config_parts(changed)
     for part in parts:
@@ -58,15 +58,9 @@ def settle_head(
     """Make a checkpoint's tensors and its ``tie_word_embeddings`` agree.
 
     A head that equals the embedding is dropped, and the flag becomes true. A head that differs stays, and the flag
-    becomes false. The checkpoint stays unchanged if the flag is already false, if no head is stored, or if the two
-    tensors cannot be compared. Weights are read only if both tensors are stored and the flag is not false, up to the
-    first difference.
-
-    Args:
-        tensors: Stored tensors by name.
-        config: Content of config.json.
-        directory: Directory of the checkpoint.
-        remote: Weight files that are not on this machine, so that their bytes cannot be compared.
+    becomes false. Nothing changes if the flag is already false, if the checkpoint does not have exactly one head and
+    one embedding, or if one of them is in a file of ``remote``, which is not on this machine. Weights are read only for
+    this comparison, up to the first difference.
 
     Returns:
         The tensors, the config, and a finding if the flag contradicts the stored head.

@@ -1,17 +1,16 @@
-"""Read and write measurements of a model on a calibration text: moments of its inputs, and importance of its elements.
+"""Read and write measurements of a model on a calibration text: moments of layer inputs, and importance of weights.
 
-Each measurement has its own directory with safetensors files and a JSON file, which maps names to the stored tensors.
-Several names can share one stored tensor.
+Each measurement has its own directory with safetensors files and a JSON file that maps names to the stored tensors.
 
 **Moments** (``inputs.json``): second moments of the inputs of the model's matrices. Each distinct input (query, key and
-value share one) has one float32 tensor, the mean of ``x x'`` over all positions:
+value share one) has one float32 tensor, the mean of ``x x'`` over all positions of the text:
 
 * the upper triangle, row by row, as ``[1, in (in + 1) / 2]``;
 * only the diagonal, as ``[in]``, if the triangle would be too large;
 * no numbers, as ``[0, in]`` or ``[0, 0, in]``, for an expert that no position reached.
 
-The JSON maps each matrix of the network to the tensor of its input. Matrices of experts have the names of separate
-experts, regardless of the layout on disk::
+The JSON maps each matrix of the network to the tensor of its input. Every expert has its own entries, even if the
+checkpoint stores all experts of a layer in one tensor::
 
     {"positions": 2304, "inputs": {"model.layers.0.self_attn.k_proj.weight": "model.layers.0.self_attn.q_proj.weight"}}
 
@@ -53,12 +52,9 @@ _RERUN = "run mergegate again to repeat the measurement"
 
 @dataclass(frozen=True)
 class StoredMoments:
-    """Stored moments of one input, see :class:`merge_core.methods.InputMoments`.
+    """Moments of one input of ``width`` elements, stored in ``tensor`` (see :class:`merge_core.methods.InputMoments`).
 
-    Args:
-        tensor: Tensor with the numbers.
-        width: Width of the input, ``in``.
-        is_diagonal: Whether only the diagonal is stored.
+    If ``is_diagonal``, only the diagonal of the matrix is stored.
     """
 
     tensor: StoredTensor
@@ -67,14 +63,14 @@ class StoredMoments:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no position reached the input."""
+        """Whether no position reached this input, as for an unused expert."""
         return self.tensor.shape[0] == 0
 
     def read(self) -> NDArray[np.float64]:
         """Return the moments as float64: a symmetric ``[in, in]`` matrix, or ``[in]`` if only the diagonal is stored.
 
         Raises:
-            InvalidInput: The file cannot be read, or the values are not finite or the squares are negative.
+            InvalidInput: The file cannot be read, values are not finite, or diagonal values are negative.
         """
         if self.is_empty:
             return np.zeros(self.width if self.is_diagonal else (self.width, self.width))
@@ -100,7 +96,7 @@ class StoredMoments:
 
 @dataclass(frozen=True)
 class ExpectedMoments:
-    """Placeholder in a plan for moments that have not been measured yet. The fields are those of `StoredMoments`."""
+    """Placeholder in a plan for :class:`StoredMoments` that have not been measured yet."""
 
     width: int
     is_diagonal: bool
@@ -111,36 +107,36 @@ class ExpectedMoments:
 
 
 def empty_moments(width: int, *, is_diagonal: bool) -> NDArray[np.float32]:
-    """Return the stored form of the moments of an input that no position reached."""
+    """Return the stored form of the moments of an input of ``width`` elements that no position reached."""
     return np.zeros((0, 0, width) if is_diagonal else (0, width), np.float32)
 
 
 def pack_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    """Return the stored form of moments ``[in, in]`` or ``[in]``."""
+    """Return the stored form of moments with the shape ``[in, in]`` or ``[in]``."""
     if moments.ndim == 1:
         return moments.astype(np.float32)
     return np.concatenate([row[index:] for index, row in enumerate(moments)]).astype(np.float32)[None]
 
 
 def measurement_file_name(index: str, number: int) -> str:
-    """Return the name of the safetensors file with this number, from 0, of ``INPUTS`` or ``IMPORTANCE``."""
+    """Return the name of safetensors file ``number`` (from 0) for the JSON file ``INPUTS`` or ``IMPORTANCE``."""
     return f"{index.removesuffix('.json')}-{number:05d}.safetensors"
 
 
 def write_measurement(path: Path, owners: Mapping[str, str], positions: int) -> None:
-    """Write ``inputs.json`` or ``importance.json``, which identifies the stored tensors.
+    """Write the JSON file of a measurement to ``path``, whose name is ``inputs.json`` or ``importance.json``.
 
     Args:
-        path: Path of the file.
-        owners: Name of the stored tensor for each matrix or tensor of the model.
-        positions: Number of measured positions, which the means cover.
+        path: Path of the JSON file.
+        owners: Name of the stored tensor for each measured matrix or tensor of the model.
+        positions: Number of positions of the text over which the means were taken.
     """
     text = json.dumps({"positions": positions, _KEYS[path.name]: dict(owners)}, indent=1)
     path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def open_moments(directory: Path) -> dict[str, StoredMoments]:
-    """Return the stored moments by the name of the matrix that is multiplied with the input.
+    """Return the stored moments in ``directory``, by the name of the matrix that each input is multiplied with.
 
     Raises:
         InvalidInput: Files are missing or damaged, or do not belong together.
@@ -165,18 +161,18 @@ def open_moments(directory: Path) -> dict[str, StoredMoments]:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedImportance:
-    """Placeholder in a plan for the importance of a tensor of some shape that has not been measured yet."""
+    """Placeholder in a plan for the importance of a tensor of this shape, which has not been measured yet."""
 
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes, in float32."""
+        """Size in bytes once it is stored as float32."""
         return 4 * math.prod(self.shape)
 
 
 def open_importance(directory: Path) -> dict[str, StoredTensor]:
-    """Return the stored importance by the name of the model's tensor.
+    """Return the stored importance in ``directory``, by the name of the model's tensor.
 
     Raises:
         InvalidInput: Files are missing or damaged, or do not belong together.
@@ -191,10 +187,7 @@ def open_importance(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _read_owners(path: Path, pattern: str, expected: str) -> dict[str, StoredTensor | None]:
-    """Return the stored tensor, or None if it is missing, for each name in a JSON file of ``write_measurement``.
-
-    The tensors are in files of the same directory that match the glob ``pattern``.
-    """
+    """Return the stored tensor, or None if it is missing, for each name in a JSON file of ``write_measurement``."""
     key = _KEYS[path.name]
     content: Any = read_json(path)
     owners = content.get(key) if isinstance(content, Mapping) else None

@@ -1,10 +1,9 @@
 """Locate the tensors of a ``pytorch_model.bin`` without executing its pickle.
 
 The format (torch.save since 1.6) is an uncompressed zip. ``<root>/data.pkl`` describes tensors over storages, and
-``<root>/data/k`` contains the bytes of storage ``k``. A pickle is a program, but this module executes none of it. It
-interprets the few opcodes that a dictionary of tensors needs into plain values. The functions that such a pickle may
-name are never imported; they only stand for "a tensor over this storage". Every other opcode or function is refused,
-and so is every tensor that reaches beyond the file.
+``<root>/data/k`` contains the bytes of storage ``k``. A pickle is a program, but this module imports and executes none
+of it. It interprets only the few opcodes and function names that describe a dictionary of tensors. It refuses every
+other opcode or function, and every tensor that reaches beyond the file.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _TENSOR, _PARAMETER, _DICT = (
 
 @dataclass(frozen=True)
 class _Global:
-    """A function that the pickle would import. It is only a name and is never imported."""
+    """Name of a function that the pickle would import. mergegate never imports it."""
 
     name: str
 
@@ -94,9 +93,7 @@ _LITERALS = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BIN
 def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
     """Return the tensors of a file in the order of their bytes, without reading the bytes. Tensors may share bytes.
 
-    Args:
-        path: Path of the file.
-        within: Directory that must contain the file after all links are resolved. Default: no restriction.
+    If ``within`` is set, that directory must contain the file after all links are resolved.
 
     Raises:
         InvalidInput: The file is missing, damaged or not a zip of torch.save, it contains anything but a dictionary of
@@ -110,7 +107,7 @@ def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTenso
 
 
 def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, ...]:
-    """Return the tensors of an open file of ``size`` bytes, like :func:`read_pickled`."""
+    """Return the tensors of the open ``file`` of ``size`` bytes like :func:`read_pickled`. Messages name ``path``."""
     remedy = f"if an older PyTorch wrote it, {_RESAVE}. Otherwise, {_DAMAGED}"
     with parsing_errors(
         str(path), "not a readable zip file", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy

@@ -1,7 +1,7 @@
 """Decode quantized weights to bfloat16 while they are read, block by block, so that they can be merged.
 
-The module supports the two formats in which some models are exclusively published. All other quantized checkpoints are
-refused with the name of their format (see ``plan.consistency``).
+The module supports two formats, because some models are published only in these. ``plan.consistency`` refuses all other
+quantized checkpoints and names their format.
 
 ``fp8`` in blocks (DeepSeek V3): ``X.weight`` [rows, columns] in F8_E4M3 and ``X.weight_scale_inv`` with one factor per
 block of ``weight_block_size`` rows and columns. The last blocks are smaller if the sizes do not divide evenly.
@@ -46,8 +46,8 @@ def decode_quantized(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
     """Replace quantized weights by bfloat16 weights that are decoded while they are read.
 
     Returns:
-        The tensors, the matching config, and a finding that names the format. If there is nothing to decode, the
-        arguments and no finding.
+        The tensors, a config without ``quantization_config``, and a finding that names the format. If there is nothing
+        to decode, the arguments and no finding.
 
     Raises:
         InvalidInput: A payload does not match its scales.
@@ -81,9 +81,9 @@ class BlockScaled(DerivedTensor):
     """A matrix of 8-bit numbers with one factor per block.
 
     Args:
-        payload: Numbers [rows, columns] in F8_E4M3.
-        scales: Factors [rows / block, columns / block], rounded up, in F32 or BF16.
-        block: Number of rows and of columns that share a factor.
+        payload: Numbers in F8_E4M3, [rows, columns].
+        scales: Factors in F32 or BF16, one for each block, [ceil(rows / block), ceil(columns / block)].
+        block: Number of rows and number of columns of a block.
     """
 
     payload: StoredTensor
@@ -129,8 +129,8 @@ class Microscaled(DerivedTensor):
     """Matrices of experts in 4-bit numbers, with one power of two per group of 32 inputs.
 
     Args:
-        payload: Pairs of numbers [experts, outputs, groups, 16] in U8.
-        scales: Exponents [experts, outputs, groups] in U8.
+        payload: Bytes with two numbers each, [experts, outputs, groups, 16] in U8.
+        scales: Exponents of the powers of two plus 127, [experts, outputs, groups] in U8.
     """
 
     payload: StoredTensor
@@ -149,7 +149,7 @@ class Microscaled(DerivedTensor):
         cached, lock = _Expert(-1, np.empty(0), np.empty(0)), threading.Lock()
 
         def expert(number: int) -> _Expert:
-            """Cache the last expert, because neighboring blocks share it and each needs a column of every row."""
+            """Return an expert. The last one is cached, because consecutive blocks are columns of the same expert."""
             nonlocal cached
             with lock:
                 if cached.number != number:

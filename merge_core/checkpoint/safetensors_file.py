@@ -1,8 +1,8 @@
 """Read untrusted safetensors files: parse headers strictly, and read exact byte ranges into existing memory.
 
 A file consists of the header length (8 bytes, little-endian), a JSON header ``{name: {dtype, shape, data_offsets}}``,
-and the bytes of the tensors without gaps (https://huggingface.co/docs/safetensors, "Format"). Headers with offsets that
-overlap, leave the file, run backwards or disagree with the shape are refused before any data is used.
+and the bytes of the tensors without gaps (https://huggingface.co/docs/safetensors, "Format"). A header is refused if
+its offsets overlap, leave the file, decrease, or disagree with a shape.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StoredTensor(SizedTensor):
     """Location, format and shape of one tensor in a file.
 
     Args:
-        name: Tensor name.
-        file: File that contains the tensor.
-        dtype: Storage format.
-        shape: Size of each dimension (empty for a scalar).
+        name: Name in the checkpoint's table of tensors.
+        file: File that contains the bytes.
+        dtype: Number format in the file.
+        shape: Size of each dimension. Empty for a scalar.
         offset: Position of the first byte, from the start of the file.
     """
 
@@ -53,21 +53,19 @@ class StoredTensor(SizedTensor):
 
     @property
     def full_name(self) -> str:
-        """File and name, for messages."""
+        """File and tensor name, for messages."""
         return f"{self.file}: {self.name}"
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
-        """The tensor itself, for symmetry with :class:`.DerivedTensor`."""
+        """Tensor itself, because a :class:`.DerivedTensor` has the same property."""
         return (self,)
 
 
 def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
     """Return the tensors of a file in the order of their bytes. Only the header is read.
 
-    Args:
-        path: Path of the file.
-        within: Directory that must contain the file after all links are resolved. Default: no restriction.
+    If ``within`` is set, that directory must contain the file after all links are resolved.
 
     Raises:
         InvalidInput: The file is missing or truncated, or its header is inconsistent (see the module docstring).
@@ -88,9 +86,9 @@ def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tu
     """Return the tensors of a file that is read through a callback, for example over the network.
 
     Args:
-        read: Function that returns ``count`` bytes from ``start``. It is called only for the header.
+        read: Function that takes a position and a number of bytes, and returns these bytes. Only the header is read.
         size: Size of the file in bytes.
-        path: Path of the file for messages and for the resulting tensors.
+        path: Path that the tensors and error messages name.
     """
     if size < 8:
         raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)
@@ -109,8 +107,8 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
     """Return the tensors that the JSON header ``text`` describes, in the order of their bytes.
 
     Raises:
-        InvalidInput: The header is not JSON, names are duplicated, formats are unknown, or the offsets do not cover the
-            data of the file exactly.
+        InvalidInput: The header is not JSON, a name occurs twice, a format is unknown, or the tensors do not cover the
+            data of a file of ``file_size`` bytes exactly.
     """
     data_start = 8 + len(text)
     located: list[tuple[int, int, StoredTensor]] = []  # Offset, number of bytes, tensor.
@@ -146,10 +144,10 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
 
 
 def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. The function is thread-safe.
+    """Fill ``buffer`` with the bytes of the open file ``fd`` from ``offset`` on. Threads may share ``fd``.
 
     Raises:
-        InvalidInput: The file ends early (it changed after its header was read), or the disk reports an error.
+        InvalidInput: The file ends before the buffer is full, or the disk reports an error.
     """
     filled = 0
     while filled < len(buffer):
@@ -170,13 +168,10 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
 
 
 def render_header(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Return the header, including the length prefix, of a file with these tensors in this order.
+    """Return the header, including the length prefix, of a file with ``tensors`` in this order.
 
-    The header is padded with spaces so that the data starts at a multiple of 8, as the specification recommends.
-
-    Args:
-        tensors: Name, dtype code, shape and number of bytes of each tensor.
-        metadata: Content of ``__metadata__``.
+    Each entry of ``tensors`` consists of name, dtype code, shape and number of bytes. Spaces pad the header so that the
+    data starts at a multiple of 8, as the specification recommends.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0

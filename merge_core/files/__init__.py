@@ -1,7 +1,7 @@
 """Durable files: atomic writes, hashes, locks, and state that survives a crash.
 
-mergegate uses this package for everything that it writes and later reads back. It writes each file next to its final
-path, syncs it and renames it. It moves damaged state aside instead of reading it.
+mergegate uses this package for everything that it writes and later reads back. Each file is written next to its final
+path, flushed to the disk and renamed. Damaged state is renamed instead of read.
 """
 
 from mergegate.merge_core.files.database import set_sqlite_aside, sqlite_fault

@@ -1,4 +1,4 @@
-"""Detect damaged SQLite databases and set them aside together with their journal files."""
+"""Detect damaged SQLite databases, and rename them together with their journal files so that they can be rebuilt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENVIRONMENT_ERRORS = frozenset(
 
 
 def sqlite_is_damaged(error: sqlite3.Error, database: Path) -> bool:
-    """Return whether ``error`` means that the file is not a valid database with the expected schema.
+    """Return whether ``error`` shows that the file is not a valid database with the expected schema.
 
     A database that is locked, or that the machine cannot read or write at the moment, is not damaged.
     """
@@ -36,11 +36,8 @@ def sqlite_is_damaged(error: sqlite3.Error, database: Path) -> bool:
 def sqlite_fault(database: Path, *, patience_s: float) -> str:
     """Return why the database cannot be used, or an empty string if it is intact or does not exist yet.
 
-    SQLite reads every page for this check.
-
-    Args:
-        database: Path of the database.
-        patience_s: Seconds to wait for a lock. A database that stays locked counts as intact.
+    SQLite reads every page for this check. A database that another process keeps locked for ``patience_s`` seconds
+    counts as intact.
     """
     if misplaced := misplaced_file(database):
         return f"{misplaced.name} is not a file"
@@ -55,18 +52,15 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
 
 
 def set_sqlite_aside(database: Path, reason: str) -> None:
-    """Set the database aside, together with its journal files."""
+    """Rename the database and its journal files, and log ``reason`` (see :func:`.set_aside_damaged`)."""
     for suffix in _FILE_SUFFIXES:
         set_aside_damaged(database.with_name(database.name + suffix), reason)
 
 
 def misplaced_file(database: Path) -> Path | None:
-    """Return the first path of the database or its journals at which there is something other than a regular file.
+    """Return the first path of the database and its journals where something other than a regular file is, or None.
 
     Callers check this before they open the database, because SQLite would wait forever to open a named pipe.
-
-    Returns:
-        The path, or None if every path holds a regular file or nothing.
     """
     paths = (database.with_name(database.name + suffix) for suffix in _FILE_SUFFIXES)
     return next((path for path in paths if is_misplaced(path, through_links=True)), None)

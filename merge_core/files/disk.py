@@ -1,7 +1,7 @@
 """Turn disk errors into refusals that explain the problem and how to fix it.
 
 A full or read-only disk is neither invalid input nor a verdict about the merge. It ends a run like a refusal, because
-an operator has to act. mergegate does not try the recipe's remedies for it, and the next run resumes the work.
+an operator has to act. mergegate then tries no other recipe, and the next run resumes the work.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _DISK_ERRORS = frozenset(_EXPLANATIONS)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a disk, its permissions or its limits."""
+    """Return whether ``error`` is about a disk, file permissions, or limits of the system, not about a network."""
     return isinstance(error, OSError) and error.errno in _DISK_ERRORS
 
 
 @contextmanager
 def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
-    """Raise a disk error inside the block as a refusal, and let other system errors (such as network errors) pass."""
+    """Raise DiskUnavailable for a disk error inside the block. Other system errors, such as network errors, pass."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ def disk_errors_refused(location: str | Path = "") -> Iterator[None]:
 
 
 def disk_refusal(error: OSError, location: str | Path = "") -> DiskUnavailable:
-    """Return a refusal that explains a disk error and names the path, the problem and the remedy."""
+    """Return a refusal that explains a disk error. It names ``location`` if the error does not contain a path."""
     filename = error.filename if isinstance(error.filename, (str, bytes)) else None
     named_file = os.fsdecode(filename) if filename else str(location)
     reason = error.strerror or " ".join(str(error).split()) or type(error).__name__

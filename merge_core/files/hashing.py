@@ -1,9 +1,8 @@
-"""Compute sha256 digests of files and cache them by (device, inode, size, mtime, ctime), much like git's index.
+"""Compute SHA-256 digests of files and cache them by (device, inode, size, mtime, ctime), much like git's index.
 
-Hashing a 70 B checkpoint takes minutes, but a scheduled run that finds nothing new must finish in seconds. mergegate
-hashes a file again after it was rewritten, truncated, replaced or touched. Resetting the modification time does not
-hide a change, because programs cannot set the change time (ctime). ``HashMemo.sha256(path, trust=False)`` always reads
-the file.
+Hashing a checkpoint with 70 billion parameters takes minutes, but a scheduled run that finds nothing new must finish in
+seconds. mergegate hashes a file again after it was rewritten, truncated, replaced or touched. Resetting the
+modification time does not hide a change, because programs cannot set the change time (ctime).
 
 File system clocks tick every few milliseconds, and two writes within one tick leave the same timestamps. ``HashMemo``
 therefore waits until the tick of the last change has passed before it reads a file.
@@ -42,7 +41,7 @@ R = TypeVar("R")
 
 
 class FileIdentity(NamedTuple):
-    """Metadata that changes whenever a file is replaced or modified. Times are in nanoseconds."""
+    """Metadata of a file that changes whenever the file is replaced or modified. Times are in nanoseconds."""
 
     device: int
     inode: int
@@ -52,20 +51,15 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(file: Path | int) -> FileIdentity:
-    """Return the identity of a file, following links.
-
-    Raises:
-        OSError: The file does not exist.
-    """
+    """Return the identity of a path or an open descriptor, following links. Raise OSError if the file is missing."""
     status = file.stat() if isinstance(file, Path) else os.fstat(file)
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None = None) -> None:
-    """Require that a file was neither modified nor replaced since ``identity`` was taken.
+    """Raise ChangedInput if a file was modified, replaced or removed since ``identity`` was taken.
 
-    Raises:
-        ChangedInput: The file was modified, replaced or removed.
+    An open ``descriptor`` of the file must also still have this identity.
     """
     try:
         is_same = all(file_identity(file) == identity for file in (path, descriptor) if file is not None)
@@ -81,10 +75,10 @@ def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None
 
 
 def sha256_file(path: Path) -> str:
-    """Return the sha256 of a plain file as 64 hex digits.
+    """Return the SHA-256 digest of a plain file as 64 hex digits.
 
     Raises:
-        InvalidInput: The path names a pipe, a device or a directory.
+        InvalidInput: A pipe, a device or a directory is at ``path``.
         OSError: The file cannot be read.
     """
     if not path.is_file():  # Opening a pipe would wait for a writer.
@@ -94,20 +88,18 @@ def sha256_file(path: Path) -> str:
 
 
 class HashMemo:
-    """SQLite table that maps file identities to sha256 digests.
-
-    Several processes may use it at the same time. Losing the table costs only time.
+    """SQLite table that maps file identities to SHA-256 digests. Several processes may use it at the same time.
 
     Args:
-        database: Path of the table, created on first use.
-        before_read: Called with a path before the file is read, which may take minutes. Its exceptions propagate.
+        database: Path of the database, which is created on first use.
+        before_read: Called with the path of each file before it is read, which may take minutes. Exceptions propagate.
     """
 
     def __init__(self, database: Path, before_read: Callable[[Path], None] = lambda path: None) -> None:
         self._database, self._before_read = database, before_read
 
     def sha256(self, path: Path, *, trust: bool = True) -> str:
-        """Return the sha256 of ``path``, from the table if the file is unchanged and ``trust`` is true."""
+        """Return the digest of the file at ``path``. Unless ``trust`` is false, use the table if it has the digest."""
         identity = file_identity(path)
         if trust and (cached := self.recall(path)):
             return cached
@@ -120,7 +112,7 @@ class HashMemo:
         return sha256
 
     def recall(self, path: Path) -> str | None:
-        """Return the sha256 of ``path`` if it is in the table, without reading the file; else None."""
+        """Return the digest of the file at ``path`` from the table, or None. Do not read the file."""
         if not (self._database.is_file() and path.is_file()):
             return None
         identity = file_identity(path)
@@ -131,14 +123,14 @@ class HashMemo:
         return sha256 if row is not None and row[0] == _hash_with_checksum(identity, sha256) else None
 
     def remember(self, path: Path, sha256: str) -> None:
-        """Record a hash that was computed while the file was written, so that the file need not be read again."""
+        """Record a digest that was computed while the file was written, so that the file need not be read again."""
         identity = file_identity(path)
         _wait_for_tick(identity)
         if file_identity(path) == identity:
             self._remember(identity, sha256)
 
     def forget(self, files: Iterable[Path]) -> None:
-        """Remove the entries of files that are about to be deleted, so that the table does not grow forever."""
+        """Remove the digests of files that are about to be deleted, so that the table does not grow forever."""
         inodes = []
         for file in files:
             with suppress(OSError):
@@ -164,7 +156,7 @@ class HashMemo:
         self._query(insert)
 
     def _query(self, query: Callable[[sqlite3.Connection], R]) -> R | None:
-        """Return the result of ``query``, or None if the table cannot be used. The table never stops a run."""
+        """Return the result of ``query``, or None if the table cannot be used."""
         for _ in range(2):
             if time.monotonic() < _UNUSABLE_UNTIL.get(self._database, 0):
                 return None
@@ -184,8 +176,8 @@ class HashMemo:
     def _open(self) -> sqlite3.Connection:
         state_directory(self._database.parent, private=True)
         connection = sqlite3.connect(self._database, timeout=_PATIENCE_S)
-        # A power cut may lose rows, which costs only time, or mangle them, which the checksum detects. So no file
-        # has to wait for the disk.
+        # Do not wait for the disk: a power cut may lose rows, which costs only time, or damage them, which the
+        # checksum detects.
         connection.execute("PRAGMA synchronous=OFF")
         columns = ", ".join(f"{column} INTEGER" for column in _COLUMNS)
         connection.execute(f"CREATE TABLE IF NOT EXISTS hashes ({columns}, sha256 TEXT, PRIMARY KEY (device, inode))")
@@ -193,7 +185,7 @@ class HashMemo:
 
 
 def _hash_with_checksum(identity: FileIdentity, sha256: str) -> str:
-    """Return the table's form of a hash, with a checksum over the hash and the file identity to detect damage."""
+    """Return a digest as the table stores it, with a checksum over digest and file identity to detect damage."""
     return f"{sha256} {hashlib.sha256(f'{tuple(identity)} {sha256}'.encode()).hexdigest()[:16]}"
 
 

@@ -1,14 +1,13 @@
 """Lock files and directories with flock, exclusively or shared. The kernel releases a lock when its process ends.
 
-A holder may remove the lock file when it is done, so that nothing is left behind. A process that waited for the lock
-then holds a file that other processes can no longer open. A lock therefore counts only while its file is still the one
-at that path::
+The process that holds a lock may remove the lock file at the end. A process that waited for the lock then holds a file
+that no other process can open. A lock therefore counts only while its file is still the one at the path::
 
-    with locked(root / "locks" / name, remove=True):
+    with hold_lock(root / "locks" / name, remove=True):
         ...                                            # only one process at a time
 
-Some network file systems do not support locks. With ``required=False``, mergegate logs a warning and proceeds without
-a lock; by default it raises an error.
+Some network file systems do not support locks. By default, this is an error. With ``required=False``, mergegate logs a
+warning and proceeds without a lock.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _log = logging.getLogger(__name__)
 def hold_lock(
     path: Path, *, remove: bool = False, required: bool = True, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold an exclusive lock on a directory or a file for the duration of the block; wait until it is free.
+    """Wait for an exclusive lock on a directory or a file, and hold it for the duration of the block.
 
     Args:
-        path: Directory or file, whose parent directory exists. A missing file is created.
-        remove: Whether to remove the file at the end. ``path`` is then always a file.
-        required: Whether to raise an error if the file system does not support locks. See the module docstring.
+        path: Directory or file. A missing file is created, but its parent directory must exist.
+        remove: Whether to remove the file at the end. ``path`` must then be a file.
+        required: Whether to raise an error if the file system does not support locks.
         on_wait: Called once if another process holds the lock.
     """
     flags = os.O_RDONLY if path.is_dir() and not remove else os.O_RDWR | os.O_CREAT
@@ -58,7 +57,10 @@ def hold_lock(
 
 
 def try_open_locked(path: Path, flags: int, *, required: bool = True) -> int | None:
-    """Open and lock ``path`` exclusively and return the descriptor, or None while another process holds the lock."""
+    """Open ``path``, lock it exclusively and return the descriptor. Return None if another process holds the lock.
+
+    ``flags`` are those of ``os.open``.
+    """
     try:
         return _open_locked(path, flags, fcntl.LOCK_EX | fcntl.LOCK_NB, required)
     except BlockingIOError:
@@ -66,14 +68,14 @@ def try_open_locked(path: Path, flags: int, *, required: bool = True) -> int | N
 
 
 def lock_file(descriptor: int, path: Path, *, shared: bool = False, wait: bool = True, required: bool = True) -> bool:
-    """Lock an open file and return whether it is locked and still the file at ``path``.
+    """Lock an open file, or convert its lock. Return whether it is locked and still the file at ``path``.
 
     Args:
-        descriptor: Descriptor of the open file. A lock that it already holds is converted.
+        descriptor: Descriptor of the open file.
         path: Path that the file was opened with.
         shared: Whether other processes may share the lock.
-        wait: Whether to wait until the lock is free. If false, return False without waiting.
-        required: Whether to raise an error if the file system does not support locks. See the module docstring.
+        wait: Whether to wait until the lock is free. Without waiting, return False if it is not.
+        required: Whether to raise an error if the file system does not support locks.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -97,7 +99,7 @@ def _open_locked(path: Path, flags: int, operation: int, required: bool) -> int:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open ``path``; with ``O_CREAT``, set aside anything at the path that is not a file."""
+    """Open ``path``. With ``O_CREAT``, first set aside anything at the path that is not a file."""
     if not flags & os.O_CREAT:
         return os.open(path, flags | os.O_CLOEXEC)
     all_flags = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -1,8 +1,8 @@
 """Create output directories outside the store atomically, and delete only directories that mergegate wrote.
 
-mergegate fills ``<name>.partial/output`` and renames it to its final name when it is complete. The partial directory
-carries a mark, a file that only mergegate writes, next to the output. A directory without the mark belongs to the user,
-unless it is empty: mergegate neither deletes it nor writes into it.
+mergegate writes to ``<name>.partial/output``, which is renamed to its final name when it is complete. The partial
+directory also contains a *mark*, a file that only mergegate writes. A directory that is neither marked nor empty
+belongs to the user: mergegate neither deletes it nor writes into it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def has_mark(file: Path) -> bool:
 
 
 def remove_contents(directory: Path) -> None:
-    """Remove everything in a directory of mergegate. Do nothing if the directory does not exist."""
+    """Remove everything in ``directory``, or a file or link at its path. Do nothing if it does not exist."""
     if directory.is_dir() and not directory.is_symlink():
         for path in sorted(directory.iterdir()):
             remove_any(path)
@@ -49,18 +49,18 @@ def new_directory(
     by: str = "command that writes it",
     remedy: str = "wait until it ends, or use another directory",
 ) -> Iterator[Path]:
-    """Yield the directory in which to write ``out``, and rename it to ``out`` at the end of the block.
+    """Yield a directory for the content of ``out``, and rename it to ``out`` at the end of the block.
 
     Args:
-        out: The final directory.
-        partial: The directory that holds the output until it is complete. Default: ``<out>.partial``.
-        resume: Whether to keep the files of a killed run in the partial directory, and to keep them after an error.
-            By default the block starts with an empty directory and an error leaves nothing.
+        out: Final directory.
+        partial: Directory that contains the output until it is complete. Default: ``<out>.partial``.
+        resume: Whether to start with the files that a killed run left in the partial directory, and to leave them there
+            after an error. By default, the block starts with an empty directory, and an error leaves nothing.
         by: Description of another process that may be writing ``out``, for the error message.
         remedy: Advice for that case, for the error message.
 
     Raises:
-        InvalidInput: ``out`` exists or is not the name of a directory, or mergegate did not create the partial
+        InvalidInput: ``out`` exists or cannot be the name of a directory, or mergegate did not create the partial
             directory.
         Refused: Another process is writing ``out``.
     """
@@ -99,13 +99,16 @@ def _require_absent(out: Path) -> None:
 
 
 def finish_directory(partial: Path) -> None:
-    """Remove leftovers of a run that was killed just after it completed its output. The caller excludes other runs."""
+    """Remove a partial directory that a run left when it was killed just after it had completed its output.
+
+    The caller ensures that no other process uses the directory.
+    """
     if os.path.lexists(partial) and _is_ours(partial):
         remove_any(partial)
 
 
 def _is_ours(partial: Path) -> bool:
-    """Return whether a directory carries the mark, or is empty, or holds nothing but a mark that was not flushed."""
+    """Return whether a directory is marked or empty, or contains only a mark that was not completely written."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     mark, names = partial / MARK, {path.name for path in partial.iterdir()}
@@ -116,7 +119,7 @@ def _is_ours(partial: Path) -> bool:
 
 
 def _claim(partial: Path) -> int | None:
-    """Open and lock the mark of ``partial``, creating both if needed; return None while another process holds it."""
+    """Create ``partial`` and its mark if needed, and lock the mark. Return None if another process holds the lock."""
     while True:
         try:
             partial.mkdir()

@@ -1,19 +1,19 @@
-"""Keep a journal of what a stage has computed, so that a killed stage can resume.
+"""Record what a stage has computed in a journal, so that a killed stage can resume.
 
-The journal is in the directory of the unfinished artifact, under the name ``JOURNAL``, and is removed when the artifact
-is complete::
+The journal is the file ``JOURNAL`` in the directory of the unfinished artifact. It is removed when the artifact is
+complete::
 
     with open_journal(JournalLocation(out / JOURNAL, key)) as journal:
         for value in journal.records:          # complete records of the killed run, in order
             ...
         journal.append(value)                  # one more unit of work is done
 
-Each line holds a digest and the record as JSON. The digest covers the key and all records up to and including its own.
-Reading stops at the first line whose digest does not match: a line that a crash left incomplete, blocks of another
-file, or a journal of other inputs. The file is truncated there.
+Each line contains a digest and a record as JSON. The digest covers the key and all records up to this one. Reading
+stops at the first line whose digest does not match, because a crash left it incomplete, the disk damaged it, or the
+journal belongs to other inputs. The file is truncated there.
 
-All appended records survive ``kill -9``. The journal is flushed to the disk every few seconds, so a crash of the
-machine loses at most the records of the last few seconds.
+All appended records survive ``kill -9``. The journal is flushed to the disk every five seconds, so a crash of the
+machine loses only the records of the last few seconds.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JournalLocation:
-    """Location of the journal of one stage call.
+    """Location of a stage's journal.
 
     Args:
-        path: Path of the file, created with the first record.
-        key: Key of everything that determines the records. A journal with another key is not resumed.
+        path: Path of the file, which is created with the first record.
+        key: Hash of everything that determines the records. A journal with another key is not resumed.
     """
 
     path: Path
@@ -58,26 +58,23 @@ class JournalLocation:
 
 
 class LineChain:
-    """Chain of lines. Each line begins with a digest of the seed and of every body up to its own.
+    """Writer and reader of lines, each of which begins with a digest of ``seed`` and all bodies up to its own.
 
-    Args:
-        seed: Identity of the chain. Lines that were written with another seed do not verify.
+    Lines that were written with another seed do not verify.
     """
 
     def __init__(self, seed: str) -> None:
         self._digest = hashlib.sha256(seed.encode())
 
     def line(self, body: bytes) -> bytes:
-        """Return the next line of the chain for a body without line breaks."""
+        """Return the next line, with its digest, for ``body``, which must not contain line breaks."""
         self._digest.update(body)
         return self._digest.hexdigest().encode() + b" " + body + b"\n"
 
     def read_verified(self, file: BinaryIO, fits: Callable[[Any], bool]) -> Iterator[tuple[Any, int]]:
-        """Yield the values at the beginning of ``file`` as long as the chain verifies, each with its end offset.
+        """Yield the JSON value of each line of ``file``, and the offset after the line.
 
-        Args:
-            file: File, positioned at its beginning.
-            fits: Returns whether a value has the expected form. Reading stops at the first value that does not.
+        Stop at the first line whose digest does not match, or for whose value ``fits`` returns false.
         """
         end = 0
         while content := file.readline(_LONGEST_LINE):
@@ -98,11 +95,11 @@ class LineChain:
 
 
 class RecordJournal:
-    """Open journal.
+    """Open journal. ``records`` are the records of the killed run, in order.
 
     Args:
-        location: Location of the journal. None disables it: no record is stored.
-        fits: Returns whether a record has the expected form. Records of an older version may not have it.
+        location: Location of the journal, or None to store no records.
+        fits: Function that returns whether a record has the expected form. Records of an older version may not.
     """
 
     def __init__(self, location: JournalLocation | None, fits: Callable[[Any], bool] = lambda record: True) -> None:
@@ -127,7 +124,7 @@ class RecordJournal:
     def append(self, record: object) -> None:
         """Append a record of JSON types. Floats are stored exactly.
 
-        If the disk is full, the journal ends with a warning and the stage continues without it.
+        If this fails, for example because the disk is full, log a warning and store no more records.
         """
         if self._location is None:
             return
@@ -169,10 +166,7 @@ class RecordJournal:
 def open_journal(
     location: JournalLocation | None, fits: Callable[[Any], bool] = lambda record: True
 ) -> Iterator[RecordJournal]:
-    """Open the journal at ``location`` for this process alone. If ``location`` is None, the journal stores nothing.
-
-    See :class:`RecordJournal`.
-    """
+    """Open the journal at ``location`` and lock it until the end of the block (see :class:`RecordJournal`)."""
     journal = RecordJournal(location, fits)
     try:
         yield journal
@@ -181,9 +175,9 @@ def open_journal(
 
 
 def keep_only_journal(out: Path, pattern: str = "") -> None:
-    """Remove everything from ``out`` except the journal and the files that it refers to.
+    """Remove everything from ``out`` except the journal and the files that match ``pattern``.
 
-    Other leftovers of a killed run are not part of the artifact, and would be sealed with it.
+    Other files that a killed run left would become part of the artifact.
     """
     for path in out.iterdir():
         if path.name != JOURNAL and not (pattern and path.match(pattern) and path.is_file() and not path.is_symlink()):

@@ -1,17 +1,16 @@
 """Read and write state files that may be damaged, and set damaged ones aside.
 
-mergegate can rebuild everything in its home directory and in the store, so damage there never stops a run. One rule
-applies to all state: a reader gets a value or learns that the file is missing or damaged. Damage that is in the way of
-new state is renamed to ``<name>.damaged-<n>``, so that an operator can inspect it::
+mergegate can rebuild everything in its home directory and in the store, so damage there never stops a run. A reader of
+state gets a value, or learns that the file is missing or damaged. Damaged state is *set aside*, that is, renamed to
+``<name>.damaged-<n>``, before new state is written at its path, so that an operator can inspect it::
 
     match read_state(path, Manifest.model_validate_json):
         case Damaged() as damage: ...        # garbage, a directory, a link loop, not readable: set it aside
         case None: ...                       # the file does not exist
         case manifest: ...
 
-Errors of the machine rather than of the file (no descriptors left, no memory) are raised. Setting a file aside requires
-a writable directory. If the directory is not writable, that error is raised too, because nothing could be rebuilt
-there.
+Errors of the machine rather than of the file (no descriptors left, no memory) are raised. So is the error of a
+directory that is not writable, because nothing can be rebuilt there.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Damaged:
-    """Damaged state: its path and the reason."""
+    """Path of damaged state, and the reason why it cannot be read."""
 
     path: Path
     reason: str
@@ -67,15 +66,15 @@ class Damaged:
 
 
 def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTES) -> T | Damaged | None:
-    """Read and parse the file at ``path``; return None if it does not exist.
+    """Return the parsed content of the file at ``path``, :class:`Damaged`, or None if the file does not exist.
 
     Args:
-        path: Regular file. Links are not followed, and opening a pipe or device does not block.
-        parse: Parser of the content. It may raise the usual exceptions for invalid content, such as ValueError.
-        most: Largest valid size in bytes. A longer file is damaged. Default: 1 GiB.
+        path: Regular file. A link, a pipe or a device counts as damaged.
+        parse: Parser of the content. If it raises ValueError or a similar exception, the file counts as damaged.
+        most: Maximum size in bytes. A larger file counts as damaged. Default: 1 GiB.
 
     Raises:
-        OSError: The machine is at its limits. This error does not concern the file.
+        OSError: The machine cannot read files at the moment, for example because it has no descriptors left.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -106,12 +105,12 @@ def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTE
 
 
 def move_aside(path: Path) -> Path | None:
-    """Rename the file, link or directory at ``path`` and return its new path.
+    """Rename the file, link or directory at ``path`` to ``<name>.damaged-<n>``, and return its new path.
 
-    A link itself is renamed, not its destination.
+    The largest files of the copy are removed until at most 64 MiB are left, and so are all but the last three copies.
 
     Returns:
-        The new path, or None if nothing was at ``path`` or it was too large to keep.
+        The new path, or None if nothing was at ``path`` or nothing of it was kept.
     """
     try:
         copies = _set_aside_copies(path.with_name(f"{path.name}{ASIDE}0"))
@@ -141,7 +140,8 @@ def move_aside(path: Path) -> Path | None:
 def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
     """Return whether something other than a regular file is at ``path``.
 
-    The check uses a single system call. If another process removes the path at the same time, it is not misplaced.
+    With ``through_links``, a link to a regular file does not count. If another process removes the path at the same
+    time, the result is false.
     """
     try:
         status = path.stat() if through_links else path.lstat()
@@ -151,30 +151,28 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
 
 
 def is_set_aside(path: Path) -> bool:
-    """Return whether :func:`move_aside` gave ``path`` its name."""
+    """Return whether ``path`` has a name that :func:`move_aside` gives, ``<name>.damaged-<n>``."""
     return ASIDE in path.name and _number(path) > 0
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether ``path`` has the name of a partially written file of mergegate."""
+    """Return whether ``path`` has a name that mergegate gives to files and directories while it writes them."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def set_aside_damaged(path: Path, reason: str) -> None:
-    """Set aside the damaged file or directory at ``path`` and log a warning. Do nothing if the path does not exist."""
+    """Set aside the file or directory at ``path`` and log ``reason``. Do nothing if the path does not exist."""
     if os.path.lexists(path):
         aside = move_aside(path)
         _log.warning("%s: %s; %s", path, reason, f"set aside as {aside.name}" if aside else "removed")
 
 
 def state_directory(path: Path, *, private: bool = False) -> Path:
-    """Create the directory ``path`` and its parents; set aside anything at ``path`` that is not a directory.
+    """Create the directory ``path`` and its parents, and set aside anything at ``path`` that is not a directory.
 
-    Args:
-        path: Directory with a name that only mergegate uses, so a file or a broken link at this path is damage. This
-            does not apply to its parents.
-        private: Whether only the owner may use the directory, and its group if it has the setgid bit, which
-            directories shared by a team have. An existing directory of this user is changed accordingly.
+    Only mergegate uses the name of this directory, so a file or a broken link at ``path`` is damage. With ``private``,
+    only the owner may use the directory, and its group if it has the setgid bit, like the shared directory of a team.
+    An existing directory of this user is changed accordingly.
     """
     mode = 0o700 if private else 0o777
     if not path.is_dir():
@@ -239,10 +237,7 @@ def remove_any(path: Path) -> None:
 
 
 def regular_files(directory: Path) -> tuple[set[str], set[str]]:
-    """Return the relative names of all files below ``directory``, and of all entries that are not files or directories.
-
-    The second set holds links, pipes and the like.
-    """
+    """Return the relative names of all files below ``directory``, and those of all links, pipes and devices."""
     files: set[str] = set()
     special: set[str] = set()
     for parent, directories, names in os.walk(directory):

@@ -1,4 +1,4 @@
-"""Define tensors that are not stored: constants, such as computed router rows, and tensors with reordered rows."""
+"""Define tensors that no file contains: constants, such as computed router rows, and tensors with reordered rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConstantTensor(DerivedTensor):
-    """Float32 tensor that is not read from a file.
-
-    Args:
-        values: Little-endian float32 values, or None for zeros.
-    """
+    """Float32 tensor of the little-endian ``values``, or of zeros if ``values`` is None."""
 
     values: bytes | None = field(default=None, repr=False)
 
@@ -45,18 +41,13 @@ class ConstantTensor(DerivedTensor):
 
 
 def constant_tensor(name: str, shape: tuple[int, ...], values: bytes | None = None) -> ConstantTensor:
-    """Return a float32 tensor with the little-endian ``values``, or zeros by default."""
+    """Return a float32 tensor of the little-endian ``values``. Default: zeros."""
     return ConstantTensor(name, BY_CODE["F32"], shape, values)
 
 
 @dataclass(frozen=True)
 class RowPermutation(DerivedTensor):
-    """Tensor whose row ``i`` is row ``rows[i]`` of the tensor ``whole``.
-
-    Args:
-        whole: Original tensor.
-        rows: Row numbers in the original tensor.
-    """
+    """Tensor whose row ``i`` is row ``rows[i]`` of the tensor ``whole``."""
 
     whole: AnyTensor
     rows: tuple[int, ...]
@@ -85,5 +76,5 @@ class RowPermutation(DerivedTensor):
 
 
 def permuted_rows(tensor: AnyTensor, rows: Sequence[int]) -> RowPermutation:
-    """Return ``tensor`` with its rows in the order ``rows``."""
+    """Return a tensor whose row ``i`` is row ``rows[i]`` of ``tensor``."""
     return RowPermutation(tensor.name, tensor.dtype, tensor.shape, tensor, tuple(rows))

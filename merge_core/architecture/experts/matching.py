@@ -1,10 +1,10 @@
-"""Match the experts of different mixtures by their weights, and reorder them if the recipe requests it.
+"""Match the experts of different mixtures by their weights, and renumber them if the recipe requests it.
 
-Renumbering the experts of a mixture together with the rows of their router does not change the mixture's output.
-Fine-tuned models of one base keep its numbering. Mixtures of different origin do not, so a merge of expert ``i`` with
-expert ``i`` would combine unrelated experts. For every layer, this module measures the mean cosine of router rows and
-projections between all pairs of experts, and compares the best assignment (Hungarian method, Kuhn 1955) with the
-current one::
+The numbering of experts is arbitrary: renumbering them together with the rows of their router does not change a
+mixture's output. Fine-tunes of one base share its numbering. Mixtures of different origin do not, so a merge of expert
+``i`` with expert ``i`` would combine unrelated experts. For every layer, this module measures the mean cosine of router
+rows and projections between all pairs of experts, and compares the best assignment (Hungarian method, Kuhn 1955) with
+the current one::
 
     matched = match_experts(recipe, checkpoints)
     plan = plan_merge(matched.recipe, matched.checkpoints)
@@ -12,10 +12,8 @@ current one::
 
 With ``align_experts: true``, the experts of the other models are renumbered to match the donor's. If a router first
 chooses among groups of experts, whole groups are assigned to each other, and experts within them. The rows and biases
-of the router move with the experts, and shared experts stay in place. A renumbered table is a view of the same bytes,
-like a table of single experts.
-
-This module reads a fixed sample of each tensor. Plans read no weights, so the matching runs before planning.
+of the router move with the experts, and shared experts stay in place. The matching reads a fixed sample of each tensor,
+and runs before planning, because plans read no weights.
 """
 
 from __future__ import annotations
@@ -75,11 +73,11 @@ class MatchedLayer:
         model: Reference of the model.
         module: Name of the module in the network, such as ``model.layers.3.mlp``.
         experts: Number of experts.
-        diagonal: Mean cosine of the experts with equal numbers, in the current order.
-        best: Mean cosine of the experts in the best assignment.
+        diagonal: Mean cosine between experts with equal numbers.
+        best: Mean cosine between experts that the best assignment pairs.
         moved: Number of experts that the best assignment renumbers.
-        routers: Mean cosine of the router rows of the experts that are merged.
-        distance: Norm of the difference of these routers, divided by the norm of the donor's router.
+        routers: Mean cosine between the router rows of experts that are merged with each other.
+        distance: Norm of the difference between the two routers, divided by the norm of the donor's router.
     """
 
     model: str
@@ -94,11 +92,11 @@ class MatchedLayer:
 
 @dataclass(frozen=True)
 class MatchedExperts:
-    """Result of matching the experts, from which the merge continues.
+    """Result of matching experts.
 
     Args:
-        recipe: Recipe, marked as having its experts in order, with its measurements in the same order.
-        checkpoints: Every checkpoint by reference. With ``align_experts``, their experts are in the donor's order.
+        recipe: Recipe for the plan. With ``align_experts``, its measurements are renumbered like the experts.
+        checkpoints: All checkpoints by reference. With ``align_experts``, their experts are in the donor's order.
         layers: Correspondence for each model and module of experts. Empty if there are no experts to compare.
         findings: Warnings about experts that do not correspond.
     """
@@ -122,8 +120,8 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
     """Compare the experts of all models in ``recipe`` with the donor's, and renumber them with ``align_experts``.
 
     Raises:
-        InvalidInput: The recipe sets ``align_experts``, but experts cannot be reordered because it has steps or slices,
-            or because it is unknown how a tensor depends on the experts. Or a file cannot be read.
+        InvalidInput: A file cannot be read. Or the recipe sets ``align_experts``, but it has steps or slices, the donor
+            has no experts, or it is unknown how a tensor depends on their order.
     """
     donor = recipe.donor
     is_sliced = any(source.layers is not None for source in recipe.sources)
@@ -169,13 +167,11 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
 def assign(similarity: Floats, groups: int = 1) -> list[int]:
     """Assign the experts of a second model to those of a first so that the total similarity is maximal.
 
-    Args:
-        similarity: Similarity of shape ``[experts, experts]``, with the experts of the first model as rows.
-        groups: Number of equal groups of consecutive experts. Whole groups are assigned to each other, and experts
-            within them. Default: one group.
+    ``similarity`` has the shape ``[experts, experts]``, with the experts of the first model as rows. With several
+    equal ``groups`` of consecutive experts, whole groups are assigned to each other, and experts within them.
 
     Returns:
-        For each expert of the first model, the number of its counterpart in the second one.
+        For each expert of the first model, the number of its counterpart in the second model.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -294,11 +290,7 @@ def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
 def _renumber(
     model: str, checkpoint: Checkpoint, measurements: InputMeasurements | None, orders: Mapping[str, Sequence[int]]
 ) -> tuple[Checkpoint, InputMeasurements | None]:
-    """Return a model and its measurements with expert ``order[i]`` of each module, and its router row, at ``i``.
-
-    Raises:
-        InvalidInput: A tensor may depend on the order of the experts in an unknown way, or there is no router.
-    """
+    """Return a model and its measurements, with expert ``order[i]`` of each module and its router row at number i."""
     table, modules = dict(checkpoint.tensors), _modules(checkpoint)
     importance = dict(measurements.importance) if measurements else {}
     names = {name: name for name in (*measurements.moments, *importance)} if measurements else {}
@@ -353,7 +345,7 @@ class _Samples:
             os.close(descriptor)
 
     def similarity(self, first: _Module, second: _Module) -> Floats:
-        """Return the mean cosine of router rows and projections, with the shape ``[experts, experts]``."""
+        """Return the mean cosine of router rows and projections for all pairs of experts, ``[experts, experts]``."""
         cosines = []
         for part in first.experts[0]:
             if first.experts[0][part].numel < 2:
@@ -368,7 +360,7 @@ class _Samples:
         return mean
 
     def routers(self, first: _Module, second: _Module, order: Sequence[int]) -> tuple[float, float]:
-        """Return the mean cosine of the router rows, with the second router in ``order``, and their relative distance.
+        """Return the mean cosine of the routers' rows, with those of the second in ``order``, and their distance.
 
         The distance is the norm of the difference divided by the norm of the first router.
         """

@@ -1,9 +1,8 @@
-"""List the mixture families that dense models can be merged into, and write the configuration of the result.
+"""List the mixture families that dense models can be merged into, and write the configuration of the mixture.
 
-A mixture family states the dense families with the same attention computation, its tensor names, and whether it has a
-shared expert, which sees every token. All families weight the chosen experts so that the weights sum to one. If all
-experts are equal, the mixture then computes the same as the dense model. If a shared expert is added to that sum, all
-experts are scaled down by default to preserve this (``residual``).
+In all families, the weights of the chosen experts sum to one. If all experts are equal, the mixture therefore computes
+the same as the dense model. A shared expert, which sees every token, adds to that sum, so all experts are then scaled
+down by default to preserve this property (``residual``).
 
 Sources: the modeling files of each family in transformers 5.23 and vLLM 0.32.
 """
@@ -29,19 +28,19 @@ class OutputFamily:
 
     Args:
         name: Name of the family. A recipe's ``architecture`` is a prefix of it.
-        model_type: ``model_type`` of its configuration.
-        architecture: Class name of its models.
-        sources: ``model_type`` of the dense models with the same attention computation.
+        model_type: ``model_type`` of the family's configuration.
+        architecture: Class name of the family's models.
+        sources: ``model_type`` of each dense family that computes attention in the same way.
         module: Name of the module that replaces the feed-forward network of a layer.
         projections: Names of the gate, up and down projections in that module.
-        carried: Parts of a dense layer that keep their names.
+        carried: Tensors of a dense layer that are copied under the same name.
         sizes: Keys for the number of experts, their width, and the width of the shared expert.
         shared: Name of the shared expert, or an empty string for a family without one.
         shared_gate: Whether the shared expert has its own gate.
         biased: Whether the query, key and value projections have biases. They are zero for a source without biases.
         correction_bias: Whether the router has a bias that affects only the choice of experts.
-        residual: Default factor of the down projections.
-        settings: Settings of its configuration other than sizes.
+        residual: Default factor by which the down projections of all experts are multiplied.
+        settings: Fixed settings of the family's configuration, other than sizes.
     """
 
     name: str
@@ -165,15 +164,10 @@ _DROPPED = (
 
 
 def choose_output(architecture: str | None, source: str, *, shared: bool, prompts: bool, location: str) -> OutputFamily:
-    """Return the mixture family for dense models.
+    """Return the family of a mixture whose base has the ``model_type`` ``source``.
 
-    Args:
-        architecture: ``architecture`` of the recipe, a prefix of the family's name. None selects the first suitable
-            family.
-        source: ``model_type`` of the base.
-        shared: Whether the mixture has a shared expert.
-        prompts: Whether the shared expert has prompts, which require a gate of its own.
-        location: Location of the recipe, for error messages.
+    ``architecture`` is a prefix of the family's name. None selects the first suitable family. ``shared`` states whether
+    the mixture has a shared expert, and ``prompts`` whether the recipe has prompts for it, which require its own gate.
 
     Raises:
         InvalidInput: No family has this name, or none is suitable.
@@ -221,7 +215,9 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
 def mixture_config(
     base: Mapping[str, Any], family: OutputFamily, experts: int, per_token: int, location: str
 ) -> dict[str, Any]:
-    """Return the configuration of the mixture, which states all settings that the base leaves to its family's defaults.
+    """Return the configuration of a mixture of ``experts`` experts, ``per_token`` of which process each token.
+
+    Settings that ``base`` leaves to its family's defaults are written out, because the mixture's family has others.
 
     Raises:
         InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
@@ -273,11 +269,7 @@ def mixture_config(
 
 
 def _window(base: Mapping[str, Any], kind: str, full: Mapping[str, Any], location: str) -> int | None:
-    """Return the attention window of all layers in tokens, or None for full attention.
-
-    Raises:
-        InvalidInput: The layers have different windows.
-    """
+    """Return the attention window of all layers in tokens, or None for full attention."""
     if kind in ("qwen2", "qwen3"):
         kinds = base.get("layer_types")
         has_windows = base.get("use_sliding_window") is True

@@ -1,18 +1,16 @@
-"""Split fused experts into single ones as views of the same bytes, and map the result back to the donor's layout.
+"""Split fused experts into single ones without reading them, and map the merge back to the donor's layout.
 
-If a checkpoint holds all experts of a layer in one tensor, a merge must not treat this tensor as one vector. A sign
-election or an angle would have another meaning than for a checkpoint that holds each expert separately. Before
-planning, :func:`split_experts` therefore turns every table of tensors into one with single experts, under the names of
-the layout that stores them separately. An expert is a contiguous range of a fused tensor. If the tensor has the shape
-``[experts, 2 * intermediate, hidden]``, so are the expert's gate and up projections. Splitting reads no data, and the
-engine streams pieces like complete tensors.
+If a checkpoint stores all experts of a layer in one (*fused*) tensor, a merge must not treat that tensor as one vector:
+sign elections and angles would cover all experts together. Before planning, :func:`split_experts` therefore replaces
+each fused tensor by *pieces*, one per expert and projection, under the names of the layout that stores experts
+separately. A piece is a contiguous range of the fused tensor, and the engine streams it like a complete tensor.
 
-If the shape is ``[experts, hidden, 2 * intermediate]`` (Llama 4, GPT-OSS), each row contains both gate and up values,
-and a piece contains both projections of one expert. The shapes of ``gate_up_proj`` and ``down_proj`` together determine
-the layout: ``[E, 2I, H]`` with ``[E, H, I]`` cannot be read as ``[E, H', 2I']`` with ``[E, I', H']``.
+With the shape ``[experts, 2 * intermediate, hidden]``, gate and up projection become separate pieces. With the shape
+``[experts, hidden, 2 * intermediate]`` (Llama 4, GPT-OSS), each row contains both gate and up values, so one piece
+contains both. The shapes of ``gate_up_proj`` and ``down_proj`` together determine the layout: ``[E, 2I, H]`` with
+``[E, H, I]`` cannot be read as ``[E, H', 2I']`` with ``[E, I', H']``.
 
-Each piece records the tensor that contains it, so that :func:`to_disk_tensors` can write the merge in the layout of its
-donor.
+Each piece records the fused tensor, so that :func:`to_disk_tensors` can write the merge in the layout of its donor.
 
 Sources of the names: the checkpoints of the families, and the output of transformers 5 with and without
 ``save_original_format``.
@@ -51,13 +49,13 @@ _NUMBER = re.compile(r"\.experts\.([0-9]{1,4})\.")
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a family's single experts on disk.
+    """Names of a family's tensors for experts, in the layout that stores experts separately.
 
     Args:
         gate: Name of the projection that the activation is applied to.
         up: Name of the projection that is multiplied with the gate.
         down: Name of the projection back to the hidden size.
-        renamed: Prefixes of names inside a layer that differ, in memory and on disk.
+        renamed: Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
     """
 
     gate: str = "gate_proj"
@@ -66,7 +64,7 @@ class ExpertNames:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def on_disk(self, part: str) -> str:
-        """Return the name on disk of ``part``, a name inside a layer."""
+        """Return the name on disk for ``part``, a tensor name in memory without the prefix of its layer."""
         for memory, disk in self.renamed:
             if part.startswith(memory):
                 return disk + part.removeprefix(memory)
@@ -95,8 +93,8 @@ class DiskLocation:
 
     Args:
         whole: Name of the tensor on disk that contains the piece.
-        form: Names of the pieces of that tensor in the order of their bytes, with ``*`` for the expert number. A single
-            name without ``*`` if the tensor only has another name.
+        form: Names of that tensor's pieces in the order of their bytes, with ``*`` for the expert number. A single name
+            without ``*`` means that the tensor is renamed but not split.
     """
 
     whole: str
@@ -105,20 +103,14 @@ class DiskLocation:
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece(StoredTensor):
-    """Range of a stored tensor with its own name."""
+    """Piece of a stored tensor."""
 
     location: DiskLocation
 
 
 @dataclass(frozen=True)
 class DerivedPiece(DerivedTensor):
-    """Range of a computed tensor with its own name.
-
-    Args:
-        location: Location on disk.
-        whole: Tensor that contains the piece.
-        start: Index of the first element in that tensor.
-    """
+    """Piece of the computed tensor ``whole``, which begins at element ``start``."""
 
     location: DiskLocation
     whole: DerivedTensor
@@ -137,10 +129,9 @@ class DerivedPiece(DerivedTensor):
 
 
 def expert_names(config: Mapping[str, Any]) -> ExpertNames:
-    """Return the names that the model family of ``config`` uses on disk for the parts of its experts.
+    """Return the names that the model family in ``config`` uses on disk for the tensors of its experts.
 
-    The family is the first known ``model_type`` in the config or in one of its parts, such as the text model. For other
-    families, return the default names (``gate_proj``, ``up_proj``, ``down_proj``).
+    Families that this module does not list use ``gate_proj``, ``up_proj`` and ``down_proj``.
     """
     kinds = (part.get("model_type") for part in config_parts(config))
     return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), _PLAIN)
@@ -150,7 +141,7 @@ Piece: TypeAlias = StoredPiece | DerivedPiece
 
 
 def split_experts(checkpoint: Checkpoint) -> Checkpoint:
-    """Return ``checkpoint`` with each expert of its fused tensors as a separate tensor, unchanged if none are fused."""
+    """Return ``checkpoint`` with each expert as a separate tensor. It stays unchanged if no experts are fused."""
     names = expert_names(checkpoint.config)
     candidates: dict[str, dict[str, AnyTensor]] = {}
     if any(len(tensor.shape) == 3 for tensor in checkpoint.tensors.values()):
@@ -182,13 +173,13 @@ def split_experts(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def disk_location(tensor: AnyTensor) -> DiskLocation | None:
-    """Return the location of a piece on disk, or None for a tensor that is stored under its own name."""
+    """Return the location on disk of a piece, or None for a tensor that is stored under its own name."""
     return tensor.location if isinstance(tensor, StoredPiece | DerivedPiece) else None
 
 
 @dataclass(frozen=True)
 class _Module:
-    """Fused tensors of one module by part, and their number of experts."""
+    """Fused tensors of one module by the last part of their names, and the number of experts in each."""
 
     tensors: Mapping[str, AnyTensor]
     experts: int
@@ -259,13 +250,9 @@ def _disk_layout_name(name: str, names: ExpertNames) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskTensor(SizedTensor):
-    """Tensor of an output file.
+    """Tensor of an output file, which consists of ``pieces`` in the order of their bytes.
 
-    Args:
-        name: Name in the file.
-        dtype: Format that can represent the formats of all pieces.
-        shape: Shape of the tensor.
-        pieces: Names of the computed pieces in the order of their bytes.
+    ``dtype`` is the smallest format that can represent the formats of all pieces.
     """
 
     name: str
@@ -275,11 +262,10 @@ class DiskTensor(SizedTensor):
 
 
 def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpoint) -> list[DiskTensor]:
-    """Return the tensors to write for ``outputs``, fused or renamed as in the donor's layout.
+    """Return the tensors to write for ``outputs`` (format and shape by name), fused or renamed as in ``donor``.
 
-    Layer numbers may differ from the donor's, so the parts of a layer are written like the same parts of any layer of
-    the donor. If experts do not fill a fused tensor, because one is missing or has another size, they are written one
-    by one.
+    Layer numbers may differ from the donor's, so every layer is written in the layout of the donor's layers, whatever
+    its number. If an expert is missing or has another shape, the experts are written one by one.
     """
     forms: dict[tuple[str, str], DiskLocation] = {}
     for tensor in donor.tensors.values():
@@ -315,7 +301,7 @@ def to_disk_tensors(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor:
 
 
 def _key(name: str) -> tuple[str, str]:
-    """Return the location of a tensor without the numbers of its layer and expert."""
+    """Return the stack and the part of the tensor called ``name``, without the numbers of its layer and expert."""
     position = parse_layer_place(name)
     stack, part = (position.stack, position.part) if position else ("", name)
     return stack, _NUMBER.sub(".experts.*.", f".{part}", count=1)
@@ -327,6 +313,6 @@ def _in_layer(name: str, index: int) -> str:
 
 
 def disk_name(tensor: AnyTensor) -> str:
-    """Return the name of the tensor on disk that contains ``tensor``, or of ``tensor`` itself."""
+    """Return the name of the tensor on disk that contains ``tensor``, which may be ``tensor`` itself."""
     location = disk_location(tensor)
     return location.whole if location else tensor.name

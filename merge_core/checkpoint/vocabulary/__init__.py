@@ -1,7 +1,7 @@
 """Read tokenizers as data: look up ids of tokens, compare tokenizers, and join several into one.
 
-The package only reads files and does not import a tokenizer library. Code that needs the behavior of a tokenizer on a
-text runs it in a separate process. The tokenizers library defines the ids, which can differ from the ids in the file.
+The package only reads files and does not import a tokenizer library. The ids are those that the tokenizers library
+would assign, which can differ from the ids in the file.
 """
 
 from mergegate.merge_core.checkpoint.vocabulary.comparison import (

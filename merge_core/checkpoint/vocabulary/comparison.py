@@ -1,8 +1,8 @@
 """Compare two tokenizers part by part, and determine whether they assign different ids to the same text.
 
-All of ``tokenizer.json`` is compared. A difference counts as a change of ids unless its part is known to be harmless,
-so unknown parts are reported instead of ignored. Equivalent spellings are first converted to a common form: defaults
-that older files omit, sequences with one element, empty prefixes.
+All of ``tokenizer.json`` is compared. A difference counts as a change of ids unless the part that differs is known to
+be harmless. Equivalent spellings are first converted to a common form: defaults that older files omit, sequences with
+one element, empty prefixes.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class SpellingDifference:
     """One difference between two tokenizers.
 
     Args:
-        key: Key with which a profile can accept it: ``merges``, ``pre_tokenizer``, ``model.byte_fallback``,
-            ``eos_token``, ...
-        file: Name of the file that contains the part.
+        key: Key with which a profile can accept the difference, such as ``merges`` or ``model.byte_fallback``.
+        file: Name of the file that contains the differing value.
         found: Value in the second tokenizer.
         expected: Value in the first tokenizer.
         changes_ids: Whether the two tokenizers may assign different ids to the same text.
@@ -65,10 +64,10 @@ class SpellingDifference:
 
 
 def compare_tokenizers(first: TokenizerDefinition, second: TokenizerDefinition) -> tuple[SpellingDifference, ...]:
-    """Return the differences between two tokenizers, except for ids of tokens (see ``vocabulary_differences``).
+    """Return the differences between two tokenizers, apart from token ids, which ``vocabulary_differences`` compares.
 
-    Older formats contain neither the splitting rules nor the options of the model. If one tokenizer has such a format,
-    only merges and settings are compared, and an additional difference reports that the rest was not.
+    Formats older than ``tokenizer.json`` contain neither splitting rules nor model options. If only one tokenizer has
+    such a format, only merges and settings are compared, and an additional difference says so.
     """
     if first.has_pipeline != second.has_pipeline:
         first_file, second_file = Path(first.location).name, Path(second.location).name
@@ -86,10 +85,10 @@ def compare_tokenizers(first: TokenizerDefinition, second: TokenizerDefinition) 
 
 
 def model_differences(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator[SpellingDifference]:
-    """Yield the differences between the ``model`` parts of two tokenizers, apart from the ids of their tokens.
+    """Yield the differences between the ``model`` sections of two tokenizers, apart from the ids of their tokens.
 
-    The model is the part that splits words into tokens, such as BPE or Unigram. Its kind, the order of its merges, its
-    scores and its options are compared. If the kinds differ, nothing else is compared.
+    The model is the part that splits words into tokens, such as BPE or Unigram. If the kinds of the models are equal,
+    the order of their merges, their scores and their options are compared.
     """
     if first.kind != second.kind:
         yield SpellingDifference("model.type", NAME, second.kind or "nothing", first.kind or "nothing", True)
@@ -121,7 +120,7 @@ def _merges(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator
 
 
 def pipeline_differences(first: TokenizerDefinition, second: TokenizerDefinition) -> Iterator[SpellingDifference]:
-    """Yield differences outside the models: normalizer, pre-tokenizer, post-processor, decoder, and unknown parts."""
+    """Yield differences in all other sections: normalizer, pre-tokenizer, post-processor, decoder, unknown sections."""
     for key in sorted((first.content.keys() | second.content.keys()) - _COMPARED_SEPARATELY):
         part_1, part_2 = (_normalize(tokenizer.content.get(key), key) for tokenizer in (first, second))
         if key == "post_processor":
@@ -153,7 +152,7 @@ def _added_differences(first: TokenizerDefinition, second: TokenizerDefinition) 
 
 
 def settings_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[SpellingDifference]:
-    """Yield differences between the settings of two tokenizers (``tokenizer_config.json``)."""
+    """Yield differences in settings of ``tokenizer_config.json`` that determine ids or the roles of tokens."""
     for key in (*_ID_SETTINGS, *_ROLES):
         tokens = (settings.get(key) for settings in (first, second))
         value_1, value_2 = (token.get("content") if isinstance(token, Mapping) else token for token in tokens)

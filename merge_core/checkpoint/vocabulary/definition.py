@@ -1,8 +1,8 @@
 """Read a tokenizer from its files: model, pipeline, added tokens, and the id of every token.
 
-If the vocabulary of the model lacks an added token, the token gets the next free id in the order of the list, even if
-the file contains a different id. The tokenizers library assigns ids in this way (checked with 0.23), so a model was
-trained with them. Only this module implements the rule.
+In this package, the *model* is the part of a tokenizer that splits words into tokens, such as BPE. Added tokens that
+its vocabulary lacks get the next free ids in the order of the list, even if the file contains different ids. The
+tokenizers library assigns ids in this way (checked with 0.23), so these are the ids of the training.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class TokenizerDefinition:
 
     Args:
         location: File of the tokenizer, for messages.
-        kind: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or another type that the file names.
+        kind: Type of the model: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or another type in the file.
         content: Content of ``tokenizer.json``. Older files (``vocab.json``, ``merges.txt``) are converted to this form.
         settings: Content of ``tokenizer_config.json``, with the special tokens of ``special_tokens_map.json``.
-        model_ids: Ids of the model's own vocabulary.
-        ids: Ids of all tokens, as the library assigns them.
-        added: Added tokens in the order of the file, each with its flags.
+        model_ids: Ids of the tokens in the model's vocabulary.
+        ids: Ids of all tokens, as the tokenizers library assigns them.
+        added: Flags by added token, in the order of the file.
         misnumbered: Added tokens whose id in the file differs from the id that the library assigns.
-        merges: Merges of BPE, as ordered pairs.
+        merges: Merges of BPE, as pairs of tokens in order of priority.
         has_pipeline: Whether the files also define how a text is split before the model processes it. Only
-            ``tokenizer.json`` defines it. For ``vocab.json`` and ``vocab.txt``, the class of the tokenizer does.
+            ``tokenizer.json`` does. With ``vocab.json`` or ``vocab.txt``, the tokenizer's class defines it.
     """
 
     location: str
@@ -66,18 +66,16 @@ class TokenizerDefinition:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """``model`` section of the file."""
+        """Section ``model`` of ``tokenizer.json``."""
         model: Mapping[str, Any] = self.content["model"]
         return model
 
 
 def read_tokenizer(source: Companions | Path) -> TokenizerDefinition | None:
-    """Return the tokenizer of a checkpoint, or None if there is no tokenizer that can be read without a library.
+    """Return the tokenizer of a checkpoint, given its files or its directory.
 
-    ``tokenizer.json`` takes precedence, then ``vocab.json`` with ``merges.txt``, then ``vocab.txt``.
-
-    Args:
-        source: Files of the checkpoint, or its directory.
+    ``tokenizer.json`` takes precedence, then ``vocab.json`` with ``merges.txt``, then ``vocab.txt``. Without any of
+    these files, return None.
 
     Raises:
         InvalidInput: A tokenizer file has the wrong format, or is not a plain file in its directory.
@@ -94,7 +92,7 @@ def read_tokenizer(source: Companions | Path) -> TokenizerDefinition | None:
 
 @contextmanager
 def cached_tokenizers() -> Iterator[None]:
-    """Read every tokenizer at most once in this context. Large ones take a second, and checks need them repeatedly."""
+    """Cache tokenizers in this context, because checks need them repeatedly and large ones take a second to read."""
     if _cache.get() is not None:
         yield
         return
@@ -139,7 +137,7 @@ def _read_files(files: Companions) -> TokenizerDefinition | None:
 
 
 def read_settings(files: Companions) -> dict[str, Any]:
-    """Return ``tokenizer_config.json``, with special tokens from ``special_tokens_map.json`` if it lists none itself.
+    """Return ``tokenizer_config.json``, extended by ``special_tokens_map.json`` unless it has ``added_tokens_decoder``.
 
     Raises:
         InvalidInput: One of the files is not a JSON object.
@@ -151,10 +149,10 @@ def read_settings(files: Companions) -> dict[str, Any]:
 
 
 def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of added tokens that ``added_tokens.json`` and ``tokenizer_config.json`` list.
+    """Return the ids of the added tokens in ``added_tokens.json`` and ``settings`` (``tokenizer_config.json``).
 
     Raises:
-        InvalidInput: An id is not an integer from 0.
+        InvalidInput: An id is not a whole number from 0.
     """
     content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
     if not all(type(number) is int and number >= 0 for number in content.values()):
@@ -170,7 +168,7 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
 
 
 def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: str) -> TokenizerDefinition:
-    """Return the tokenizer that a parsed ``tokenizer.json`` defines.
+    """Return the tokenizer that ``content``, a parsed ``tokenizer.json``, defines.
 
     Raises:
         InvalidInput: A part of the file has the wrong structure.
@@ -223,10 +221,10 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
 
 
 def assign_ids(model_ids: Mapping[str, int], added_tokens: Iterable[str]) -> dict[str, int]:
-    """Return the ids of the model's tokens and of added tokens, in the order in which they are added.
+    """Return the ids of all tokens. ``added_tokens`` are in the order in which they are added.
 
-    An added token that the model has keeps its id. The others are numbered from the *number* of the model's tokens. So
-    if a vocabulary has gaps, an id can occur twice.
+    An added token that is in the model's vocabulary keeps its id. All others are numbered from the *number* of tokens
+    in the vocabulary, so an id can occur twice if the vocabulary has gaps.
     """
     ids = dict(model_ids)
     next_id = len(model_ids)
@@ -237,7 +235,7 @@ def assign_ids(model_ids: Mapping[str, int], added_tokens: Iterable[str]) -> dic
 
 
 def _settings_entries(settings: Mapping[str, Any], listed_tokens: set[str], location: str) -> list[dict[str, Any]]:
-    """Return added tokens that only ``tokenizer_config.json`` lists, ordered by id, as transformers adds them."""
+    """Return the added tokens in ``settings`` that are not in ``listed_tokens``, in the order of their ids."""
     decoder = settings.get("added_tokens_decoder")
     if not isinstance(decoder, Mapping):
         return []

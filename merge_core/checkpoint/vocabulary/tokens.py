@@ -1,7 +1,7 @@
 """Read the ids of all tokens of a checkpoint, and compare them between checkpoints.
 
-Merging embeddings row by row is only correct if each row belongs to the same token in every model. The weights do not
-reveal a mismatch, and the merge does not fail, but the result generates nonsense.
+Merging embeddings row by row is only correct if each row belongs to the same token in every model. If it does not, the
+merge succeeds, but its result generates nonsense.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Vocabulary:
 
     Args:
         ids: Ids by token. Contains only added tokens unless ``is_complete`` is true.
-        digests: sha256 by name of the vocabulary files that need a library of their own.
+        digests: SHA-256 digests of binary vocabulary files (such as SentencePiece), by file name.
         is_complete: Whether ``ids`` contains every token.
-        model_tokens: Tokens of the model's vocabulary, without added tokens. None if they are unknown.
+        model_tokens: Tokens of the tokenizer's own vocabulary, without added tokens. None if they are unknown.
     """
 
     ids: Mapping[str, int]
@@ -33,15 +33,12 @@ class Vocabulary:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that are not in the vocabulary of the tokenizer's model."""
+        """Ids of the tokens that are not in the tokenizer's own vocabulary, by token."""
         return {token: number for token, number in self.ids.items() if token not in (self.model_tokens or ())}
 
 
 def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
-    """Return the vocabulary of a checkpoint, or None if it has no tokenizer files.
-
-    Args:
-        source: Files of the checkpoint, or its directory.
+    """Return the vocabulary of a checkpoint, given its files or its directory. None if it has no tokenizer files.
 
     Raises:
         InvalidInput: A tokenizer file has the wrong format, or is not a plain file in its directory.
@@ -62,9 +59,9 @@ def vocabulary_differences(first: Vocabulary, second: Vocabulary) -> tuple[list[
     """Compare the ids of two vocabularies. If one of them is incomplete, only added tokens are compared.
 
     Returns:
-        Tokens with different ids, tokens only in ``first``, and tokens only in ``second``. A token that only one
-        vocabulary has, at an id that the other one uses for a different token, counts as a token with different ids,
-        because that row has two meanings.
+        Tokens with different ids, tokens only in ``first``, and tokens only in ``second``. If only one vocabulary has a
+        token, and the other uses its id for a different token, it counts as a token with different ids, because that
+        embedding row has two meanings.
     """
     ids_1, ids_2 = first.ids, second.ids
     if not (first.is_complete and second.is_complete):
@@ -88,10 +85,10 @@ def vocabulary_differences(first: Vocabulary, second: Vocabulary) -> tuple[list[
 
 
 def read_pieces(content: bytes) -> tuple[str, ...] | None:
-    """Return the pieces of a SentencePiece model in the order of their ids, without the library.
+    """Return the pieces of a SentencePiece model in the order of their ids, or None for other content.
 
     The file is a protocol buffer (https://github.com/google/sentencepiece, ``sentencepiece_model.proto``). Field 1 of
-    the message is repeated, once per piece. Field 1 of a piece is its text. Other content gives None.
+    the message is repeated, once per piece. Field 1 of a piece is its text.
     """
     try:
         pieces = [
@@ -107,7 +104,7 @@ def read_pieces(content: bytes) -> tuple[str, ...] | None:
 
 
 def _fields(content: bytes) -> list[tuple[int, bytes]]:
-    """Return number and bytes of the length-delimited fields of a message. Raise ValueError or IndexError otherwise."""
+    """Return the numbers and bytes of a message's length-delimited fields. Invalid content raises an exception."""
     fields, position = [], 0
     while position < len(content):
         key, position = _varint(content, position)

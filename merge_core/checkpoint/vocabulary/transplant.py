@@ -3,11 +3,11 @@
 Tokens of two tokenizers are compared by the bytes that they represent: ``Ġthe`` of a byte-level tokenizer and ``▁the``
 of SentencePiece are two spellings of the same token.
 
-Tokens that both tokenizers have connect the embedding spaces of the two models. The donor's row of a new token is
-approximated by a combination of the donor's rows of a few shared tokens. The same combination of *the model's rows* of
-these tokens is the new row (arXiv:2506.06607). Orthogonal matching pursuit determines the combination. In each step, it
-selects the row that is best aligned with the residual, fits all selected rows by least squares, and updates the
-residual.
+A new token comes from a donor model, and tokens that both models have connect their embedding spaces. The donor's row
+for the new token is approximated by a combination of the donor's rows for a few shared tokens. The same combination of
+*the model's* rows for these tokens is the new row (arXiv:2506.06607). Orthogonal matching pursuit determines the
+combination: each step selects the row that is best aligned with the residual, fits all selected rows by least squares,
+and updates the residual.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ROUNDING = 1e-6
 def token_bytes(tokenizer: TokenizerDefinition) -> dict[bytes, int]:
     """Return the id of every token by the bytes that it represents.
 
-    Added tokens are listed by their text with a leading zero byte, which does not occur in texts. If several tokens
-    represent the same bytes, the first one counts.
+    The key of an added token is its text after a zero byte, which distinguishes it from ordinary tokens. If several
+    tokens represent the same bytes, the first one counts.
     """
     types = {*_types(tokenizer.content.get("decoder")), *_types(tokenizer.content.get("pre_tokenizer"))}
     byte_level = "ByteLevel" in types
@@ -70,12 +70,12 @@ def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> t
     """Approximate many targets by sparse combinations of atoms, with orthogonal matching pursuit.
 
     Args:
-        targets: Targets [n, d], float32 or float64.
-        atoms: Rows to combine [s, d], in the same format. Zero rows are never selected.
-        k: Largest number of atoms per target, from 1.
+        targets: Rows to approximate, [n, d] in float32 or float64.
+        atoms: Rows to combine, [s, d] in the same format. Zero rows are never selected.
+        k: Maximum number of atoms per target, at least 1.
 
     Returns:
-        Indices of the atoms [n, k] and coefficients [n, k]. An unneeded atom has the coefficient 0.
+        Indices of the selected atoms [n, k], and coefficients [n, k]. An atom that is not needed has the coefficient 0.
     """
     import torch
 
@@ -116,7 +116,7 @@ def sparse_combinations(targets: torch.Tensor, atoms: torch.Tensor, k: int) -> t
 
 
 def combined_rows(indices: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Apply the result of :func:`sparse_combinations` to ``rows`` [s, h] of another space. Return rows [n, h]."""
+    """Return [n, h] combinations of ``rows`` [s, h], with the result of :func:`sparse_combinations`."""
     import torch
 
     return torch.einsum("nk,nkh->nh", weights.to(rows.dtype), rows[indices])

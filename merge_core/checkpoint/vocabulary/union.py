@@ -1,13 +1,13 @@
 """Join several tokenizers into one: the tokenizer of the base, extended by tokens of the other tokenizers.
 
 *Siblings* have the same model (the same ordinary tokens, merges, scores and options) and split text in the same way.
-They differ in added tokens and in ids. Their union is exact: every tokenizer splits a text without new tokens as
-before. *Strangers* have different models. No single tokenizer can split text like two strangers, so a recipe declares
-how to treat the tokens that the base lacks:
+They differ only in added tokens and ids, so their union splits a text without new tokens like each of them.
+*Strangers* have different models. No single tokenizer can split text like both, so a recipe declares how to treat the
+tokens that the base lacks:
 
 ========  ============================================================================================================
 refuse    refuse the union. This is the default
-specials  take over only added tokens
+specials  add only the added tokens
 dormant   give ordinary tokens an id but no merges, so that they can be decoded but no text is split into them (BPE)
 appended  give ordinary tokens an id, and merges after those of the base. Some texts are then split into them (BPE),
           in a way that the base was not trained on. Words of WordLevel and WordPiece are simply added
@@ -37,14 +37,14 @@ _OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spi
 
 @dataclass(frozen=True)
 class JoinedTokenizer:
-    """A tokenizer that was joined from several.
+    """Union of several tokenizers.
 
     Args:
-        content: Content of its ``tokenizer.json``.
-        ids: Ids of all its tokens.
-        new_added: New added tokens with their flags. The base lacks them or has them as ordinary tokens.
-        model_changed: Whether the model of the base got new tokens or merges.
-        remarks: Remarks for the user.
+        content: Content of the new ``tokenizer.json``.
+        ids: Ids of all tokens.
+        new_added: Flags of the added tokens that are not added tokens of the base, by token.
+        model_changed: Whether the model has tokens or merges that the base's model lacks.
+        remarks: Remarks for the user, such as the number of omitted tokens.
     """
 
     content: Mapping[str, Any]
@@ -55,7 +55,7 @@ class JoinedTokenizer:
 
 
 def stranger_reason(base: TokenizerDefinition, other_tokenizer: TokenizerDefinition) -> str:
-    """Return why two tokenizers are strangers: the first part that differs. Return an empty string for siblings."""
+    """Return the first difference that makes two tokenizers strangers, or an empty string for siblings."""
     for difference in model_differences(base, other_tokenizer):
         return f"{difference.key}: {difference.found}, not {difference.expected}"
     for difference in pipeline_differences(base, other_tokenizer):
@@ -83,13 +83,12 @@ def join_tokenizers(
     Args:
         base: Tokenizer of the base, whose ids do not change.
         tokenizers: Tokenizers of the other models, by model, in the order of the recipe.
-        strangers: Treatment of ordinary tokens that the base lacks, see the module docstring.
+        strangers: Treatment of ordinary tokens that the base lacks (see the module docstring).
         location: Location in the recipe, for messages.
-        extra: Additional tokens to add, with their flags.
+        extra: Flags of further tokens to add, by token.
 
     Raises:
-        InvalidInput: Strangers are refused or cannot be joined in the selected way, or two tokens would have the same
-            id.
+        InvalidInput: The tokenizers cannot be joined in the selected way, or two tokens would have the same id.
     """
     content = {**base.content, "model": dict(base.model)}
     ordinary: dict[str, None] = {}
@@ -133,12 +132,9 @@ def join_tokenizers(
 def rewritten_files(
     joined_tokenizer: JoinedTokenizer, base: TokenizerDefinition, companions: Sequence[str]
 ) -> dict[str, bytes | None]:
-    """Return the files of the base's tokenizer that change, by name. None stands for a file to remove.
+    """Return the new content of the base's tokenizer files that change, by name, or None for a file to remove.
 
-    Args:
-        joined_tokenizer: The joined tokenizer.
-        base: Tokenizer of the base.
-        companions: Names of the base's files.
+    ``companions`` are the names of the base's files.
     """
     files: dict[str, bytes | None] = {NAME: _json(joined_tokenizer.content)}
     if joined_tokenizer.model_changed:  # The other formats describe the old model.
@@ -210,7 +206,7 @@ def _require_joinable(
 
 
 def _ordinary(tokenizer: TokenizerDefinition, other_tokenizer: TokenizerDefinition) -> list[str]:
-    """Return the ordinary tokens of a tokenizer that the other lacks, without added tokens of either."""
+    """Return the ordinary tokens of ``tokenizer`` that ``other_tokenizer`` lacks."""
     return [
         token
         for token in tokenizer.model_ids
@@ -229,10 +225,10 @@ def _is_atom(token: str, base: TokenizerDefinition) -> bool:
 def _extend_model(
     model: dict[str, Any], base: TokenizerDefinition, tokens: Sequence[str], merges: Sequence[tuple[str, str]]
 ) -> None:
-    """Write additional tokens and merges into a model.
+    """Add ``tokens`` and ``merges`` to ``model``, the model section of a ``tokenizer.json``.
 
-    The vocabulary also receives the base's added tokens. Without an entry there, an added token has the id after the
-    last ordinary token, so its id would change.
+    The base's added tokens become part of the vocabulary too, because their ids would otherwise change: an added token
+    outside the vocabulary gets an id after the last ordinary token.
     """
     vocab = dict(base.ids)
     size = 1 + max(vocab.values(), default=-1)
