@@ -1,8 +1,8 @@
-"""Choose the files that a merge carries next to its weights, and report the parents' files that it drops or changes.
+"""Choose the files that a merge writes next to its weights, and report the parents' files that it drops or changes.
 
 The donor provides processors and code. The model that provides the tokenizer also provides chat templates and
 generation settings. The modules of sentence-transformers come from a parent that has them, if all such parents agree.
-Any other small file is carried if it is the same in every parent.
+The merge copies any other small file that is the same in every parent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN = 4  # Number of files per parent, and of parents, that one finding lists
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
-    """Return the files that a merge carries unchanged."""
+    """Return the files that a merge copies unchanged."""
     sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
     if (reference := _module_reference(donor, parents)) is not None:
@@ -59,7 +59,7 @@ def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping
 def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> str:
     """Return the reference of the model whose tokenizer the result gets if the recipe does not choose one.
 
-    If the result is an adapter, this is the first adapter with a tokenizer of its own.
+    For a result that is an adapter, this is the first input adapter with a tokenizer of its own.
     """
     if recipe.output is None:
         return str(recipe.donor)
@@ -73,10 +73,9 @@ def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> st
 
 
 def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield a finding for each kind of file that parents have but the merge drops or carries with other content.
+    """Yield a finding for each kind of file that parents have but the result lacks or has with other content.
 
-    Tokenizers, chat templates and modules are compared by their meaning elsewhere. :func:`gather_companions` describes
-    the arguments.
+    Other checks compare tokenizers, chat templates and sentence-transformers modules by their meaning.
     """
     carried = gather_companions(donor, tokenizer, parents)
     yield from _module_findings(donor, parents)

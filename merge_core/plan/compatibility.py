@@ -45,10 +45,10 @@ class PlannedMerge:
 
     Args:
         findings: Findings, most severe first. ``block`` means that the merge is impossible or would be silently wrong.
-        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks: models with
+        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks the merge: models with
             different vocabularies can be merged, but the result is useless.
-        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it. How
-            many texts differ can only be measured by running the tokenizers.
+        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it. Only
+            running the tokenizers shows how many texts they split differently.
     """
 
     findings: tuple[Finding, ...]
@@ -74,10 +74,10 @@ def plan_with_findings(
 
     Args:
         recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
-        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. A missing one is a blocking
-            finding.
-        accepted_differences: Keys of the tokenizer differences that a reviewer has accepted: ``merges``,
-            ``pre_tokenizer``, ``chat_template``, ...
+        checkpoints: Opened checkpoints by ``str(ref)`` for every reference in the recipe. A missing checkpoint is a
+            blocking finding.
+        accepted_differences: Keys of the tokenizer differences that a reviewer has accepted, such as ``merges``,
+            ``pre_tokenizer`` or ``chat_template``.
     """
     findings: list[Finding] = []
     sizes: list[Finding] = []
@@ -165,7 +165,7 @@ def _compare_configs(
 
 
 def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
-    """Yield the settings that make the two models compute different functions of the same weights."""
+    """Yield a finding for each setting that makes two models with the same weights compute different functions."""
     ignored_keys: list[str] = []
     for donor_setting, parent_setting in differing_settings(donor.config, parent.config):
         if not donor_setting.is_read or "derived" in (donor_setting.source, parent_setting.source):
@@ -205,7 +205,7 @@ def _format(checkpoint: Checkpoint) -> str:
 
 
 def _compare_forms(document: Recipe, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
-    """Yield findings if two models store weights in different formats, or split text by classes with own rules."""
+    """Yield findings if two models store weights in different formats or have different tokenizer classes."""
     donor_format, parent_format = _format(donor), _format(parent)
     has_no_dtype = document.dtype is None and document.out_dtype is None
     if has_no_dtype and donor_format and parent_format and donor_format != parent_format:
@@ -242,8 +242,7 @@ def _compare_templates(
 ) -> Iterator[Finding]:
     """Yield a finding for each model with chat templates that the result does not get.
 
-    Templates are compared by name.
-    If the recipe chooses the default template, only templates with other names can be lost.
+    Only templates of the same name are compared. If the recipe chooses the default template, its difference is ignored.
     """
     is_chosen = plan.recipe.chat_template is not None
     result = plan.chat_templates
