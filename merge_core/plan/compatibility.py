@@ -45,10 +45,10 @@ class PlannedMerge:
 
     Args:
         findings: Findings, most severe first. ``block`` means that the merge is impossible or would be silently wrong.
-        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks the merge: models with
-            different vocabularies can be merged, but the result is useless.
-        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it. Only
-            running the tokenizers shows how many texts they split differently.
+        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks the merge: models
+            with different vocabularies can be merged, but the result is useless.
+        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it.
+            Only running the tokenizers shows how many texts they split differently.
     """
 
     findings: tuple[Finding, ...]

@@ -1,4 +1,4 @@
-"""Define the plan of a merge: one job per output tensor, and everything else that the engine needs to execute the jobs."""
+"""Define the plan of a merge: one job per output tensor, and everything else that the engine needs to execute it."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def _mismatches(
 
 
 def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
-    """Yield a finding for experts that no router can tell apart, because their prompts or router rows are nearly the same."""
+    """Yield a finding for experts that no router can tell apart: their prompts or router rows are nearly the same."""
     first_by_key: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts if mixture.needs_prompts else ():
         first_expert = first_by_key.setdefault((expert.positive, expert.negative), expert)

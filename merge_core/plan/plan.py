@@ -79,7 +79,7 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
 
 
 def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
-    """Return ``plan`` with the warnings in ``problems`` and the inconsistencies of its inputs and results as findings."""
+    """Return ``plan`` with the warnings in ``problems`` and the inconsistencies of inputs and results as findings."""
     tables = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     findings = [problem for problem in problems if problem.severity == "warn"]
     for part in (*plan.steps, plan):

@@ -19,20 +19,20 @@ from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 @dataclass(frozen=True)
 class Condition:
-    """A value, or a gradient of values, for tensors whose name contains ``filter`` (None or ``*``: all tensors)."""
+    """A value or gradient for tensors whose name contains ``filter``. None and ``*`` match all tensors."""
 
     values: tuple[Scalar, ...]
     filter: str | None
     location: str
 
     def matches(self, tensor: str) -> bool:
-        """Return whether the condition applies to the tensor with this name."""
+        """Return whether the condition applies to the tensor named ``tensor``."""
         return self.filter is None or self.filter == "*" or self.filter in tensor
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Value of one parameter in one scope. The first matching condition counts. A faulty value has no conditions."""
+    """Values of one parameter in one scope. The first matching condition counts. A faulty value has no conditions."""
 
     name: str
     conditions: tuple[Condition, ...]
@@ -52,7 +52,7 @@ class Parameters:
         return iter(self.settings)
 
     def get(self, name: str) -> Setting | None:
-        """Return the setting of a parameter, or None."""
+        """Return the setting for a parameter, or None."""
         return next((setting for setting in self.settings if setting.name == name), None)
 
     def canonical(self) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def parse_parameters(
 ) -> Parameters:
     """Read one ``parameters`` mapping.
 
-    Parameters that mergekit ignores cause warnings: those the method does not read, shared parameters under a model,
-    and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
+    Parameters that mergekit ignores cause warnings: those that the method does not have, shared parameters under a
+    model, and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
 
     Raises:
         InvalidInput: ``value`` is not a mapping.
@@ -132,9 +132,9 @@ def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t
 
     Args:
         parameter: The parameter.
-        scopes: Settings from the most specific scope to the least specific.
-        tensor: Tensor name, compared with the filters.
-        t: Position along the layers, 0 to 1, at which gradients are evaluated.
+        scopes: Settings, from the most specific scope to the least specific.
+        tensor: Name of the tensor.
+        t: Position along the layers, from 0 to 1, at which gradients are evaluated.
 
     Returns:
         The value, or ``REQUIRED`` if no scope has a value and the parameter has no default.
@@ -165,7 +165,7 @@ def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t
 
 
 def gradient(values: tuple[float, ...], t: float) -> float:
-    """Return the piecewise linear interpolation of evenly spaced ``values`` at ``t`` in [0, 1]."""
+    """Return the linear interpolation between evenly spaced ``values`` at ``t``, from 0 (first) to 1 (last)."""
     position = t * (len(values) - 1)
     lower = min(int(position), len(values) - 1)
     upper = min(lower + 1, len(values) - 1)
