@@ -32,7 +32,8 @@ class JsonBounds:
 
     Args:
         size: Size in bytes. Default: 16 MiB.
-        values: Number of all numbers, strings, lists and objects. Each may take 100 bytes of memory. Default: 1,000,000.
+        values: Number of all numbers, strings, lists and objects, which take up to 100 bytes of memory each. Default:
+            1,000,000.
         depth: Nesting depth of lists and objects. Default: 64.
     """
 
@@ -165,6 +166,6 @@ def _check_bounds(content: bytes, location: str, bounds: JsonBounds) -> None:
 
 
 def _depth(content: bytes) -> int:
-    """Return the nesting depth of brackets outside strings. The text may be invalid JSON; the parser reports that later."""
+    """Return the nesting depth of brackets outside strings. The text may be invalid JSON."""
     brackets = _STRINGS.sub(b"", content).translate(None, delete=_NO_BRACKETS)
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)

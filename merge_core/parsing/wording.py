@@ -81,7 +81,7 @@ def expectation(fault: str, context: _Context, message: str) -> str:
 
 
 def join_expectations(messages: Sequence[str]) -> str:
-    """Join the messages about a value that may have several types, for example ``3: expected a file name or a mapping``."""
+    """Join the messages about a value that may have several types: ``3: expected a file name or a mapping``."""
     first, *rest = dict.fromkeys(messages)
     head, separator, _ = first.partition("expected ")
     if not rest or not separator or not all(message.startswith(f"{head}expected ") for message in rest):

@@ -72,7 +72,7 @@ class StrictLoader(_SafeLoader):
         return super().construct_mapping(node, deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
-        """Construct a number, or record a fault if it has too many characters for Python to print or convert it safely."""
+        """Construct a number, or record a fault if it is too long for Python to print or convert to a float."""
         if len(node.value) > MAX_DIGITS:
             problem = f"a number of {len(node.value)} digits"
             self.key_faults.append(_KeyFault(problem, node.start_mark, f"at most {MAX_DIGITS} digits"))

@@ -41,7 +41,7 @@ _MOST_PROMPTS = 4096
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert: the model that provides its feed-forward layers, and example texts for which the router selects it."""
+    """One expert: the model that provides its feed-forward layers, and example texts for the router."""
 
     model: CheckpointRef
     positive: tuple[str, ...]

@@ -235,8 +235,8 @@ class Recipe:
     def merged_references(self) -> tuple[CheckpointRef, ...]:
         """Return the checkpoints from :meth:`references` whose weights contribute to the result.
 
-        This excludes models that only provide the tokenizer or the configuration, optimizer states, and a base from which
-        the method only computes task vectors, even if the recipe lists that base among its models.
+        This excludes models that only provide the tokenizer or the configuration, optimizer states, and a base from
+        which the method only computes task vectors, even if the recipe lists that base among its models.
         """
         merged: dict[CheckpointRef, None] = {}
         for document in (*self.steps, self):
@@ -321,7 +321,7 @@ class Recipe:
 def select_models(
     recipe: Recipe, distances: Mapping[str, RelativeDistance], shares: Mapping[str, float] | None
 ) -> Recipe:
-    """Return ``recipe`` without the models that ``distances`` leaves out, with ``shares`` as the weights of the others."""
+    """Return ``recipe`` without the models that ``distances`` leaves out, and with the weights in ``shares``."""
     modules = []
     for module in recipe.modules:
         slices = []

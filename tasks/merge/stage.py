@@ -50,8 +50,8 @@ class Numerics(BaseModel):
 class RouterDistance(BaseModel):
     """Correspondence between the experts of a parent and those of the donor, over all layers with experts.
 
-    Top-k and softmax amplify small differences between routers, so this is reported whether or not the experts
-    correspond.
+    The summary includes it whether or not the experts correspond, because top-k and softmax amplify small differences
+    between routers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +86,7 @@ class MergeSummary(StageValue):
 
 
 def numerics(settings: MergeSettings) -> Numerics:
-    """Return the part of the settings that belongs in a cache key, with the device ``auto`` resolved."""
+    """Return the settings and library versions that belong in a cache key, with the device ``auto`` resolved."""
     device = device_kind() if settings.device == "auto" else settings.device
     return Numerics(
         seed=settings.seed, device=device.partition(":")[0], where=device, versions=versions("torch", "numba")
@@ -100,11 +100,11 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     Args:
         out: Directory of the checkpoint.
         pinned: Recipe with its pinned parents.
-        numerics: Seed and device.
+        numerics: Seed, device and library versions.
 
     Raises:
-        InvalidInput: If a parent contains NaN or infinity.
-        Refused: If the result is not healthy (NaN, infinity, or a tensor of zeros).
+        InvalidInput: A parent contains NaN or infinity.
+        Refused: The result is not healthy (NaN, infinity, or a tensor of zeros).
     """
     if pinned.recipe.output:
         return _combine(out, pinned, numerics)
@@ -139,7 +139,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
 
 
 def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ...]:
-    """Return the correspondence of experts for each model, summarized over its layers."""
+    """Return one summary per model of how its experts correspond to those of the donor in all layers."""
     distances = []
     for model in dict.fromkeys(layer.model for layer in layers):
         model_layers = [layer for layer in layers if layer.model == model]
@@ -205,8 +205,8 @@ def combine_parents(
         on_progress: Callback that receives the number of bytes done and the total.
 
     Raises:
-        InvalidInput: If an adapter does not match the model or contains unsupported changes, or if the weights do not
-            add up to 1 although the method requires it.
+        InvalidInput: An adapter does not match the model or contains unsupported changes, or the weights do not add up
+            to 1 although the method requires it.
     """
     adapters = {ref: open_adapter(adapter) for ref, _, adapter in parents}
     combined = combine_adapters(
@@ -221,7 +221,7 @@ def combine_parents(
 
 
 def merged_model(artifact: Artifact[MergeSummary], pinned_recipe: PinnedRecipe) -> Model:
-    """Return the merge as a model. A merged adapter includes the model that it applies to."""
+    """Return the merge as a model. If the merge is an adapter, the model is its base with the adapter."""
     files = tuple(sorted(artifact.files.items()))
     if pinned_recipe.recipe.output:
         parent = next(candidate for candidate in pinned_recipe.parents if candidate.adapter)
