@@ -1,4 +1,4 @@
-"""Receive messages from the model process and accept only data.
+"""Receive messages from the model process, accepting only data.
 
 Untrusted code runs in that process, so a message may have been forged.
 """
@@ -39,7 +39,7 @@ def receive(connection: Connection, location: str) -> tuple[Any, ...]:
 
     Args:
         connection: Connection to the model process.
-        location: Call that the message belongs to, for error messages.
+        location: Name of the current call, for error messages.
 
     Returns:
         ``("progress", done, total)``, ``("done", value)``, ``("problem", error)``, ``("starved", error)`` or
@@ -47,7 +47,7 @@ def receive(connection: Connection, location: str) -> tuple[Any, ...]:
 
     Raises:
         EOFError, ConnectionError: The process will not send another message, or the message is longer than 2 GiB.
-        InvalidInput: The message has another form. The error names ``location``.
+        InvalidInput: The message has another form.
     """
     try:
         message = connection.recv_bytes(_LONGEST)

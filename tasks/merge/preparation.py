@@ -26,7 +26,7 @@ def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, i
     Args:
         recipe: Recipe to prepare.
         find: Function that returns the pinned model for a reference.
-        in_flow: Whether to run the measurements as tasks of the current Prefect flow. Default: run them without Prefect.
+        in_flow: Whether to run the measurements as tasks of the current Prefect flow. Default: run without Prefect.
 
     Raises:
         InvalidInput: A model cannot be measured as the recipe requires, or the recipe leaves out all models.

@@ -43,7 +43,7 @@ class Snapshot:
         weights: Names of the weight files that belong to the checkpoint.
         deciding: Names of all files that determine the model's behavior, including ``weights``.
         files: Files of the checkpoint by name: ``deciding``, the card, the licenses and the notices.
-        names: Names of all files of the repository.
+        names: Names of all files in the repository.
     """
 
     repo: str
@@ -65,7 +65,7 @@ class Snapshot:
 
 
 def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> Snapshot:
-    """Return the current commit of ``revision``, and download its small files.
+    """Return the snapshot of the commit that ``revision`` currently refers to, and download its small files.
 
     Args:
         repo: Name of the repository, as ``org/name``.
