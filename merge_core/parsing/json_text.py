@@ -51,13 +51,8 @@ def parse_json(
 ) -> Any:
     """Parse JSON text in UTF-8.
 
-    Args:
-        content: Bytes of the text.
-        location: Name of the text in error messages.
-        bounds: Limits that are checked before parsing.
-        pairs: Function that builds a value from the key-value pairs of each object. Default: build a dict, in which the
-            last of several equal keys wins.
-        expected: Description of the expected content, for error messages.
+    ``pairs`` builds a value from the key-value pairs of each object; by default, a dict in which the last of several
+    equal keys wins. Error messages show ``location``, the name of the text, and ``expected``, a description of it.
 
     Raises:
         InvalidInput: The text is not JSON or exceeds the limits.

@@ -60,10 +60,8 @@ _KIND_SUFFIXES = ("_type", "_parsing", "_from_float")
 def expectation(fault: str, context: _Context, message: str) -> str:
     """Return a description of the value that pydantic expected for a setting.
 
-    Args:
-        fault: Pydantic's error type, such as ``greater_than_equal``.
-        context: Context of the error, such as ``{"ge": 0}``.
-        message: Pydantic's own message, used for error types without a description.
+    ``fault`` is pydantic's error type, such as ``greater_than_equal``, and ``context`` the error's context, such as
+    ``{"ge": 0}``. For error types without a description, the result is pydantic's own ``message``.
     """
     if fault == "string_pattern_mismatch":
         pattern = str(context.get("pattern", ""))

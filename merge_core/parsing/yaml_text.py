@@ -116,11 +116,7 @@ class _KeyFault(yaml.MarkedYAMLError):
 def read_yaml(path: Path, expected: str, *, remedy: str = "", loader: type[StrictLoader] = StrictLoader) -> list[Any]:
     """Return the documents in a YAML file, without empty ones.
 
-    Args:
-        path: Path of a UTF-8 text file.
-        expected: Description of the expected content, for error messages, such as ``a recipe in YAML``.
-        remedy: Advice to the user if the file cannot be read.
-        loader: Loader class, for example one with additional tags.
+    Error messages show ``expected``, such as ``a recipe in YAML``, and ``remedy`` if the file cannot be read.
 
     Raises:
         InvalidInput: The file cannot be read, is not YAML, contains a duplicate key, or exceeds the limits. The message
@@ -150,11 +146,7 @@ def parse_yaml(
 ) -> list[Any]:
     """Return the documents in a YAML text, without empty ones.
 
-    Args:
-        text: YAML text.
-        location: Name of the text in error messages.
-        expected: Description of the expected content, for error messages.
-        loader: Loader class, for example one with additional tags.
+    Error messages show ``location``, the name of the text, and ``expected``, a description of its content.
 
     Raises:
         InvalidInput: The text is not YAML, contains a duplicate key, or exceeds the limits. The message gives the line

@@ -72,12 +72,9 @@ def plan_with_findings(
 ) -> PlannedMerge:
     """Plan the merge of ``recipe`` and check it, using only headers, configs and tokenizer files.
 
-    Args:
-        recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
-        checkpoints: Opened checkpoints by ``str(ref)`` for every reference in the recipe. A missing checkpoint is a
-            blocking finding.
-        accepted_differences: Keys of the tokenizer differences that a reviewer has accepted, such as ``merges``,
-            ``pre_tokenizer`` or ``chat_template``.
+    ``checkpoints`` holds an opened checkpoint for every reference in the recipe, by ``str(ref)``. A missing checkpoint
+    is a blocking finding. ``accepted_differences`` are the keys of the tokenizer differences that a reviewer has
+    accepted, such as ``merges``, ``pre_tokenizer`` or ``chat_template``.
     """
     findings: list[Finding] = []
     sizes: list[Finding] = []

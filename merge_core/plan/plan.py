@@ -63,9 +63,7 @@ _STEP_PREFIX = "step:"
 def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
     """Plan the merge of ``recipe``.
 
-    Args:
-        recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
-        checkpoints: Opened checkpoints by ``str(ref)`` for every reference in the recipe.
+    ``checkpoints`` holds an opened checkpoint for every reference in the recipe, by ``str(ref)``.
 
     Raises:
         InvalidInput: The checkpoints cannot be merged as the recipe requires: different shapes, missing tensors or

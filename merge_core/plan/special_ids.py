@@ -23,13 +23,8 @@ def follow_tokens(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return ``config`` with the new ids of its tokens, and the keys whose tokens no longer exist.
 
-    If a token no longer exists, its id becomes null or is removed from its list, because the old id would mean another
-    token.
-
-    Args:
-        config: Content of ``config.json`` or ``generation_config.json``.
-        before: Ids in ``config``, by token.
-        after: Ids in the result, by token.
+    ``before`` and ``after`` map tokens to the ids in ``config`` and in the result. If a token no longer exists, its id
+    becomes null or is removed from its list, because the old id would mean another token.
     """
     tokens = {number: token for token, number in before.items()}
     lost_keys: list[str] = []

@@ -28,13 +28,8 @@ def with_turn_ends(
 ) -> Companions:
     """Add the tokens that end a turn in the result's chat template to its ``generation_config.json``.
 
-    Args:
-        companions: Files of the result.
-        tokenizer: Checkpoint that provides the tokenizer's files.
-        choice: The recipe's ``chat_template``: a known name, ``auto``, or the text of a template.
-        templates: Chat templates of the result, by name.
-        parents: Checkpoints of the recipe, by reference.
-        alignment: Shared vocabulary. None means that all models already have the same vocabulary.
+    ``choice`` is the recipe's ``chat_template``: a known name, ``auto``, or the text of a template. ``templates`` holds
+    the result's chat templates by name. Without ``alignment``, all models have the same vocabulary.
     """
     generation = companions.json(GENERATION) or {}
     ends = _token_ids(generation.get(_END) if generation.get(_END) is not None else tokenizer.config.get(_END))

@@ -54,11 +54,7 @@ class CalibrationReading:
 class CalibrationRequest(NamedTuple):
     """A statistic to measure with one model and its calibration text. Equal requests share one result.
 
-    Args:
-        model: Reference of the model.
-        text: Path of the text, as the recipe writes it.
-        statistic: Statistic to measure; see :attr:`.Traits.reads_text`.
-        reading: Settings for reading the text.
+    ``text`` is a path as the recipe writes it, and ``statistic`` a value of :attr:`.Traits.reads_text`.
     """
 
     model: str

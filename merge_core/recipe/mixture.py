@@ -65,11 +65,7 @@ class Expert:
 class GateRows:
     """Router rows computed from prompts, as little-endian float32 ``[layers, rows, width]``.
 
-    Args:
-        layers: Number of layers.
-        rows: Rows per layer: one per expert, then one per shared expert.
-        width: Hidden size of the base.
-        data: Values of all rows.
+    Each layer has one row per expert, followed by one per shared expert. The width is the hidden size of the base.
     """
 
     layers: int

@@ -110,11 +110,8 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
 class _Context:
     """Values that all parts of a document need while they are read.
 
-    Args:
-        method: Merge method.
-        base: Base model of the document, or of the slice if the slice has its own.
-        log: Receives findings.
-        base_is_faulty: Whether a ``base_model`` is present but invalid.
+    ``base`` is that of the document, or of the slice if the slice has its own. ``base_is_faulty`` states whether a
+    ``base_model`` is present but invalid.
     """
 
     method: Method

@@ -45,12 +45,8 @@ class CheckpointRef:
 def parse_reference(value: object, location: str, log: FindingLog | None = None) -> CheckpointRef:
     """Read ``path[@revision][+adapter[@revision]]``, or ``{model: {path, revision}, lora: {path, revision}}``.
 
-    Only the mapping form can express a local path that contains ``@`` or ``+``.
-
-    Args:
-        value: Value from YAML.
-        location: Location of the value for messages.
-        log: Receives a warning for each unknown key of a mapping. Default: refuse unknown keys.
+    Only the mapping form can express a local path that contains ``@`` or ``+``. Its unknown keys cause warnings in
+    ``log`` or, without a log, an error.
 
     Raises:
         InvalidInput: The value has another form, an empty part, more than one ``+``, or more than one ``@`` in a part.

@@ -38,10 +38,7 @@ class AppliedAdapter(StageValue):
 def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str, str]) -> AppliedAdapter:
     """Write ``parent`` with its adapter applied, resuming from the journal of a killed run.
 
-    Args:
-        out: Output directory.
-        parent: Parent whose adapter is applied.
-        libraries: Versions of the libraries that affect the last digit of the results.
+    ``libraries`` holds the versions of the libraries that affect the last digit of the results.
 
     Raises:
         InvalidInput: The model or the adapter contains NaN or infinity, or they do not fit together.
@@ -59,7 +56,7 @@ def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str,
 
 
 def apply_adapters(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Return the parents under the same names, each as a directory that any library can load. Call this inside a flow."""
+    """Return the parents under the same names, as directories that any library can load. Call this inside a flow."""
     return _apply_all(parents, apply_to_directory)
 
 

@@ -35,9 +35,7 @@ _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*
 def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
     """Return the weight files among ``names`` that ``merge_core.open_checkpoint`` would read.
 
-    Args:
-        names: Relative names of all files, with ``/`` as the separator.
-        directory: Directory of the index, if ``names`` contains one.
+    ``names`` are relative, with ``/`` as the separator. If they include an index, it is read from ``directory``.
 
     Raises:
         InvalidInput: The index is not JSON.

@@ -42,8 +42,8 @@ _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longe
 def import_lean(*modules: str) -> None:
     """Import ``modules`` in order, as if the unused optional packages were not installed.
 
-    If a package is already partly imported, it may have looked for the optional packages and stored the result. The rest
-    of such a package is imported as usual.
+    If a package is already partly imported, it may have looked for the optional packages and stored the result. In that
+    case, the rest of the package is imported as usual.
     """
     for module in modules:
         is_imported = module.partition(".")[0] in sys.modules
@@ -85,7 +85,7 @@ class LoadedModel:
 
     @property
     def prefix(self) -> int | None:
-        """ID of the token that precedes every text: begin of text or, if there is none, end of text. None without both."""
+        """ID of the token that precedes every text: begin of text or, if there is none, end of text. It may be None."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         token = bos if bos is not None else eos
         return None if token is None else int(token)

@@ -94,7 +94,7 @@ class PinnedCheckpoint(Model):
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
     def rename(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
-        """Return the same parent with ``rename`` applied to its name, its reference and the reference of its adapter."""
+        """Return the parent with ``rename`` applied to its name, its reference and the reference of its adapter."""
         adapter = self.adapter and self.adapter.model_copy(update={"ref": rename(self.adapter.ref)})
         return self.model_copy(update={"name": rename(self.name), "ref": rename(self.ref), "adapter": adapter})
 
@@ -183,7 +183,7 @@ def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
 
 
 def find_checkpoint(text: str) -> ResolvedCheckpoint:
-    """Return the checkpoint that ``text`` names: a directory, relative to the working directory, or ``org/name@revision``.
+    """Return the checkpoint that ``text`` names: a directory (relative to the working directory) or ``org/name@revision``.
 
     Raises:
         InvalidInput: The text is neither a directory nor a repository.
@@ -278,12 +278,9 @@ def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
 def pin_checkpoints(
     parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted_repositories: Collection[str] = ()
 ) -> tuple[PinnedCheckpoint, ...]:
-    """Hash the files of the parents and return the pinned parents. All files must be on this machine.
+    """Hash the files of the parents, which must be on this machine, and return the pinned parents.
 
-    Args:
-        parents: Resolved parents.
-        hashes: Memo of the file hashes that are already known.
-        trusted_repositories: Repositories whose code may run, each with its commit: ``org/name@<40 hex digits>``.
+    The code of a parent may run if its repository and commit, ``org/name@<40 hex digits>``, are trusted.
 
     Raises:
         InvalidInput: A directory contains no checkpoint files.

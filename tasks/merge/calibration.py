@@ -90,13 +90,8 @@ def split_into_windows(
 
     A window that would be short starts with earlier tokens of its document as context. Texts are encoded as in regular
     use, so that the statistics match it: a plain document starts with the special tokens of the tokenizer, and a
-    conversation is rendered with the chat template of the model.
-
-    Args:
-        loaded_model: Model with its tokenizer.
-        model: The same model, for error messages.
-        documents: Plain documents or conversations.
-        max_length: Largest number of tokens in a window. The model's context length limits it further.
+    conversation is rendered with the chat template of the model. A window has at most ``max_length`` tokens, and at most
+    the model's context length.
 
     Raises:
         InvalidInput: The tokenizer does not belong to the weights, or a conversation does not fit the template.
@@ -246,14 +241,9 @@ def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
 
 
 def unmeasured_experts(checkpoint: Checkpoint, owners: Mapping[str, str]) -> tuple[str, ...]:
-    """Return name patterns for the expert matrices without measured statistics.
+    """Return name patterns for the expert matrices of a checkpoint without statistics in ``owners``.
 
-    Args:
-        checkpoint: Checkpoint with the weights of the model.
-        owners: Owners of the measured matrices; see :func:`measure_in_runs`.
-
-    Returns:
-        Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the layer and expert numbers.
+    Each pattern is a tensor name in which ``*`` replaces the layer and expert numbers. Patterns are sorted and distinct.
     """
     patterns = set()
     for name, tensor in checkpoint.tensors.items():

@@ -127,10 +127,8 @@ def _read(tensor: StoredTensor, first: int, into: Any) -> None:
 def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None = None) -> Recipe:
     """Return ``recipe`` with its models filtered and weighted by distance, as its rule and its method require.
 
-    Args:
-        recipe: Recipe to complete.
-        find: Function that returns the pinned model for a reference.
-        measure: :func:`model_distances` as a task of a flow. Default: the same stage without Prefect.
+    ``find`` returns the pinned model for a reference. ``measure`` is :func:`model_distances` as a task of a flow, by
+    default the same stage without Prefect.
 
     Raises:
         InvalidInput: No model remains, or a model contains NaN or infinity and no rule leaves it out.
@@ -150,10 +148,7 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
 def _apply_distances(recipe: Recipe, refs: Sequence[str], distances: ModelDistances) -> Recipe:
     """Return one recipe document without the models that its rule leaves out, and with weights for the others.
 
-    Args:
-        recipe: Recipe document.
-        refs: References of its models without the base.
-        distances: Distances of these models, in the same order.
+    ``refs`` are the references of its models without the base, in the order of ``distances``.
     """
     left_out = {
         refs[index]: f"{count:,} numbers that are not finite" for index, count in enumerate(distances.broken) if count

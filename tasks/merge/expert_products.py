@@ -44,9 +44,7 @@ class ExpertProduct(NamedTuple):
 class ExpertProducts(TorchFunctionMode):
     """Context manager that calls ``on_product`` for each product with the matrix of an expert, before it is computed.
 
-    Args:
-        parameters: Parameters that contain experts, ``[experts, out, in]`` or ``[experts, in, out]``, by name.
-        on_product: Callback that receives each product.
+    ``parameters`` holds the parameters with experts, ``[experts, out, in]`` or ``[experts, in, out]``, by name.
     """
 
     def __init__(self, parameters: Mapping[str, Any], on_product: Callable[[ExpertProduct], None]) -> None:

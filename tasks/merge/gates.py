@@ -69,11 +69,9 @@ class GateRequest(BaseModel):
 
 
 class RouterRows(StageValue):
-    """Router rows of all layers.
+    """Router rows of all layers. Each row has length one or is zero.
 
-    Args:
-        data: Base64 form of the rows as little-endian float32, ``[layers, rows, width]``. Each row has length one or is
-            zero.
+    ``data`` is the Base64 form of ``[layers, rows, width]`` in little-endian float32.
     """
 
     layers: int

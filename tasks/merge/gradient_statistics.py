@@ -149,9 +149,7 @@ class _SquaredGradients:
 def read_gradients(job: CalibrationJob, on_progress: TellProgress) -> ImportanceStatistics:
     """Measure how much each element of a model matters to its predictions on a text, and write the importance.
 
-    Args:
-        job: Model, text and directory.
-        on_progress: Callback that receives the number of windows read and their total number.
+    ``on_progress`` receives the number of windows read and their total number.
 
     Raises:
         InvalidInput: The model cannot be loaded or cannot read the text, has no parameter with a known name, or

@@ -139,11 +139,8 @@ class _RunIsMeasured(Exception):
 class _InputSums:
     """Sums of ``x x'`` over the inputs of all parts of a run. Use it as a context manager.
 
-    Args:
-        loaded_model: Model that reads the text.
-        run: Parts of its network, in network order.
-        experts: Parameters that contain all experts of a layer, by name in memory.
-        limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
+    ``experts`` holds the parameters with all experts of a layer, by name in memory. Only the diagonal is summed for
+    inputs wider than ``limit``.
     """
 
     def __init__(self, loaded_model: LoadedModel, run: Sequence[_Part], experts: Mapping[str, Any], limit: int) -> None:
@@ -238,9 +235,7 @@ class _InputSums:
 def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatistics:
     """Measure the inputs of each matrix of a model while it reads a text, and write their second moments.
 
-    Args:
-        job: Model, text and directory.
-        on_progress: Callback that receives the number of windows read and their total number.
+    ``on_progress`` receives the number of windows read and their total number.
 
     Raises:
         InvalidInput: The model cannot be loaded or cannot read the text, has no linear layer with a known name, or

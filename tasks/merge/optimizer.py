@@ -45,11 +45,7 @@ def optimizer_state(
 ) -> OptimizerState:
     """Execute the steps of a recipe that compute optimizer states.
 
-    Args:
-        out: Directory of the artifact.
-        pinned: Recipe with its pinned parents.
-        numerics: Numeric settings of the merge.
-        about: Card and licenses to write next to each state, as pairs of file name and text.
+    ``about`` holds the card and licenses to write next to each state, as pairs of file name and text.
 
     Raises:
         InvalidInput: A parent contains NaN or infinity.

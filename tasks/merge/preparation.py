@@ -23,10 +23,8 @@ from mergegate.tasks.merge.statistics import with_statistics
 def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
     """Return ``recipe`` with all measurements that the merge plan needs, or ``recipe`` itself if it needs none.
 
-    Args:
-        recipe: Recipe to prepare.
-        find: Function that returns the pinned model for a reference.
-        in_flow: Whether to run the measurements as tasks of the current Prefect flow. Default: run without Prefect.
+    ``find`` returns the pinned model for a reference. With ``in_flow``, the measurements run as tasks of the current
+    Prefect flow.
 
     Raises:
         InvalidInput: A model cannot be measured as the recipe requires, or the recipe leaves out all models.

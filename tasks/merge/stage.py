@@ -97,11 +97,6 @@ def numerics(settings: MergeSettings) -> Numerics:
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     """Merge the parents as the recipe specifies, resuming from the journal of a killed run.
 
-    Args:
-        out: Directory of the checkpoint.
-        pinned: Recipe with its pinned parents.
-        numerics: Seed, device and library versions.
-
     Raises:
         InvalidInput: A parent contains NaN or infinity.
         Refused: The result is not healthy (NaN, infinity, or a tensor of zeros).
@@ -197,12 +192,8 @@ def combine_parents(
 ) -> Combined:
     """Merge adapters and write the result to ``out``, with the tokenizer of the first adapter that has one.
 
-    Args:
-        recipe: Recipe with an adapter as its output.
-        parents: Reference, directory of the model and directory of the adapter, for each parent with an adapter.
-        out: Directory of the result.
-        seed: Seed of the random masks.
-        on_progress: Callback that receives the number of bytes done and the total.
+    Each of ``parents`` is a reference, the directory of the model and the directory of its adapter. ``on_progress``
+    receives the number of bytes done and the total.
 
     Raises:
         InvalidInput: An adapter does not match the model or contains unsupported changes, or the weights do not add up

@@ -108,11 +108,8 @@ def with_statistics(
 ) -> Recipe:
     """Return ``recipe`` with the statistics of its models on their texts, in all of its documents.
 
-    Args:
-        recipe: Recipe to complete.
-        find: Function that returns the pinned model for a reference, with its adapter applied so that any library can
-            load it.
-        call: Function that turns a stage into the function that runs it. Default: run the stage without Prefect.
+    ``find`` returns the pinned model for a reference, with its adapter applied so that any library can load it. ``call``
+    turns a stage into the function that runs it, by default without Prefect.
 
     Raises:
         InvalidInput: A text does not exist, or its model cannot read it.

@@ -44,11 +44,8 @@ def download_snapshots(
 ) -> Downloaded:
     """Download the missing files of ``snapshots`` into the Hub's cache and verify all files.
 
-    Args:
-        snapshots: Commits to download. Duplicates are downloaded once.
-        hashes: Memo of the file hashes that are already known.
-        on_progress: Called with the downloaded bytes and the total bytes to download, in the caller's context.
-        wait: Function that waits for a number of seconds before a failed request is retried.
+    ``on_progress`` receives the downloaded bytes and the total bytes to download, in the caller's context. ``wait``
+    waits for a number of seconds before a failed request is retried.
 
     Raises:
         InvalidInput: Files are missing and the environment forbids access to the Hub.

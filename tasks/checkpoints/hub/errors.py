@@ -30,11 +30,8 @@ def client_errors() -> tuple[type[Exception], ...]:
 def hub_refusal(location: str, repo: str, error: Exception, access: HubAccess | None) -> MergegateError:
     """Return a mergegate error for the client's exception ``error``, with the page or setting that fixes the problem.
 
-    Args:
-        location: Text that the user wrote for the model.
-        repo: Repository of the model.
-        error: Exception that the client raised.
-        access: Access that was used, or None if the environment forbids access to the Hub.
+    ``location`` is the text that the user wrote for the model. ``access`` is None if the environment forbids access to
+    the Hub.
     """
     from huggingface_hub import errors
 

@@ -67,10 +67,8 @@ class Snapshot:
 def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> Snapshot:
     """Return the snapshot of the commit that ``revision`` currently refers to, and download its small files.
 
-    Args:
-        repo: Name of the repository, as ``org/name``.
-        revision: Branch, tag or commit. Default: ``main``.
-        adapter: Whether the repository contains an adapter instead of a model.
+    ``revision`` is a branch, tag or commit of ``org/name``, by default ``main``. ``adapter`` states whether the
+    repository contains an adapter instead of a model.
 
     Raises:
         InvalidInput: The repository or revision does not exist, contains no model, or cannot be resolved without
