@@ -111,7 +111,8 @@ def plan_with_findings(
         compared = compare_to_donor(document, models, frozenset(accepted_differences))
         findings += compared.findings
         measurable += compared.pairs
-    # List the cause before its effects. Sizes that block nothing do not count: slices may have cut the layers to fit.
+    # List a difference in size before the findings that it causes, but only if one of them blocks the merge: slices may
+    # have cut the layers to fit.
     blocking_causes = {finding.cause for finding in findings if finding.severity == "block"}
     causes = [size for size in sizes if size.cause in blocking_causes]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))

@@ -147,7 +147,7 @@ def unused_tensors(
     for job in plan.jobs:
         for item in job.inputs:
             used.setdefault(item.model, set()).add(item.tensor.name)
-    # Tensors that another model lacks.
+    # Tensors that a finding already reports as missing in another model.
     reported_names = {location.partition(": ")[2] for location in finding_locations}
     is_sliced = any(source.layers for source in plan.recipe.sources)
     produced = {job.output.name for job in plan.jobs}

@@ -55,9 +55,8 @@ class Shard:
 def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, ...]:
     """Return the shards for ``tensors``, in the order of the donor's bytes.
 
-    The result gets the layout of ``donor``, whose fused experts must be split
-    (:func:`merge_core.architecture.experts.split_experts`). If it has a tensor that the donor lacks, tensors are stored
-    in the order of ``tensors``.
+    ``donor`` must have its fused experts split (:func:`merge_core.architecture.experts.split_experts`). If the donor
+    lacks any of ``tensors``, the shards keep the order of ``tensors`` instead.
     """
     stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
     donor_parts = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}

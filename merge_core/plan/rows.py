@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Special values of a lender.
+# Values in ``RowMap.lender`` that are not the index of a model.
 SEVERAL = -1  # Mean of the rows of several models; ``row`` is then an index into ``shared``.
 ZERO = -2
 MEAN = -3  # Mean of all rows of the model's own table.

@@ -121,7 +121,7 @@ def _compare_files(
             for finding in model_findings
             if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted_differences)
         ]
-        # Without pipelines, the library cannot tell more.
+        # Only tokenizers with a pipeline can run on a sample text, which measures the difference.
         if relevant and first.has_pipeline and definition.has_pipeline:
             pairs.append(TokenizerPair(relevant[0], definition.content, first.content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))

@@ -130,8 +130,8 @@ def parse_parameters(
 def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t: float) -> Any:
     """Return the value of a parameter for a tensor: from the first scope with a matching condition, else the default.
 
-    The most specific scope comes first. Gradients are evaluated at ``t``, a position along the layers from 0 to 1. If no
-    scope has a value and the parameter has no default, the value is ``REQUIRED``.
+    The most specific scope comes first. Gradients are evaluated at ``t``, a position along the layers from 0 to 1. The
+    value is ``REQUIRED`` if no scope sets the parameter and it has no default.
 
     Raises:
         InvalidInput: A gradient of an ``int`` parameter has a fractional value at ``t``.

@@ -29,7 +29,7 @@ from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 from mergegate.merge_core.recipe.tokenizer_choice import parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
-# mergegate looks up each model, possibly on the Hub.
+# Limited because mergegate looks up each model, possibly on the Hub.
 _MAX_MODELS = 256
 _FORMS = ("models", "slices", "modules")
 _MODEL_KEYS = ("model", "parameters", "text")
@@ -80,7 +80,7 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
         recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, location)
         if (count := len(recipe.references())) > _MAX_MODELS:
             raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
-    # The result of a step has no weights yet when they are needed before the merge.
+    # Measurements before the merge need weights, which the result of a step does not have yet.
     steps = {str(step.name) for step in recipe.steps}
     for document in (*recipe.steps, recipe):
         base = document.base

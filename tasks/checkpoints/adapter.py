@@ -63,7 +63,7 @@ class ResolvedAdapter(BaseModel):
         return apply_adapter(base, self.open())
 
     def findings(self, base: str) -> tuple[Finding, ...]:
-        """Return a warning if the adapter was trained on another model than ``base``, the reference of its parent."""
+        """Return a warning if the adapter names another base model than ``base``, the reference of its parent."""
         config = self.open().config
         if not config.base or name_in_path(config.base) == name_in_path(base.partition("@")[0]):
             return ()

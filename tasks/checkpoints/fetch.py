@@ -51,7 +51,7 @@ def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fe
     # A model that several adapters are applied to is fetched once.
     remote = list(
         {
-            # The repository is the name if the parent has an adapter.
+            # The name of a parent with an adapter includes the adapter, so show the repository instead.
             snapshot.directory: (snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name, snapshot)
             for parent in parents
             for snapshot in parent.snapshots

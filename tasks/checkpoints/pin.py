@@ -124,7 +124,7 @@ class ParentSearch:
     """Result of searching for the parents of several recipes.
 
     Args:
-        parents: Resolved parents of each recipe, in the order of the recipe.
+        parents: Resolved parents of each recipe, in the order in which the recipe names them.
         problems: One error for each reference that could not be resolved.
     """
 
@@ -183,7 +183,7 @@ def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
 
 
 def find_checkpoint(text: str) -> ResolvedCheckpoint:
-    """Return the checkpoint that ``text`` names: a directory (relative to the working directory) or ``org/name@revision``.
+    """Return the checkpoint that ``text`` names: ``org/name@revision``, or a directory relative to the working directory.
 
     Raises:
         InvalidInput: The text is neither a directory nor a repository.
@@ -280,7 +280,7 @@ def pin_checkpoints(
 ) -> tuple[PinnedCheckpoint, ...]:
     """Hash the files of the parents, which must be on this machine, and return the pinned parents.
 
-    The code of a parent may run if its repository and commit, ``org/name@<40 hex digits>``, are trusted.
+    A parent may run its own code if ``trusted_repositories`` contains its commit, as ``org/name@<40 hex digits>``.
 
     Raises:
         InvalidInput: A directory contains no checkpoint files.

@@ -88,10 +88,10 @@ def split_into_windows(
 ) -> Iterator[ReadWindow]:
     """Yield windows in which each token of each document is new exactly once.
 
-    A window that would be short starts with earlier tokens of its document as context. Texts are encoded as in regular
-    use, so that the statistics match it: a plain document starts with the special tokens of the tokenizer, and a
-    conversation is rendered with the chat template of the model. A window has at most ``max_length`` tokens, and at most
-    the model's context length.
+    A window has at most ``max_length`` tokens and fits into the model's context length. A window that would be short
+    starts with earlier tokens of its document as context. Texts are encoded as in regular use, so that the statistics
+    match it: a plain document starts with the special tokens of the tokenizer, and a conversation is rendered with the
+    chat template of the model.
 
     Raises:
         InvalidInput: The tokenizer does not belong to the weights, or a conversation does not fit the template.
@@ -133,7 +133,7 @@ def _encode_conversation(
             if message.role != "assistant":
                 continue
             before, after = render(messages[:index], add_prompt=True), render(messages[: index + 1])
-            # A template can change a message when later ones follow. The model's own tokens then exclude the message.
+            # A template can render a message differently if others follow. Such a message does not count as own.
             if full_text.startswith(before) and full_text.startswith(after.rstrip()):
                 spans.append((before, after))
     except Exception as error:  # A template is untrusted code and can raise anything.
@@ -243,7 +243,7 @@ def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
 def unmeasured_experts(checkpoint: Checkpoint, owners: Mapping[str, str]) -> tuple[str, ...]:
     """Return name patterns for the expert matrices of a checkpoint without statistics in ``owners``.
 
-    Each pattern is a tensor name in which ``*`` replaces the layer and expert numbers. Patterns are sorted and distinct.
+    A pattern is a tensor name in which ``*`` replaces the layer and expert numbers. Patterns are sorted and distinct.
     """
     patterns = set()
     for name, tensor in checkpoint.tensors.items():

@@ -220,7 +220,7 @@ def merged_model(artifact: Artifact[MergeSummary], pinned_recipe: PinnedRecipe) 
         digest = adapted_digest(parent.digest, artifact.digest)
         update = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
         return parent.model_copy(update={**update, "is_base": False, "is_merged": False})
-    # The merge runs the code of its donor, if there is any.
+    # The merged model needs the donor's code if the donor runs code.
     donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
     runs_code = donor is not None and donor.runs_code
     return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files, runs_code=runs_code)

@@ -108,8 +108,8 @@ def with_statistics(
 ) -> Recipe:
     """Return ``recipe`` with the statistics of its models on their texts, in all of its documents.
 
-    ``find`` returns the pinned model for a reference, with its adapter applied so that any library can load it. ``call``
-    turns a stage into the function that runs it, by default without Prefect.
+    ``find`` returns the pinned model for a reference, with its adapter applied so that any library can load it.
+    ``call`` turns a stage into the function that runs it, by default without Prefect.
 
     Raises:
         InvalidInput: A text does not exist, or its model cannot read it.
@@ -123,7 +123,7 @@ def with_statistics(
         current_runtime, measured = runtime(), {}
         for ref, text in tuple(pin_calibration_texts(document, store().hashes)):
             model = find(ref)
-            # The model is computed in its own format, or in float32 if the machine only converts that format.
+            # Run the model in its own format, or in float32 if the machine has no units for that format.
             own_dtype = ""
             with suppress(MergegateError):  # Loading the model reports the problem.
                 own_dtype = dtype_in(read_json(model.directory / "config.json"))

@@ -28,7 +28,7 @@ from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal, u
 from mergegate.tasks.http import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Larger files are downloaded together with the weights, even if their name is that of a small file. In bytes.
+# Largest size of a small file, in bytes. Larger files are downloaded with the weights, whatever their names.
 _LARGEST_SMALL = 100_000_000
 
 
@@ -180,7 +180,7 @@ def _find_complete_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot |
         file.path: RemoteFile(file.size, file.blob_id, name if len(name := names.get(file.path, "")) == 64 else None)
         for file in tree
     }
-    # The files other than weights include the index.
+    # These files include the weight index, from which the snapshot is built.
     if not {*_deciding_without_weights(listed, adapter), _config_file(adapter)} <= names.keys():
         return None
     snapshot = _build_snapshot(repo, commit, directory, listed, adapter)
