@@ -125,8 +125,7 @@ def _module_reference(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> C
 def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
     """Yield the reasons why a merge of embedding models would not be an embedding model.
 
-    Raises:
-        InvalidInput: ``modules.json`` is not a list of modules.
+    Raises InvalidInput if ``modules.json`` is not a list of modules.
     """
     if (reference := _module_reference(donor, parents)) is None:
         return
@@ -193,10 +192,7 @@ def _content(files: Companions, name: str) -> bytes | str | None:
 
 
 def _listing(files: Mapping[str, list[str]]) -> str:
-    """List the files of several models, for example ``a.json, b.json; model-c: a.json``.
-
-    The first model is not named because the finding names it.
-    """
+    """List the files of several models, for example ``a.json, b.json; model-c: a.json``, without naming the first model."""
     parts = [
         f"{name}: {_names(own_files)}" if index else _names(own_files)
         for index, (name, own_files) in enumerate(files.items())

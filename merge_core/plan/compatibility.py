@@ -62,7 +62,7 @@ class PlannedMerge:
 
 
 def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
-    """Return the findings of :func:`plan_with_findings`."""
+    """Check a merge like :func:`plan_with_findings`, but return only the findings."""
     return plan_with_findings(recipe, checkpoints).findings
 
 
@@ -194,7 +194,7 @@ def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Che
 
 
 def _format(checkpoint: Checkpoint) -> str:
-    """Return the name of the floating-point format that most bytes of a checkpoint have."""
+    """Return the floating-point format in which a checkpoint stores most bytes."""
     bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind == "float":

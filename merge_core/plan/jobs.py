@@ -87,12 +87,12 @@ class TensorJob:
 
     @property
     def measured_importance(self) -> tuple[AnyTensor, ...]:
-        """Values of :attr:`importance` that have been measured."""
+        """Those values of :attr:`importance` that have already been measured."""
         return tuple(value for value in self.importance if not isinstance(value, ExpectedImportance))
 
     @property
     def measured_tensors(self) -> tuple[StoredTensor, ...]:
-        """Stored activation statistics of the inputs."""
+        """Stored tensors with activation statistics of the inputs."""
         return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 
     @property
@@ -102,7 +102,7 @@ class TensorJob:
 
     @property
     def arithmetic(self) -> Literal["float32", "float64"]:
-        """Format of the computation: float64 if any input is float64, otherwise float32."""
+        """Number format for computing the job: float64 if any input is float64, otherwise float32."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
     def task(self, seeds: tuple[tuple[int, int], ...] = ()) -> TensorTask:
@@ -174,5 +174,5 @@ class MergePlan:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the result."""
+        """Number of parameters in the result."""
         return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)

@@ -49,7 +49,7 @@ class TokenizerPair:
 
 @dataclass(frozen=True)
 class ComparedTokenizers:
-    """Findings about the tokenizers of one recipe document, and the pairs that differ."""
+    """Findings about the tokenizers of one recipe document, and the pairs of tokenizers that differ."""
 
     findings: tuple[Finding, ...]
     pairs: tuple[TokenizerPair, ...]

@@ -43,7 +43,7 @@ class ValueTable:
     def for_tensor(
         self, spec: OutputSpec, inputs: Sequence[tuple[Source, AnyTensor]], *, has_base: bool, checked: bool
     ) -> TensorValues:
-        """Return the values for the tensor ``spec``.
+        """Return the parameter values for the tensor ``spec``. With ``checked``, the method checks them.
 
         Raises:
             InvalidInput: A required value is missing, or the values are incompatible.

@@ -42,7 +42,7 @@ class AdapterOutput:
     is_sum: bool
 
     def canonical(self) -> dict[str, Any]:
-        """Return the fields that determine the result, as JSON-compatible data."""
+        """Return the settings that determine the result, as JSON-compatible data."""
         return {"kind": "adapter", "rank": self.rank}
 
 

@@ -1,4 +1,4 @@
-"""Read the mappings of a recipe. Unknown keys cause warnings, and a key without a value counts as absent."""
+"""Read the mappings in a recipe. Unknown keys cause warnings, and a key without a value counts as absent."""
 
 from __future__ import annotations
 

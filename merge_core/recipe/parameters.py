@@ -38,13 +38,13 @@ class Setting:
     conditions: tuple[Condition, ...]
 
     def canonical(self) -> list[list[Any]]:
-        """Return ``[[values, filter], ...]``, the JSON-compatible form that determines the result."""
+        """Return the conditions that determine the result, as ``[[values, filter], ...]``."""
         return [[list(condition.values), condition.filter] for condition in self.conditions]
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """One ``parameters`` mapping of a recipe."""
+    """One ``parameters`` mapping in a recipe."""
 
     settings: tuple[Setting, ...] = ()
 

@@ -53,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a network with its own layers. A module without a ``name`` is the entire network."""
+    """A part of a network with its own layers. Without a ``name``, it is the entire network."""
 
     name: str | None
     slices: tuple[Slice, ...]
@@ -138,7 +138,7 @@ class Recipe:
 
     @property
     def method(self) -> Method:
-        """The merge method."""
+        """Merge method."""
         if self.mixture is not None:
             return UPCYCLING
         return find_method(self.merge_method, f"{self.location}: merge_method")
@@ -166,7 +166,7 @@ class Recipe:
 
     @property
     def texts(self) -> dict[CheckpointRef, str]:
-        """Calibration texts of this document, by model."""
+        """Path of each calibration text in this document, by model."""
         return {source.model: source.text for source in self.sources if source.text is not None}
 
     @property
@@ -176,7 +176,7 @@ class Recipe:
         return tuple(CalibrationRequest(str(ref), text, statistic, self.reading) for ref, text in self.texts.items())
 
     def calibration_results(self) -> dict[CalibrationRequest, InputMeasurements]:
-        """Return the measurements that are available so far, from all documents."""
+        """Return the measurements that are available so far for all documents, by request."""
         results: dict[CalibrationRequest, InputMeasurements] = {}
         for document in (*self.steps, self):
             measured = document.measured or {}

@@ -43,7 +43,7 @@ class RowOrigin:
     token_id: int | None = None
 
     def canonical(self) -> dict[str, Any]:
-        """Return the origin as JSON-compatible data."""
+        """Return the fields as JSON-compatible data."""
         return {"model": str(self.model) if self.model else None, "token": self.token, "token_id": self.token_id}
 
 

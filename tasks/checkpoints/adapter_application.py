@@ -61,7 +61,7 @@ def apply_adapters(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoin
 
 
 def apply_adapters_outside_flow(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Do the same as :func:`apply_adapters`, for commands that do not run a flow."""
+    """Do the same as :func:`apply_adapters`, without Prefect."""
     return _apply_all(parents, apply_to_directory.build)
 
 

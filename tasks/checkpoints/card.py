@@ -42,7 +42,7 @@ class ModelCard:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The metadata with every key as text."""
+        """Metadata with every key as text."""
         return {str(name): value for name, value in self.metadata.items()}
 
 
@@ -71,9 +71,7 @@ def read_card(directory: Path) -> ModelCard:
 
 
 def card_path(directory: Path) -> Path | None:
-    """Return the path of ``README.md``, or of the first file whose name differs from it only in letter case.
-
-    Returns None if the directory has no such file.
+    """Return the path of ``README.md``, or of the first file whose name differs from it only in letter case, or None.
 
     Raises:
         OSError: `directory` cannot be listed.

@@ -81,7 +81,7 @@ def deciding_files(directory: Path) -> tuple[str, ...]:
 
 
 def require_same_files(identities: Mapping[Path, FileIdentity]) -> None:
-    """Raise ``ChangedInput`` if a file has changed since ``identify_parents``, for commands that do not pin models."""
+    """Raise ``ChangedInput`` if a file has another identity than ``identify_parents`` returned for it."""
     for path, identity in identities.items():
         require_unchanged(path, identity)
 

@@ -199,11 +199,8 @@ on_slot_end(lambda number: _slot_processes[number].end() if number in _slot_proc
 class _Kind:
     """Properties of a process that determine whether a call can use it.
 
-    Args:
-        only_for: Concatenated digests of the only models that the process may hold. Empty: any models.
-        network: Whether the process has network access.
-        variables: Names of environment variables that the process receives in addition to the default ones.
-        environment: Environment variables of the worker slot, as names and values.
+    ``only_for`` holds the concatenated digests of the only models that the process may load; if empty, it may load any.
+    ``variables`` names the additional environment variables, and ``environment`` has those of the worker slot.
     """
 
     only_for: str
@@ -269,7 +266,6 @@ class _SlotProcess:
                 self.current = None
 
     def _exchange(self, process: _ModelProcess, request: _Request, deadline: float | None, slot: WorkerSlot) -> Any:
-        """Send the request to the process and return its answer."""
         is_answered = False
         last_message_at = time.monotonic()
         try:
@@ -372,7 +368,6 @@ class _ModelProcess:
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def end(self) -> None:
-        """End the process and release its GPUs, connection and output file."""
         self.child.end()
         self._gpus.release()
         self.connection.close()

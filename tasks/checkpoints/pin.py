@@ -61,7 +61,7 @@ class ResolvedCheckpoint(BaseModel):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Directories of the model and of its adapter."""
+        """Directory of the model and, if there is one, of its adapter."""
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
     @property
@@ -90,7 +90,7 @@ class PinnedCheckpoint(Model):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Directories of the model and of its adapter."""
+        """Directory of the model and, if there is one, of its adapter."""
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
     def rename(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
@@ -183,7 +183,7 @@ def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
 
 
 def find_checkpoint(text: str) -> ResolvedCheckpoint:
-    """Return the checkpoint that ``text`` names: ``org/name@revision``, or a directory relative to the working directory.
+    """Return the checkpoint that ``text`` names: a local directory or ``org/name@revision``.
 
     Raises:
         InvalidInput: The text is neither a directory nor a repository.

@@ -228,7 +228,7 @@ def _is_finished_run(record: object) -> bool:
 
 
 def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
-    """Raise InvalidInput if ``total`` contains NaN or infinity."""
+    """Raise InvalidInput if ``total``, which belongs to the tensor ``name``, contains NaN or infinity."""
     import torch
 
     if not torch.isfinite(total).all():

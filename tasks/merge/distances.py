@@ -105,7 +105,7 @@ def _products(base: PinnedCheckpoint, checkpoints: Sequence[Checkpoint]) -> Sequ
 
 
 def _non_finite(checkpoint: Checkpoint) -> int:
-    """Count the NaN and infinite numbers of a model, including overflows that a finite adapter causes."""
+    """Return the number of NaN and infinite values in a model, including overflows that a finite adapter causes."""
     count = 0
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceStatistics(StageValue):
-    """Summary of the measured importance. :mod:`merge_core.checkpoint.measurements` describes the files."""
+    """Summary of the measured importance; see :mod:`merge_core.checkpoint.measurements` for the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -59,12 +59,10 @@ class ImportanceStatistics(StageValue):
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of the network and the stored tensors that contain it.
+    """A parameter of the network, with the names of the stored tensors that contain it.
 
-    Args:
-        parameter: Parameter in memory.
-        names: Names of stored tensors. Each tensor is the complete parameter; for experts, each is one of the pieces.
-        pieces: Stored tensors of the experts, if the parameter contains the experts of a layer.
+    Each stored tensor is the complete parameter. If the parameter contains the experts of a layer, each stored tensor is
+    one of ``pieces``.
     """
 
     parameter: Any
@@ -73,7 +71,6 @@ class _Part:
 
     @property
     def sum_bytes(self) -> int:
-        """Size of the sums in bytes."""
         return 4 * int(self.parameter.numel())
 
     @property

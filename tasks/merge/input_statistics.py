@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class InputStatistics(StageValue):
-    """Summary of the measured input moments. :mod:`merge_core.checkpoint.measurements` describes the files."""
+    """Summary of the measured input moments; see :mod:`merge_core.checkpoint.measurements` for the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -79,12 +79,9 @@ class InputStatistics(StageValue):
 
 @dataclass(frozen=True)
 class _ExpertMatrix:
-    """Slice of a parameter that belongs to one expert.
+    """Slice of the in-memory parameter ``parameter`` that belongs to one expert.
 
-    Args:
-        parameter: Name of the parameter in memory.
-        number: Number of the expert.
-        stored: Name and shape of each tensor on disk that is part of the slice. Gate and up may be two tensors.
+    ``stored`` has the name and shape of each tensor on disk that is part of the slice. Gate and up may be two tensors.
     """
 
     parameter: str
@@ -93,7 +90,6 @@ class _ExpertMatrix:
 
     @property
     def width(self) -> int:
-        """Width of the input."""
         return input_width(*self.stored[0])
 
     def matches(self, product: ExpertProduct) -> bool:
@@ -109,10 +105,8 @@ class _ExpertMatrix:
 class _Part:
     """Smallest unit of a run: all linear layers of one layer of the network, or all matrices of one expert.
 
-    Args:
-        limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
-        modules: Linear layers by the names of their matrices on disk.
-        matrices: Slices of one expert, one for each parameter of its layer.
+    ``modules`` holds linear layers by the names of their matrices on disk, and ``matrices`` the slices of one expert, one
+    for each parameter of its layer. For inputs wider than ``limit``, only the diagonal is summed.
     """
 
     limit: int
@@ -121,7 +115,6 @@ class _Part:
 
     @property
     def names(self) -> list[str]:
-        """Names of the matrices on disk."""
         return [*self.modules, *(name for matrix in self.matrices for name, _ in matrix.stored)]
 
     @property

@@ -28,7 +28,7 @@ _PLACE = re.compile(rf"{_NAME}/([0-9a-f]{{32}})/([A-Za-z0-9_-]+)")
 
 
 class OptimizerState(StageValue):
-    """Summary of the stored optimizer states. The artifact has a directory in Hugging Face layout for each name."""
+    """Summary of the stored optimizer states. The artifact has one directory in Hugging Face layout per state."""
 
     names: tuple[str, ...]
     bytes_written: int

@@ -37,7 +37,7 @@ class MergeSettings(BaseModel):
 
 
 class Numerics(BaseModel):
-    """Settings and library versions that can change the last bits of a result, in addition to recipe and parents."""
+    """Settings and library versions that can change the last bits of a merge with the same recipe and parents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -154,7 +154,6 @@ def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ..
 
 
 def _combine(out: Path, pinned_recipe: PinnedRecipe, numerics: Numerics) -> MergeSummary:
-    """Execute a recipe whose result is an adapter."""
     began = time.monotonic()
     state_directory(out)
     combined = combine_parents(

@@ -69,7 +69,7 @@ class HubAccess:
     )
 
     def api(self) -> HfApi:
-        """Return the client of ``huggingface_hub``."""
+        """Return the ``huggingface_hub`` client for this endpoint and token."""
         return _client(self.endpoint, self.token)
 
     def url(self, repo: str, revision: str) -> str:
