@@ -192,7 +192,7 @@ def _content(files: Companions, name: str) -> bytes | str | None:
 
 
 def _listing(files: Mapping[str, list[str]]) -> str:
-    """List the files of several models, for example ``a.json, b.json; model-c: a.json``, without naming the first model."""
+    """List the files of several models, all but the first by name: ``a.json, b.json; model-c: a.json``."""
     parts = [
         f"{name}: {_names(own_files)}" if index else _names(own_files)
         for index, (name, own_files) in enumerate(files.items())

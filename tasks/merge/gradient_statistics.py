@@ -61,8 +61,8 @@ class ImportanceStatistics(StageValue):
 class _Part:
     """A parameter of the network, with the names of the stored tensors that contain it.
 
-    Each stored tensor is the complete parameter. If the parameter contains the experts of a layer, each stored tensor is
-    one of ``pieces``.
+    Each stored tensor is the complete parameter. If the parameter contains the experts of a layer, each stored tensor
+    is one of ``pieces``.
     """
 
     parameter: Any

@@ -105,8 +105,8 @@ class _ExpertMatrix:
 class _Part:
     """Smallest unit of a run: all linear layers of one layer of the network, or all matrices of one expert.
 
-    ``modules`` holds linear layers by the names of their matrices on disk, and ``matrices`` the slices of one expert, one
-    for each parameter of its layer. For inputs wider than ``limit``, only the diagonal is summed.
+    ``modules`` holds linear layers by the names of their matrices on disk, and ``matrices`` the slices of one expert,
+    one for each parameter of its layer. For inputs wider than ``limit``, only the diagonal is summed.
     """
 
     limit: int
