@@ -52,7 +52,7 @@ def parse_json(
     """Parse JSON text in UTF-8.
 
     ``pairs`` builds a value from the key-value pairs of each object; by default, a dict in which the last of several
-    equal keys wins. Error messages show ``location``, the name of the text, and ``expected``, a description of it.
+    equal keys wins. Error messages show the name of the text, ``location``, and its ``expected`` content.
 
     Raises:
         InvalidInput: The text is not JSON or exceeds the limits.

@@ -146,7 +146,7 @@ def parse_yaml(
 ) -> list[Any]:
     """Return the documents in a YAML text, without empty ones.
 
-    Error messages show ``location``, the name of the text, and ``expected``, a description of its content.
+    Error messages show the name of the text, ``location``, and its ``expected`` content.
 
     Raises:
         InvalidInput: The text is not YAML, contains a duplicate key, or exceeds the limits. The message gives the line

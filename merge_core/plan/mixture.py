@@ -146,7 +146,7 @@ class _Builder:
                 yield self._constant_job(name, (1, self.width), dtype)
 
     def _projections(self, expert: Expert, layer: int, problems: list[Finding]) -> list[AnyTensor]:
-        """Return a layer's gate, up and down projections without unusable ones, which are added to ``problems``."""
+        """Return a layer's valid gate, up and down projections, and add a finding for each invalid one to ``problems``."""
         projections = []
         for part in _DENSE:
             name = f"{_STACK}.{layer}.mlp.{part}.weight"
@@ -262,7 +262,7 @@ def _mismatches(
 
 
 def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
-    """Yield a finding for experts that no router can tell apart: their prompts or router rows are nearly the same."""
+    """Yield a finding for experts that no router can tell apart: they have equal prompts or similar router rows."""
     first_by_key: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts if mixture.needs_prompts else ():
         first_expert = first_by_key.setdefault((expert.positive, expert.negative), expert)
