@@ -146,7 +146,7 @@ class _Builder:
                 yield self._constant_job(name, (1, self.width), dtype)
 
     def _projections(self, expert: Expert, layer: int, problems: list[Finding]) -> list[AnyTensor]:
-        """Return a layer's valid gate, up and down projections, and add a finding for each invalid one to ``problems``."""
+        """Return a layer's valid gate, up and down projections, and add a finding for each other to ``problems``."""
         projections = []
         for part in _DENSE:
             name = f"{_STACK}.{layer}.mlp.{part}.weight"
