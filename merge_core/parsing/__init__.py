@@ -1,10 +1,9 @@
 """Parse untrusted bytes into plain typed values, or raise :class:`~merge_core.errors.InvalidInput`.
 
-mergegate reads every untrusted file (checkpoint, recipe, profile, task, card, results, release) with this package. A
-file is opened only if it is a plain file inside its directory (``files``). It is read up to a size limit and parsed
-with limits on depth, number of values, digits and aliases (``json_text``, ``yaml_text``). The module ``input_errors``
-turns every exception that a parser raises for hostile input into InvalidInput. Comments next to the limits say how much
-legitimate files need.
+mergegate reads every untrusted file (checkpoint, recipe, profile, task, card, results, release) with this package. The
+module ``files`` opens only plain files inside their directory, up to a size limit. ``json_text`` and ``yaml_text``
+limit depth, number of values, digits and aliases. ``input_errors`` turns every exception that a parser raises for
+hostile input into InvalidInput. Comments next to the limits say how much legitimate files need.
 """
 
 from mergegate.merge_core.parsing.files import (

@@ -1,9 +1,9 @@
-"""Open files in untrusted directories, if they are plain files inside that directory.
+"""Open files in an untrusted directory, but only plain files inside that directory.
 
 A checkpoint is a directory that a third party filled. ``merges.txt`` may be a link to a private key, and
-``config.json`` may be a link to ``/dev/zero`` or a pipe without a writer. mergegate therefore checks a file before
-opening it, because opening a pipe blocks and opening a device may have side effects. It checks the file again after
-opening it, and requires that it is inside its directory. The only exception is the Hub's cache, recognized by name:
+``config.json`` may be a link to ``/dev/zero`` or a pipe without a writer. mergegate checks a file before opening it,
+because opening a pipe blocks and opening a device may have side effects, and again after opening it. The only links out
+of the directory that it follows are those of the Hub's cache, recognized by name:
 ``models--org--name/snapshots/<commit>/`` consists of links into the neighboring directory ``blobs/``.
 
 :data:`LocalPath` is the type of local paths in profiles, settings and command-line options.
@@ -43,14 +43,14 @@ def plain_file(path: Path, *, within: Path | None = None, most: int | None = Non
     """Return the real path of a plain file, without opening it.
 
     Args:
-        path: Path as a user or another file names it.
-        within: Directory that the file must be in, also after all links. Default: anywhere.
+        path: Path from a user or from another file.
+        within: Directory that must contain the file, also after following links. Default: anywhere.
         most: Largest size in bytes. Default: any size.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        InvalidInput: The path names a pipe, a device, a socket or a directory, leads out of ``within``, cannot be the
-            name of a file, or the file is larger than ``most``.
+        FileNotFoundError: The file does not exist.
+        InvalidInput: The path is that of a pipe, a device, a socket or a directory, leads out of ``within``, cannot be
+            a file name, or the file is larger than ``most``.
     """
     try:
         # Resolve without checking existence, so as not to reveal whether a file outside the directory exists.
@@ -81,11 +81,11 @@ def plain_file(path: Path, *, within: Path | None = None, most: int | None = Non
 
 
 def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a plain file for reading, unbuffered. See :func:`plain_file`.
+    """Open a file that :func:`plain_file` accepts for reading, unbuffered.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        InvalidInput: The file is not valid for :func:`plain_file`, or is not readable by this user.
+        InvalidInput: :func:`plain_file` rejects the file, or this user cannot read it.
     """
     real = plain_file(path, within=within)
     try:
@@ -107,7 +107,7 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
     """Return the content of a plain file.
 
     Raises:
-        InvalidInput: The file is missing, larger than ``most``, or not valid for :func:`open_plain`.
+        InvalidInput: The file is missing or larger than ``most``, or :func:`open_plain` rejects it.
     """
     try:
         with open_plain(path, within=within) as file:
@@ -119,7 +119,7 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
 
 
 def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a plain file for buffered reading, for example by lines. See :func:`open_plain`."""
+    """Open a plain file like :func:`open_plain`, but with a buffer, for example to read lines."""
     return io.BufferedReader(open_plain(path, within=within))  # type: ignore[type-var]  # open_plain returns a FileIO.
 
 
@@ -146,10 +146,10 @@ def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> str:
-    """Return the UTF-8 text of a plain file. See :func:`read_plain` for the arguments.
+    """Return the UTF-8 text of a plain file.
 
     Raises:
-        InvalidInput: The file is not valid for :func:`read_plain`, or is not UTF-8 text.
+        InvalidInput: :func:`read_plain` rejects the file, or it is not UTF-8 text.
     """
     try:
         return read_plain(path, most, within=within, expected=expected, remedy=remedy).decode()
@@ -160,12 +160,9 @@ def read_text(path: Path, most: int, *, within: Path | None = None, expected: st
 
 
 def check_entries(directory: Path, names: Iterable[str]) -> None:
-    """Require that the named entries of a directory, if they exist, are plain files or directories inside it.
+    """Raise InvalidInput if a named entry of a directory exists but is not a plain file or directory inside it.
 
     Call this before passing the directory to a library that opens these files itself.
-
-    Raises:
-        InvalidInput: An entry is not a plain file inside the directory. The message names the first one.
     """
     for name in names:
         path = directory / name
@@ -200,7 +197,7 @@ def parse_path(text: str) -> Path:
 
 
 def _check(value: Any) -> Any:
-    """Check a string. Pydantic converts it to a path afterward and rejects other types."""
+    """Check a string that Pydantic then converts to a path. Pydantic itself rejects other types."""
     if isinstance(value, str):
         parse_path(value)
     return value

@@ -1,9 +1,9 @@
 """Turn every exception that a parser raises for untrusted input into InvalidInput.
 
 Parsers in libraries raise exceptions of many types: RecursionError for a thousand brackets, OverflowError for 400
-digits, UnicodeError for an unpaired surrogate, ValueError for a month 13. Catching only the types seen so far would let
-the next one crash a scheduled run. Therefore, all code that parses untrusted bytes runs inside :func:`parsing_errors`,
-and no other code does.
+digits, UnicodeError for an unpaired surrogate, ValueError for a month 13. If mergegate caught only known types, an
+unknown one could crash a scheduled run. Therefore, all code that parses untrusted bytes runs inside
+:func:`parsing_errors`, and no other code does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ T = TypeVar("T")
 
 @contextmanager
 def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: str = "") -> Iterator[None]:
-    """Raise every exception of the block as InvalidInput, except mergegate's own errors. Only parse inside the block.
+    """Turn every exception in the ``with`` block into InvalidInput, except mergegate's own errors.
 
-    Raises:
-        InvalidInput: The block raised an exception that is not a MergegateError.
+    Only parse inside the block, so that it does not hide errors in other code.
     """
     try:
         yield
@@ -54,23 +53,16 @@ def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: s
 
 
 def require_type(value: object, kind: type[T], location: str, expected: str, *, remedy: str = "") -> T:
-    """Return ``value`` if its type is exactly ``kind``. True is not an int here.
-
-    Raises:
-        InvalidInput: The value has another type.
-    """
+    """Return ``value``, or raise InvalidInput unless its type is exactly ``kind``. True is not an int here."""
     if type(value) is not kind:
         raise InvalidInput(location, found=f"{value!r:.60}", expected=expected, remedy=remedy)
     return value
 
 
 def require_printable(value: object, location: str) -> None:
-    """Require that no string in plain data contains an unpaired surrogate.
+    """Raise InvalidInput if a string in plain data contains an unpaired surrogate.
 
     Such a string cannot be printed, hashed or used as a file name.
-
-    Raises:
-        InvalidInput: A string contains an unpaired surrogate. The message shows the string.
     """
     pending = [value]
     while pending:

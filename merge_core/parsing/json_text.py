@@ -32,7 +32,7 @@ class JsonBounds:
 
     Args:
         size: Size in bytes. Default: 16 MiB.
-        values: Total number of numbers, strings, lists and objects. Each may take 100 bytes of memory. Default:
+        values: Number of all numbers, strings, lists and objects, which take up to 100 bytes of memory each. Default:
             1,000,000.
         depth: Nesting depth of lists and objects. Default: 64.
     """
@@ -51,13 +51,8 @@ def parse_json(
 ) -> Any:
     """Parse JSON text in UTF-8.
 
-    Args:
-        content: Bytes of the text.
-        location: Name of the text in error messages.
-        bounds: Limits that are checked before parsing.
-        pairs: Function that builds a value from the key-value pairs of each object. Default: a dict in which the last
-            of several equal keys wins.
-        expected: Description of the expected content, for error messages.
+    ``pairs`` builds a value from the key-value pairs of each object; by default, a dict in which the last of several
+    equal keys wins. Error messages show the name of the text, ``location``, and its ``expected`` content.
 
     Raises:
         InvalidInput: The text is not JSON or exceeds the limits.
@@ -83,10 +78,10 @@ def parse_json(
 
 
 def parse_json_object(content: bytes, location: str, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """Parse JSON text that contains an object. See :func:`parse_json`.
+    """Parse JSON text that contains an object.
 
     Raises:
-        InvalidInput: The text is not JSON, exceeds the limits, or is not an object.
+        InvalidInput: :func:`parse_json` rejects the text, or it is not an object.
     """
     value = parse_json(content, location, bounds=bounds)
     if not isinstance(value, dict):
@@ -95,7 +90,7 @@ def parse_json_object(content: bytes, location: str, *, bounds: JsonBounds = SMA
 
 
 def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file. A link that leads out of the file's directory is not followed.
+    """Return the JSON object in a file that is inside its directory, without following links that lead out of it.
 
     Raises:
         InvalidInput: The file is missing, unreadable, not a plain file, not JSON, beyond the limits, or not an object.
@@ -111,12 +106,12 @@ def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
 
 
 def line_location(path: Path, number: int) -> str:
-    """Return the name of line ``number`` (from 1) of ``path`` for error messages."""
+    """Return the name for line ``number`` (from 1) of ``path`` in error messages."""
     return f"{path}: line {number}"
 
 
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse the JSON object in line ``number`` (from 1) of ``path``.
+    """Parse ``line``, which is line ``number`` (from 1) of ``path``, as a JSON object.
 
     Raises:
         InvalidInput: The line is not a JSON object.
@@ -129,10 +124,10 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, longest: int, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a plain file, each with its number from 1. Only one line is in memory at a time.
+    """Yield the lines of a plain file with their numbers (from 1), holding only one line in memory at a time.
 
     Raises:
-        InvalidInput: The file cannot be read or exceeds the limits.
+        InvalidInput: The file cannot be read, a line is over ``longest`` bytes, or there are over ``most`` lines.
     """
     try:
         with open_plain(path) as raw, open(raw.fileno(), "rb", closefd=False) as file:  # Adds buffering.
@@ -166,6 +161,6 @@ def _check_bounds(content: bytes, location: str, bounds: JsonBounds) -> None:
 
 
 def _depth(content: bytes) -> int:
-    """Return the nesting depth of brackets outside strings. The parser reports text that is not JSON."""
+    """Return the nesting depth of brackets outside strings. The text may be invalid JSON."""
     brackets = _STRINGS.sub(b"", content).translate(None, delete=_NO_BRACKETS)
     return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)

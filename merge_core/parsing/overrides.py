@@ -19,12 +19,11 @@ _STEP = re.compile(r"\.?([A-Za-z_][\w-]*)|\[(\d+)\]")
 def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of a profile's data with overrides applied in order.
 
-    A key is a path (``evaluate.tasks[0].max_drop``), and a value is YAML (``200``, ``null``, ``{max_drop: 2}``). This
-    function does not check whether the key exists and the value is valid. The validation of the profile does.
+    Each override is ``KEY=VALUE``. The key is a path (``evaluate.tasks[0].max_drop``), and the value is YAML (``200``,
+    ``null``, ``{max_drop: 2}``). Validating the profile later checks that the key exists and the value is valid.
 
     Raises:
-        InvalidInput: An override does not have the form ``KEY=VALUE``, or its path leads through a value that is not a
-            section or list.
+        InvalidInput: An override has another form, or its path leads through a value that is not a section or list.
     """
     result = deepcopy(dict(data))
     for text in overrides:

@@ -58,12 +58,10 @@ _KIND_SUFFIXES = ("_type", "_parsing", "_from_float")
 
 
 def expectation(fault: str, context: _Context, message: str) -> str:
-    """Return a description of the value that a setting should have had.
+    """Return a description of the value that pydantic expected for a setting.
 
-    Args:
-        fault: Pydantic's error type, such as ``greater_than_equal``.
-        context: Context of the error, such as ``{"ge": 0}``.
-        message: Pydantic's own message, used for error types without a description.
+    ``fault`` is pydantic's error type, such as ``greater_than_equal``, and ``context`` the error's context, such as
+    ``{"ge": 0}``. For error types without a description, the result is pydantic's own ``message``.
     """
     if fault == "string_pattern_mismatch":
         pattern = str(context.get("pattern", ""))
@@ -81,7 +79,7 @@ def expectation(fault: str, context: _Context, message: str) -> str:
 
 
 def join_expectations(messages: Sequence[str]) -> str:
-    """Join the messages about a value with several possible types: ``3: expected a file name or a mapping``."""
+    """Join the messages about a value that may have several types: ``3: expected a file name or a mapping``."""
     first, *rest = dict.fromkeys(messages)
     head, separator, _ = first.partition("expected ")
     if not rest or not separator or not all(message.startswith(f"{head}expected ") for message in rest):
@@ -90,7 +88,7 @@ def join_expectations(messages: Sequence[str]) -> str:
 
 
 def format_value(value: object) -> str:
-    """Format a value for an error message in the style of YAML, shortened if it is long."""
+    """Format a value for an error message in the style of YAML, shortened to 100 characters."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:

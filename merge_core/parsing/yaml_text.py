@@ -1,9 +1,9 @@
 """Parse YAML strictly and with limits, whether it comes from users or from untrusted sources.
 
-YAML allows a mapping to contain the same key twice, and the last one silently wins. Here, a duplicate key is an error
-in all files that users write: recipes, profiles, license tables and task definitions. Only values that JSON also has
-are accepted. A date stays text, and sets, bytes and pairs are rejected. The parser first reads the text as a stream of
-events, which needs constant memory at any depth and shows how much the aliases would expand to.
+YAML allows a mapping to contain the same key twice, and the last one silently wins. Here, a duplicate key is an error.
+Only values that JSON also has are accepted: a date stays text, and sets, bytes and pairs are rejected. Before loading a
+text, mergegate reads it as a stream of events, which needs constant memory at any depth and shows how far its aliases
+expand.
 
 :func:`flow_yaml` writes plain data as one line that users can paste into a file and mergegate reads back unchanged.
 """
@@ -44,7 +44,7 @@ _PLAIN = tuple(f"{_TAG}{name}" for name in ("null", "bool", "str", "seq", "map")
 class StrictLoader(_SafeLoader):
     """Loader of plain data that rejects duplicate keys.
 
-    ``text_keys``: Whether all keys must be text. The keys ``on``, ``no`` and ``1`` without quotes are not text.
+    With ``text_keys``, all keys must be text. The keys ``on``, ``no`` and ``1`` without quotes are not text.
     """
 
     text_keys = True
@@ -106,7 +106,7 @@ _EXPLANATIONS = {
 
 
 class _KeyFault(yaml.MarkedYAMLError):
-    """Valid YAML that mergegate does not accept."""
+    """Fault in a key or number of valid YAML that mergegate does not accept."""
 
     def __init__(self, problem: str, mark: yaml.Mark, expected: str) -> None:
         super().__init__(problem=problem, problem_mark=mark)
@@ -114,13 +114,9 @@ class _KeyFault(yaml.MarkedYAMLError):
 
 
 def read_yaml(path: Path, expected: str, *, remedy: str = "", loader: type[StrictLoader] = StrictLoader) -> list[Any]:
-    """Return the documents of a YAML file, without empty ones.
+    """Return the documents in a YAML file, without empty ones.
 
-    Args:
-        path: Path of a UTF-8 text file.
-        expected: Description of the expected content, for error messages: ``a recipe in YAML``.
-        remedy: Advice to the user if the file cannot be read.
-        loader: Loader class, for example one with additional tags. Default: :class:`StrictLoader`.
+    Error messages show ``expected``, such as ``a recipe in YAML``, and ``remedy`` if the file cannot be read.
 
     Raises:
         InvalidInput: The file cannot be read, is not YAML, contains a duplicate key, or exceeds the limits. The message
@@ -135,10 +131,8 @@ def read_yaml_mapping(
 ) -> dict[str, Any]:
     """Return the mapping in a YAML file with one document, or an empty mapping for an empty file.
 
-    See :func:`read_yaml` for the arguments.
-
     Raises:
-        InvalidInput: The file is not valid for :func:`read_yaml`, or is not a single mapping.
+        InvalidInput: :func:`read_yaml` rejects the file, or it does not contain exactly one mapping.
     """
     documents = read_yaml(path, expected, remedy=remedy, loader=loader) or [{}]
     if len(documents) > 1 or not isinstance(documents[0], dict):
@@ -150,13 +144,9 @@ def read_yaml_mapping(
 def parse_yaml(
     text: str, location: str, expected: str = "a YAML mapping", *, loader: type[StrictLoader] = StrictLoader
 ) -> list[Any]:
-    """Return the documents of a YAML text, without empty ones.
+    """Return the documents in a YAML text, without empty ones.
 
-    Args:
-        text: YAML text.
-        location: Name of the text in error messages.
-        expected: Description of the expected content, for error messages.
-        loader: Loader class, for example one with additional tags. Default: :class:`StrictLoader`.
+    Error messages show the name of the text, ``location``, and its ``expected`` content.
 
     Raises:
         InvalidInput: The text is not YAML, contains a duplicate key, or exceeds the limits. The message gives the line
@@ -256,12 +246,9 @@ _FlowDumper.add_implicit_resolver(
 
 
 def flow_yaml(value: object) -> str:
-    """Return ``value`` as one line of YAML in flow style, for example ``{a: [1, 2]}``.
+    """Return plain data as one line of YAML in flow style, for example ``{a: [1, 2]}``.
 
-    The result can be pasted inside brackets or braces. A string is therefore quoted if it would be misread there.
-
-    Args:
-        value: Plain data that consists of mappings, lists, strings, numbers, booleans and None.
+    The line can be pasted inside brackets or braces: strings that would be misread there are quoted.
     """
     text = yaml.dump(
         [value], Dumper=_FlowDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf

@@ -1,6 +1,6 @@
 """Plan a merge: turn a recipe and checkpoint headers into a list of jobs, and find problems before weights are read.
 
-A plan fixes the name, shape, dtype and offset of every output byte. The engine only executes it.
+A plan fixes the name, shape, dtype and offset of every output tensor. The engine only executes it.
 """
 
 from mergegate.merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight

@@ -1,16 +1,16 @@
-"""Map the rows of embeddings and heads by token when a recipe chooses the vocabulary of the result (``tokenizer``).
+"""Match the rows of embeddings and heads by token when a recipe chooses the tokenizer of the result.
 
-Output row ``r`` belongs to the token with id ``r`` in the result's tokenizer. Each model contributes its own row of
-that token, even if the token's id in that model differs. A model that lacks the token borrows a row:
+Output row ``r`` belongs to the token with id ``r`` in the result's tokenizer. Each model contributes its own row for
+that token, even if the model gives the token another id. A model that lacks the token uses, in this order:
 
-1. from the source that the recipe names for the token,
-2. from the base, if the base has the token,
-3. from the only model that has the token,
-4. otherwise, the mean over all models that have it.
+1. the row of the source that the recipe names for the token,
+2. the row of the base, if the base has the token,
+3. the row of the only model that has the token,
+4. the mean of the rows of all models that have the token.
 
 Rows without a token (padding) keep their position, so the table never shrinks. If a model has no such row, it uses the
-row of the model that provides the tokenizer. If that has none either because the table grew, it uses the mean of its
-own rows.
+row of the model that provides the tokenizer. If the table grew and that model has no such row either, each model uses
+the mean of its own rows.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalize
 
 @dataclass(frozen=True)
 class Alignment:
-    """The way the vocabularies of several models are merged into one.
+    """A shared vocabulary for several models, and the row of each token in each model.
 
     Args:
         choice: Tokenizer settings of the recipe.
         tokenizer: Checkpoint that provides the tokenizer's files.
         ids: Token ids of the result, by token.
-        vocabularies: Tokenizer of each model, by reference.
-        sizes: Number of rows in each model's table, by reference.
+        vocabularies: Tokenizer of each model, by model reference.
+        sizes: Number of rows in each model's token table, by model reference.
         tokenizer_name: Reference of ``tokenizer``.
         base: Reference of the recipe's base.
-        size: Number of output rows.
+        size: Number of rows in the result's token table.
         content: ``tokenizer.json`` of the result.
         model_changed: Whether the result's tokenizer model has tokens or merges that the original lacks.
-        rewritten: Tokenizer files whose content changes, by name. None means that the file is omitted.
+        rewritten: New content of each tokenizer file that changes, by file name. None means that the file is omitted.
         remarks: Findings for the user.
     """
 
@@ -75,9 +75,9 @@ class Alignment:
     _cache: dict[tuple[str, ...], Mapping[str, RowMap]] = field(default_factory=dict, repr=False, compare=False)
 
     def maps(self, models: Sequence[str]) -> Mapping[str, RowMap]:
-        """Return the row maps of ``models``, which are merged with each other.
+        """Return the row map of each of ``models`` for merging their token tables with each other.
 
-        The mapping is empty if every model already has the same rows as the merge.
+        The mapping is empty if every model already has exactly the rows of the result.
 
         Raises:
             InvalidInput: No model has a row for some token.
@@ -88,10 +88,10 @@ class Alignment:
         return self._cache[names]
 
     def translate(self, content: Mapping[str, Any], model: str) -> tuple[dict[str, Any], list[str]]:
-        """Return settings of ``model`` with the result's token ids, and the keys whose tokens the result lacks.
+        """Return the settings of ``model`` with the result's token ids, and the keys whose tokens the result lacks.
 
-        The ids of the begin, end and padding tokens come from the model that provides the tokenizer. Every other id
-        follows its token, as do those three if that model does not define them.
+        The model that provides the tokenizer decides the ids of the begin, end and padding tokens if it defines them.
+        Every other id in ``content`` is replaced by the id that the same token has in the result.
         """
         moved, unmatched_keys = follow_tokens(content, self.vocabularies[model].ids, self.ids)
         special_ids = {key: self.tokenizer.config[key] for key in SPECIAL_KEYS if key in self.tokenizer.config}
@@ -99,11 +99,11 @@ class Alignment:
 
 
 def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> Alignment | None:
-    """Return the alignment of a recipe with ``tokenizer_source`` or ``tokenizer``; None for other recipes.
+    """Return how to match the vocabularies of a recipe that sets ``tokenizer_source`` or ``tokenizer``, else None.
 
     Raises:
-        InvalidInput: A model has no readable tokenizer, the union must be refused, or the source that the recipe names
-            for a token does not exist.
+        InvalidInput: A model has no readable tokenizer, the tokenizers cannot be united, or the source that the recipe
+            names for a token does not exist.
     """
     choice = recipe.tokenizer
     if choice is None:
@@ -177,7 +177,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
 
 
 def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding | None:
-    """Return a finding for a tensor outside the layers that has a vocabulary-sized dimension but an unknown name.
+    """Return a finding if a tensor outside the layers has a dimension of vocabulary size but an unknown name.
 
     Its rows may belong to tokens whose order changes in the result, and no shape check would notice.
     """
@@ -200,10 +200,10 @@ def _result_vocabulary(
     tokenizer_name: str,
     merged_models: Sequence[str],
 ) -> tuple[JoinedTokenizer | None, Mapping[str, int], int]:
-    """Return the tokenizer to build (None if an existing one suffices), the token ids and the rows of the result.
+    """Return the tokenizer to build (None if an existing one suffices), the result's token ids and its number of rows.
 
-    The number of rows is at least that of the model that provides the tokenizer, and covers each token that has a row
-    in some model. An id past the table of every model that knows it needs no row; some tokenizers have such ids.
+    The result has at least as many rows as the model that provides the tokenizer, and a row for each token that has one
+    in some model. Some tokenizers have ids beyond the table of every model that knows them; these need no row.
     """
     target = vocabularies[tokenizer_name]
     other_tokenizers = (
@@ -307,7 +307,8 @@ def _fill_padding(
 ) -> None:
     """Fill the rows without a token.
 
-    A model uses its own row at that position if no token has it there, and otherwise that of the tokenizer's model.
+    A model uses its own row at that position if its tokenizer has no token there. Otherwise, it uses the row of the
+    model that provides the tokenizer.
     """
     free = np.ones(len(lender), bool)
     free[positions] = False

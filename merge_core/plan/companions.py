@@ -1,8 +1,8 @@
-"""Choose the files that a merge carries next to its weights, and report the parents' files that it drops or changes.
+"""Choose the files that a merge writes next to its weights, and report the parents' files that it drops or changes.
 
 The donor provides processors and code. The model that provides the tokenizer also provides chat templates and
 generation settings. The modules of sentence-transformers come from a parent that has them, if all such parents agree.
-Any other small file is carried if it is the same in every parent.
+The merge copies any other small file that is the same in every parent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN = 4  # Number of files per parent, and of parents, that one finding lists
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
-    """Return the files that a merge carries unchanged."""
+    """Return the files that a merge copies unchanged."""
     sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
     if (reference := _module_reference(donor, parents)) is not None:
@@ -59,7 +59,7 @@ def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping
 def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> str:
     """Return the reference of the model whose tokenizer the result gets if the recipe does not choose one.
 
-    If the result is an adapter, this is the first adapter with a tokenizer of its own.
+    For a result that is an adapter, this is the first input adapter with a tokenizer of its own.
     """
     if recipe.output is None:
         return str(recipe.donor)
@@ -73,10 +73,9 @@ def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> st
 
 
 def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield a finding for each kind of file that parents have but the merge drops or carries with other content.
+    """Yield a finding for each kind of file that parents have but the result lacks or has with other content.
 
-    Tokenizers, chat templates and modules are compared by their meaning elsewhere. :func:`gather_companions` describes
-    the arguments.
+    Other checks compare tokenizers, chat templates and sentence-transformers modules by their meaning.
     """
     carried = gather_companions(donor, tokenizer, parents)
     yield from _module_findings(donor, parents)
@@ -126,8 +125,7 @@ def _module_reference(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> C
 def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
     """Yield the reasons why a merge of embedding models would not be an embedding model.
 
-    Raises:
-        InvalidInput: ``modules.json`` is not a list of modules.
+    Raises InvalidInput if ``modules.json`` is not a list of modules.
     """
     if (reference := _module_reference(donor, parents)) is None:
         return
@@ -194,10 +192,7 @@ def _content(files: Companions, name: str) -> bytes | str | None:
 
 
 def _listing(files: Mapping[str, list[str]]) -> str:
-    """List the files of several models, for example ``a.json, b.json; model-c: a.json``.
-
-    The first model is not named because the finding names it.
-    """
+    """List the files of several models, all but the first by name: ``a.json, b.json; model-c: a.json``."""
     parts = [
         f"{name}: {_names(own_files)}" if index else _names(own_files)
         for index, (name, own_files) in enumerate(files.items())

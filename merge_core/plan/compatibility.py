@@ -45,10 +45,10 @@ class PlannedMerge:
 
     Args:
         findings: Findings, most severe first. ``block`` means that the merge is impossible or would be silently wrong.
-        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks: models with
-            different vocabularies can be merged, but the result is useless.
-        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it. How
-            many texts differ can only be measured by running the tokenizers.
+        plan: None if the checkpoints cannot be merged. A plan can exist although a finding blocks the merge: models
+            with different vocabularies can be merged, but the result is useless.
+        tokenizer_pairs: Pairs of tokenizers that may split text differently, each with the finding that reports it.
+            Only running the tokenizers shows how many texts they split differently.
     """
 
     findings: tuple[Finding, ...]
@@ -62,7 +62,7 @@ class PlannedMerge:
 
 
 def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
-    """Return the findings of :func:`plan_with_findings`."""
+    """Check a merge like :func:`plan_with_findings`, but return only the findings."""
     return plan_with_findings(recipe, checkpoints).findings
 
 
@@ -72,12 +72,9 @@ def plan_with_findings(
 ) -> PlannedMerge:
     """Plan the merge of ``recipe`` and check it, using only headers, configs and tokenizer files.
 
-    Args:
-        recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
-        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. A missing one is a blocking
-            finding.
-        accepted_differences: Keys of the tokenizer differences that a reviewer has accepted: ``merges``,
-            ``pre_tokenizer``, ``chat_template``, ...
+    ``checkpoints`` holds an opened checkpoint for every reference in the recipe, by ``str(ref)``. A missing checkpoint
+    is a blocking finding. ``accepted_differences`` are the keys of the tokenizer differences that a reviewer has
+    accepted, such as ``merges``, ``pre_tokenizer`` or ``chat_template``.
     """
     findings: list[Finding] = []
     sizes: list[Finding] = []
@@ -114,7 +111,8 @@ def plan_with_findings(
         compared = compare_to_donor(document, models, frozenset(accepted_differences))
         findings += compared.findings
         measurable += compared.pairs
-    # List the cause before its effects. Sizes that block nothing do not count: slices may have cut the layers to fit.
+    # List a difference in size before the findings that it causes, but only if one of them blocks the merge: slices may
+    # have cut the layers to fit.
     blocking_causes = {finding.cause for finding in findings if finding.severity == "block"}
     causes = [size for size in sizes if size.cause in blocking_causes]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
@@ -165,7 +163,7 @@ def _compare_configs(
 
 
 def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
-    """Yield the settings that make the two models compute different functions of the same weights."""
+    """Yield a finding for each setting that makes two models with the same weights compute different functions."""
     ignored_keys: list[str] = []
     for donor_setting, parent_setting in differing_settings(donor.config, parent.config):
         if not donor_setting.is_read or "derived" in (donor_setting.source, parent_setting.source):
@@ -196,7 +194,7 @@ def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Che
 
 
 def _format(checkpoint: Checkpoint) -> str:
-    """Return the name of the floating-point format that most bytes of a checkpoint have."""
+    """Return the floating-point format in which a checkpoint stores most bytes."""
     bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind == "float":
@@ -205,7 +203,7 @@ def _format(checkpoint: Checkpoint) -> str:
 
 
 def _compare_forms(document: Recipe, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
-    """Yield findings if two models store weights in different formats, or split text by classes with own rules."""
+    """Yield findings if two models store weights in different formats or have different tokenizer classes."""
     donor_format, parent_format = _format(donor), _format(parent)
     has_no_dtype = document.dtype is None and document.out_dtype is None
     if has_no_dtype and donor_format and parent_format and donor_format != parent_format:
@@ -242,8 +240,7 @@ def _compare_templates(
 ) -> Iterator[Finding]:
     """Yield a finding for each model with chat templates that the result does not get.
 
-    Templates are compared by name.
-    If the recipe chooses the default template, only templates with other names can be lost.
+    Only templates of the same name are compared. If the recipe chooses the default template, its difference is ignored.
     """
     is_chosen = plan.recipe.chat_template is not None
     result = plan.chat_templates

@@ -1,4 +1,4 @@
-"""Check that every tensor of every model is used, and that configs agree with their tensors."""
+"""Check that a merge uses every tensor of every model, and that configs agree with their tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BYTES = ("U8", "I8")
 
 
 def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the contradictions between a checkpoint's config and its tensors."""
+    """Yield a finding for each contradiction between a checkpoint's config and its tensors."""
     config = checkpoint.config
     yield from _quantized_findings(name, checkpoint)
     yield from (replace(finding, where=f"{name}: {finding.where}") for finding in checkpoint.findings)
@@ -90,10 +90,10 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _quantized_findings(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding for a model whose weights are packed, or that declares a quantization it does not have.
+    """Yield a finding if a model has packed weights, or declares a quantization that its weights do not have.
 
-    A ``quantization_config`` next to full weights is left over from an earlier load. It is refused too, because every
-    loader obeys it: evaluation would load a model that differs from the merged parent.
+    A ``quantization_config`` next to full weights is left over from an earlier load. It blocks the merge too, because
+    every loader obeys it: evaluation would load a model that differs from the merged parent.
     """
     packed_tensors = (
         disk_name(tensor)
@@ -147,7 +147,7 @@ def unused_tensors(
     for job in plan.jobs:
         for item in job.inputs:
             used.setdefault(item.model, set()).add(item.tensor.name)
-    # Tensors that another model lacks.
+    # Tensors that a finding already reports as missing in another model.
     reported_names = {location.partition(": ")[2] for location in finding_locations}
     is_sliced = any(source.layers for source in plan.recipe.sources)
     produced = {job.output.name for job in plan.jobs}

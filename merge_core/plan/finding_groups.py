@@ -1,7 +1,7 @@
 """Name the causes that findings share, so that a report can group them.
 
-Models of different sizes differ in every tensor, and a user wants to read that once. A finding names its cause
-(``Finding.cause``); ``merge_core.errors.group_findings`` groups findings by cause.
+Models of different sizes differ in every tensor, but a user needs to read that only once. A finding names its cause
+(``Finding.cause``), and ``merge_core.errors.group_findings`` groups findings by cause.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def different_size(model: str) -> str:
 
 
 def different_head(model: str) -> str:
-    """Return the cause of findings about a model whose class has a different head than the result, or none."""
+    """Return the cause of findings about a model whose class has no head or a different head than the result."""
     return f"{model}: head"
 
 
@@ -48,7 +48,7 @@ def different_vocabulary(model: str) -> str:
 def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
     """Yield one finding that lists all sizes in which ``parent`` differs from ``donor``.
 
-    Yield none if the configurations agree or belong to different architectures.
+    Yield nothing if the sizes agree or the models have different architectures.
     """
     if class_difference(donor, parent) == "network":
         return
@@ -73,6 +73,6 @@ def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpo
 
 
 def config_value(checkpoint: Checkpoint, key: str) -> Any:
-    """Return the value of ``key`` in the configuration, or in its text part."""
+    """Return the value of ``key`` in the checkpoint's config or, if missing, in the config of its language model."""
     value = checkpoint.config.get(key)
     return text_part(checkpoint.config).config.get(key) if value is None else value

@@ -1,4 +1,4 @@
-"""Define the plan as a value: one job per output tensor, and everything else the engine needs to execute them."""
+"""Define the plan of a merge: one job per output tensor, and everything else that the engine needs to execute it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Input:
     """One input of a job.
 
     Args:
-        model: Reference of the model that it comes from.
+        model: Reference of the model that has the tensor.
         tensor: The tensor.
-        rows: Origin of each row. None means that the rows are used as they are.
+        rows: Origin of each output row. None means that the tensor's own rows are used in their order.
         moments: Statistics of the activations that the tensor is multiplied with, measured or still expected.
         importance: Importance of each element, measured or still expected.
     """
@@ -51,11 +51,11 @@ class TensorJob:
     """The computation of one output tensor.
 
     Args:
-        output: Name, format and shape.
+        output: Name, format and shape of the output tensor.
         inputs: Input tensors, the base first if ``has_base``.
         has_base: Whether the first input is the base.
-        shared: Values of the method's shared parameters.
-        per_input: Values of its other parameters, one mapping per input.
+        shared: Values of the method's parameters that all inputs share.
+        per_input: Values of the method's other parameters, one mapping per input.
         mode: ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the
             same (integers) and copies the first.
     """
@@ -77,7 +77,7 @@ class TensorJob:
     def importance(self) -> tuple[AnyTensor | ExpectedImportance, ...]:
         """Importance of each element of each model except the base, in the output's shape.
 
-        Empty unless it is available for all of these models.
+        Empty unless all of these models have it.
         """
         if self.mode != "merge":
             return ()
@@ -87,29 +87,28 @@ class TensorJob:
 
     @property
     def measured_importance(self) -> tuple[AnyTensor, ...]:
-        """Values of :attr:`importance` that have been measured."""
+        """Those values of :attr:`importance` that have already been measured."""
         return tuple(value for value in self.importance if not isinstance(value, ExpectedImportance))
 
     @property
     def measured_tensors(self) -> tuple[StoredTensor, ...]:
-        """Stored activation statistics of the inputs."""
+        """Stored tensors with activation statistics of the inputs."""
         return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 
     @property
     def nbytes_in(self) -> int:
-        """Bytes of all inputs and of their importance."""
+        """Number of bytes in all inputs and their importance."""
         return sum(item.tensor.nbytes for item in self.inputs) + sum(value.nbytes for value in self.importance)
 
     @property
     def arithmetic(self) -> Literal["float32", "float64"]:
-        """Format of the computation: float64 if any input is float64, otherwise float32."""
+        """Number format for computing the job: float64 if any input is float64, otherwise float32."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
     def task(self, seeds: tuple[tuple[int, int], ...] = ()) -> TensorTask:
         """Return the job in the form that the method takes.
 
-        Args:
-            seeds: One key per input for the random masks. Omit it for estimates, which do not depend on the masks.
+        ``seeds`` has one key per input for the random masks. Omit it for estimates, which do not depend on the masks.
         """
         return TensorTask(
             name=self.output.name,
@@ -127,7 +126,7 @@ class TensorJob:
 
 
 def bulk_dtype(jobs: Iterable[TensorJob]) -> DType | None:
-    """Return the format of most weights, which the config should declare."""
+    """Return the floating-point format of most output bytes, which the config should declare."""
     sizes: Counter[DType] = Counter()
     for job in jobs:
         if job.output.dtype.kind == "float":
@@ -145,10 +144,10 @@ class MergePlan:
         jobs: One job per output tensor, in the order of the output bytes.
         shards: Output files.
         config: Content of the output's ``config.json``.
-        bytes_read: Bytes of all inputs, each counted once.
-        bytes_written: Bytes of all shards.
+        bytes_read: Total size of all inputs of all jobs, in bytes.
+        bytes_written: Total size of all shards, in bytes.
         tokenizer: Checkpoint that provides the tokenizer files. It is the donor unless the recipe chooses another.
-        companions: Files that are written next to the weights and ``config.json``.
+        companions: Files to write next to the weights and ``config.json``.
         chat_templates: Chat templates of the result by name; ``companions`` includes them.
         steps: Merges to execute first, in this order. Their results are inputs of this plan or of later steps.
         findings: Inconsistencies, such as unused input tensors and configs that disagree with tensors. The record of
@@ -175,5 +174,5 @@ class MergePlan:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the result."""
+        """Number of parameters in the result."""
         return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)

@@ -1,9 +1,9 @@
 """Decide the position of every output byte before the first input byte is read.
 
-If the result has the donor's tensors, it keeps the donor's division into files. Otherwise tensors are packed in order
-into files no larger than the donor's largest. A tensor that is one in the donor's files is one in the result's files,
-even if several jobs compute it (one per expert, see ``merge_core.architecture.experts``). Each job then fills a part of
-its bytes.
+If the result has the donor's tensors, it distributes them over files as the donor does. Otherwise tensors are packed in
+order into files no larger than the donor's largest. If the donor stores a tensor whole, so does the result, even if
+several jobs compute it (one per expert, see ``merge_core.architecture.experts``). Each job then fills a part of its
+bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor(SizedTensor):
-    """Name, format and shape of a tensor to write: a whole tensor of a file, or a part of one."""
+    """Name, format and shape of a tensor to write, which is all or a part of a tensor in a file."""
 
     name: str
     dtype: DType
@@ -35,9 +35,9 @@ class Shard:
         name: File name.
         header: First bytes of the file: length prefix and JSON header.
         tensors: Names of the computed tensors, in the order of their bytes.
-        offsets: Offset of each tensor from the start of the file, in bytes.
+        offsets: Offset of each computed tensor from the start of the file, in bytes.
         size: Size of the whole file, in bytes.
-        stored: Tensors as listed in the header, in the same order. Each consists of one or several of ``tensors``.
+        stored: Tensors that the header lists, in the same order. Each consists of one or more of ``tensors``.
     """
 
     name: str
@@ -48,17 +48,15 @@ class Shard:
     stored: tuple[DiskTensor, ...]
 
     def dtypes(self) -> dict[str, DType]:
-        """Return the format of each of ``tensors``."""
+        """Return the format of each computed tensor, by name."""
         return {piece: tensor.dtype for tensor in self.stored for piece in tensor.pieces}
 
 
 def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, ...]:
-    """Return the shards for ``tensors``, in the order of the donor's bytes. New tensors keep the order of ``tensors``.
+    """Return the shards for ``tensors``, in the order of the donor's bytes.
 
-    Args:
-        tensors: Computed tensors.
-        donor: Checkpoint whose layout the result gets, with its experts split
-            (:func:`merge_core.architecture.experts.split_experts`).
+    ``donor`` must have its fused experts split (:func:`merge_core.architecture.experts.split_experts`). If the donor
+    lacks any of ``tensors``, the shards keep the order of ``tensors`` instead.
     """
     stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
     donor_parts = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
@@ -110,5 +108,5 @@ def _pack(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[Di
 
 
 def requires_index(shards: Sequence[Shard]) -> bool:
-    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME`; a single file needs none."""
+    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME` because there are several files."""
     return len(shards) > 1

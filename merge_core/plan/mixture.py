@@ -1,8 +1,7 @@
 """Plan a mixture of experts: each output tensor is a tensor of one dense model, or a set of router rows.
 
-Attention, norms, embeddings and head come from the base. Experts are the feed-forward layers of their models, with
-noise and scale. The mixture uses every tensor of the part that a model contributes, or the plan reports that the
-mixture cannot have the tensor.
+Attention, norms, embeddings and head come from the base. Experts are the feed-forward layers of their models, to which
+the recipe can apply noise and a scale. A finding reports each tensor of a model that the mixture should use but cannot.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def plan_mixture(
     """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``.
 
     Raises:
-        InvalidInput: No mixture architecture fits the models.
+        InvalidInput: No mixture architecture fits the models, or the router rows have the wrong shape.
     """
     reference = str(recipe.base)
     base = checkpoints[reference]
@@ -147,10 +146,7 @@ class _Builder:
                 yield self._constant_job(name, (1, self.width), dtype)
 
     def _projections(self, expert: Expert, layer: int, problems: list[Finding]) -> list[AnyTensor]:
-        """Return the gate, up and down projections of a layer.
-
-        Omit those with a problem, and add it to ``problems``.
-        """
+        """Return a layer's valid gate, up and down projections, and add a finding for each other to ``problems``."""
         projections = []
         for part in _DENSE:
             name = f"{_STACK}.{layer}.mlp.{part}.weight"
@@ -188,7 +184,7 @@ class _Builder:
         return chosen_dtype or (promote(floats) if floats else None)
 
     def _router_job(self, name: str, layer: int, first: int, count: int, dtype: DType) -> TensorJob:
-        """Return the job of router rows, computed from prompts or drawn at random."""
+        """Return the job for router rows, which are computed from prompts or drawn at random."""
         shape, gates = (count, self.width), self.mixture.gates
         if not self.mixture.needs_prompts:
             # The engine draws the rows as noise: zeros plus noise are the noise.
@@ -209,7 +205,7 @@ _RECIPE_ORIGIN = "the recipe"
 
 
 def _job(name: str, dtype: DType, item: Input, **changes: Any) -> TensorJob:
-    """Return the job that copies ``item``, or changes it by its ``scale`` and by ``noise`` of the kind ``draw``."""
+    """Return the job that copies ``item``, or applies ``scale`` and random ``noise`` from the distribution ``draw``."""
     values = {"scale": 1.0, "noise": 0.0, "draw": "normal", **changes}
     is_plain = values["scale"] == 1.0 and values["noise"] == 0.0
     return TensorJob(
@@ -235,7 +231,7 @@ def _missing(reference: str, name: str) -> Finding:
 def _mismatches(
     reference: str, base: Checkpoint, mixture: Mixture, family: OutputFamily, checkpoints: Mapping[str, Checkpoint]
 ) -> Iterator[Finding]:
-    """Yield tensors that the mixture cannot have, and models that compute differently from the base."""
+    """Yield findings for tensors that the mixture cannot use, and for models that compute differently from the base."""
     for name in base.tensors:
         at = parse_layer_place(name)
         feed_forward = at is not None and at.part.startswith("mlp.")
@@ -266,7 +262,7 @@ def _mismatches(
 
 
 def _duplicate_experts(mixture: Mixture) -> Iterator[Finding]:
-    """Yield experts that no router can tell apart: those with the same prompts, or with nearly the same router rows."""
+    """Yield a finding for experts that no router can tell apart: they have equal prompts or similar router rows."""
     first_by_key: dict[tuple[Any, ...], Expert] = {}
     for expert in mixture.experts if mixture.needs_prompts else ():
         first_expert = first_by_key.setdefault((expert.positive, expert.negative), expert)

@@ -5,13 +5,13 @@ There are three cases:
 - Whole models: the result has the donor's tensors.
 - Slices: layers are cut and renumbered. Tensors before the layers (embeddings) come from the first slice, and tensors
   after them (norm, head) from the last. Parts next to the layers, such as towers for images and sound and their
-  projections, come unchanged from the first slice. An empty slice provides only these.
+  projections, come unchanged from the first slice. A slice with no layers provides only these outer tensors.
 - Modules: each part of the network is one of the two cases above, with its own tensors.
 
-If any merged model has an output head of its own, the result has one. It is the merge of all heads, where the embedding
-serves as the head of each model that ties it. This equals untying the models first and then merging them, and does not
-depend on their order. The result is tied only if all models are. Opening a checkpoint decides from the stored bytes
-whether its head is its own (:mod:`merge_core.checkpoint.heads`).
+If any merged model has an output head of its own, so does the result. For a model that ties its head, the embedding is
+merged as the head. This equals untying the models first and then merging them, and does not depend on their order. The
+result is tied only if all models are. When a checkpoint is opened, its stored bytes decide whether its head is its own
+(:mod:`merge_core.checkpoint.heads`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class OutputSpec:
 
     Args:
         name: Name in the result.
-        module: Part of the network that it belongs to.
-        cut: Slice that it belongs to.
-        source_names: Name in each of the slice's sources.
-        t: Position along the layers, from 0 to 1, at which gradients are evaluated. 0 outside the layers.
+        module: Part of the network that the tensor belongs to.
+        cut: Slice that the tensor belongs to.
+        source_names: Name of the tensor in each of the slice's sources.
+        t: Position along the layers, from 0 to 1, at which parameter gradients are evaluated. 0 outside the layers.
     """
 
     name: str
@@ -72,9 +72,8 @@ def with_head(
     """Return ``donor`` with the head and the tie flag that the result needs, and findings about heads that are lost.
 
     If a merged model has a head of its own and the donor has none, the donor's embedding becomes its head, under the
-    name that the head has in the other model. If the donor has no counterpart, the head is lost. If no model has a head
-    of its own, and another model is flagged as tied while the donor has no flag, the result is flagged as tied. Models
-    that name their embeddings differently are reported elsewhere.
+    name that the head has in the other model. If the donor has no matching embedding, the head is lost. If no model has
+    a head of its own, the donor has no tie flag and another model is flagged as tied, the result is flagged as tied.
     """
     if has_own_head(donor):
         return donor, []
@@ -105,8 +104,8 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     """Return the specs of all output tensors.
 
     Raises:
-        InvalidInput: A module does not exist, no module covers a part of the network, or it is unknown whether a tensor
-            is before or after the cut layers.
+        InvalidInput: A module does not exist, no module covers a part of the network, or mergegate cannot tell whether
+            a tensor is before or after the cut layers.
     """
     specs: list[OutputSpec] = []
     for module, stack, names in _split_modules(recipe, donor):
@@ -123,12 +122,12 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
 
 
 def is_sliced(module: Module) -> bool:
-    """Return whether the module's layers are cut (``slices``), as opposed to merging whole models."""
+    """Return whether the module cuts layers (``slices``) instead of merging whole models."""
     return any(source.layers is not None for cut in module.slices for source in cut.sources)
 
 
 def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
-    """Return the module whose slices decide the number of layers in the config; None if layers keep their numbers.
+    """Return the module whose slices decide the number of layers in the config, or None if no module has slices.
 
     Raises:
         InvalidInput: A part other than the main stack of layers is sliced. The config would not reflect its depth.
@@ -237,10 +236,10 @@ def _sliced_specs(
 
 
 def keeps_predictions(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Return whether the layers that predict further tokens fit the result.
+    """Return whether the result can keep the layers for multi-token prediction.
 
-    They need the states of all layers before them. They fit only if every layer keeps its number and all layers are
-    there. Empty slices move no layer.
+    These layers need the states of all layers before them, so the result must have all layers under their old numbers.
+    Empty slices move no layer.
     """
     number = 0
     for cut in module.slices:

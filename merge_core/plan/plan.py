@@ -1,7 +1,7 @@
 """Turn a recipe and checkpoint headers into a list of jobs: inputs, parameter values and offset of each output tensor.
 
-Planning is pure and reads no files. :func:`assemble` collects all problems for
-:func:`~merge_core.plan.compatibility.plan_with_findings`; :func:`plan_merge` raises the first blocking problem.
+:func:`assemble` collects all problems for :func:`~merge_core.plan.compatibility.plan_with_findings`.
+:func:`plan_merge` raises the first blocking problem.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ _STEP_PREFIX = "step:"
 def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
     """Plan the merge of ``recipe``.
 
-    Args:
-        recipe: Recipe from :func:`merge_core.recipe.load_recipe`.
-        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe.
+    ``checkpoints`` holds an opened checkpoint for every reference in the recipe, by ``str(ref)``.
 
     Raises:
         InvalidInput: The checkpoints cannot be merged as the recipe requires: different shapes, missing tensors or
@@ -79,10 +77,7 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
 
 
 def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
-    """Return ``plan`` with the warnings in ``problems`` and its own inconsistencies.
-
-    The record of the merge includes these findings.
-    """
+    """Return ``plan`` with the warnings in ``problems`` and the inconsistencies of inputs and results as findings."""
     tables = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     findings = [problem for problem in problems if problem.severity == "warn"]
     for part in (*plan.steps, plan):
@@ -97,10 +92,7 @@ def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], proble
 
 
 def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-    """Return the tensor tables that a merge is planned from.
-
-    Fused experts are split, so that the plan does not depend on the layout on disk.
-    """
+    """Return ``checkpoints`` with fused experts split, so that a plan does not depend on the layout on disk."""
     return {name: split_experts(checkpoint) for name, checkpoint in checkpoints.items()}
 
 
@@ -121,9 +113,9 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
 
 
 def planned_checkpoint(plan: MergePlan) -> Checkpoint:
-    """Return the result of a step as an input of another step, before it exists.
+    """Return the checkpoint that a plan will write, so that another plan can use it as an input before it exists.
 
-    Its layout is already known. Its files are in the placeholder directory ``step:<name>``; see :func:`step_of`.
+    Its files are in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
     directory = Path(f"{_STEP_PREFIX}{plan.recipe.name}")
     tensors: dict[str, AnyTensor] = {}
@@ -138,7 +130,7 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
 
 
 def step_of(file: Path) -> str | None:
-    """Return the name of the step that will write ``file``; None if the file exists already."""
+    """Return the name of the step that will write ``file``, or None if no step of the recipe writes it."""
     first = file.parts[0]
     return first.removeprefix(_STEP_PREFIX) if first.startswith(_STEP_PREFIX) else None
 
@@ -205,7 +197,7 @@ def _build_plan(
     checkpoints: Mapping[str, Checkpoint],
     alignment: Alignment | None,
 ) -> MergePlan:
-    """Return the plan of ``jobs``, with a position in the output files for each."""
+    """Return the plan that executes ``jobs``, with a position in the output files for each."""
     donor_name = str(recipe.donor)
     tokenizer, rewritten = checkpoints[donor_name], dict[str, bytes | None]()
     if alignment is not None:
@@ -250,7 +242,7 @@ def _build_plan(
 def parents_of(
     recipe: Recipe, jobs: Iterable[TensorJob], checkpoints: Mapping[str, Checkpoint]
 ) -> dict[str, Checkpoint]:
-    """Return the models whose weights or configuration the result of ``jobs`` gets, by reference."""
+    """Return the models that contribute weights (``jobs``) or the configuration to the result, by reference."""
     states = set(recipe.states)
     names = dict.fromkeys([str(recipe.donor), *(item.model for job in jobs for item in job.inputs)])
     # Optimizer states are not models, and router rows that a recipe declares come from no model.
@@ -259,7 +251,7 @@ def parents_of(
 
 @dataclass(frozen=True)
 class _Document:
-    """One recipe document with everything that its jobs are planned from, and the list that collects problems."""
+    """One recipe document with everything needed to plan its jobs, and the list that collects problems."""
 
     recipe: Recipe
     donor: Checkpoint
@@ -437,6 +429,6 @@ def _same_shape(name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems:
 
 
 def _outside_layers(checkpoint: Checkpoint) -> set[str]:
-    """Return the tensors outside the layers that every model of a class has."""
+    """Return the names of the tensors outside the layers that every model of a class has."""
     names = (name for name in checkpoint.tensors if parse_layer_place(name) is None)
     return {name for name in names if is_head(name) or not is_optional(name)}

@@ -1,7 +1,7 @@
 """Map each row of an output token table to the row that a model contributes, as arrays instead of one object per row.
 
 Neighboring rows of the output are mostly neighbors in a file too. :attr:`RowMap.starts` therefore divides the map into
-*runs*: stretches of output rows that are consecutive rows of one model, all zeros, or all the mean. A union of sibling
+*runs*: stretches of output rows that are consecutive rows of one model, all zeros, or all the mean. A union of related
 vocabularies has only a handful of runs.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Special values of a lender.
+# Values in ``RowMap.lender`` that are not the index of a model.
 SEVERAL = -1  # Mean of the rows of several models; ``row`` is then an index into ``shared``.
 ZERO = -2
 MEAN = -3  # Mean of all rows of the model's own table.
@@ -24,14 +24,14 @@ MEAN = -3  # Mean of all rows of the model's own table.
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """The origin of a model's rows in the output.
+    """The source of each row that one model contributes to an output table.
 
     Args:
-        models: References of the models that lend rows, including the model itself.
-        own: Index of the model itself in ``models``.
+        models: References of the models that lend rows, including the contributing model.
+        own: Index of the contributing model in ``models``.
         lender: Index in ``models`` for each output row, or ``SEVERAL``, ``ZERO`` or ``MEAN`` [n].
         row: Row in the lender's table [n].
-        shared: Rows to average, for each row that is the mean of several: (index in ``models``, row).
+        shared: Rows to average for each ``SEVERAL`` entry, as pairs of an index in ``models`` and a row.
     """
 
     models: tuple[str, ...]
@@ -64,7 +64,7 @@ class RowMap:
 
     @cached_property
     def lenders(self) -> frozenset[str]:
-        """Models whose rows are read."""
+        """References of the models whose rows are read."""
         single = {self.models[number] for number in np.unique(self.lender).tolist() if number >= 0}
         return frozenset(single | {self.models[number] for rows in self.shared for number, _ in rows})
 
@@ -72,13 +72,13 @@ class RowMap:
 def map_rows(
     own_rows: int, ids: NDArray[np.int64], preferred_rows: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[tuple[int, int], ...]]]:
-    """Return the lender, row and shared rows of each token of a vocabulary.
+    """Return the lender, row and shared rows for each token of a vocabulary, from the view of one model.
 
-    A model uses its own row. If it has none, it uses that of the ``preferred_rows`` model, then that of the only model
-    that has one, then the mean over all models that have one.
+    The model uses its own row. If it has none, it uses the row of the base, then that of the only model that has one,
+    then the mean over all models that have one.
 
     Args:
-        own_rows: Index of the model that the rows are for.
+        own_rows: Index of the model.
         ids: Row of each token in each model, or -1 for none [models, tokens].
         preferred_rows: Index of the base, if there is one.
 

@@ -1,7 +1,7 @@
 """Translate the token ids in configurations to those of the result's tokenizer.
 
-An id is a row number, and rows move. Each id is read as a token of the old tokenizer and written as the id of this
-token in the new one. The same rule applies to ``config.json``, its parts and ``generation_config.json``.
+A token id is a row number, and a merge can move rows. Each id is therefore replaced by the id that its token has in the
+new tokenizer, in ``config.json``, its parts and ``generation_config.json``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ def follow_tokens(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return ``config`` with the new ids of its tokens, and the keys whose tokens no longer exist.
 
-    A key whose token is gone becomes null, or its list becomes shorter, because the old id would mean another token.
-
-    Args:
-        config: Configuration of a model or of generation.
-        before: Ids in ``config``, by token.
-        after: Ids in the result, by token.
+    ``before`` and ``after`` map tokens to the ids in ``config`` and in the result. If a token no longer exists, its id
+    becomes null or is removed from its list, because the old id would mean another token.
     """
     tokens = {number: token for token, number in before.items()}
     lost_keys: list[str] = []
@@ -66,5 +62,5 @@ def follow_tokens(
 
 
 def serialize_config(config: Mapping[str, Any]) -> bytes:
-    """Return the file content of a configuration."""
+    """Return the content of the JSON file for a configuration."""
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

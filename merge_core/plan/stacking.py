@@ -1,8 +1,7 @@
-"""Check slices against their parents: the content of config.json, and that layers of one kind have the same tensors.
+"""Build the config of a merge of slices, and check that layers of one kind have the same tensors.
 
-The kinds of layers that a configuration distinguishes must explain the tensors. This shows that the description of the
-family is right. If two layers of one kind have different tensors, something undescribed decides the difference, and it
-could decide differently after the layers are renumbered.
+If two layers of one kind have different tensors, mergegate's description of the model family is incomplete: something
+unknown decides the difference, and it could decide differently after the layers are renumbered.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mergegate.merge_core.recipe import Recipe
 def config_of_slices(
     recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> tuple[dict[str, Any], list[Finding]] | None:
-    """Return the config of a result with cut layers, and findings about it; None for whole models.
+    """Return the config of a result with cut layers and findings about it, or None for a merge of whole models.
 
     Raises:
         InvalidInput: A layer does not exist, or its meaning would change or is unknown at its new position.
@@ -80,7 +79,7 @@ def config_of_slices(
 
 
 def differing_kinds(donor_name: str, donor: Checkpoint, model: str, parent: Checkpoint) -> Iterator[Finding]:
-    """Yield a finding if layers of two whole models with the same number compute different things."""
+    """Yield a finding if layers with the same number in two whole models compute different things."""
     donor_part, parent_part = text_part(donor.config), text_part(parent.config)
     if donor_part.family is None or donor_part.family != parent_part.family or donor_part.family.refused is not None:
         return
@@ -107,11 +106,7 @@ def differing_kinds(donor_name: str, donor: Checkpoint, model: str, parent: Chec
 
 
 def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:
-    """Check that layers of one kind have the same tensors.
-
-    Raises:
-        InvalidInput: They have different tensors.
-    """
+    """Raise InvalidInput if layers of one kind have different tensors."""
     part, depth = text_part(checkpoint.config), main_depth(checkpoint, stack)
     shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(depth)]
     for name, tensor in checkpoint.tensors.items():

@@ -1,8 +1,8 @@
 """Compare the tokenizers of the merged models and report the differences.
 
 If the recipe has no ``tokenizer``, every model must have the donor's tokenizer. A difference that changes the ids of a
-text blocks the merge; other differences are warnings. If the recipe has ``tokenizer``, rows follow their tokens, and
-only the way text is split into tokens can still differ. That is the recipe's decision, so it never blocks.
+text blocks the merge; other differences are warnings. If the recipe has ``tokenizer``, rows are matched by token, and
+only the way text is split into tokens can still differ. The recipe accepts that, so it never blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class TokenizerPair:
     """Two tokenizers that may split text differently.
 
     Args:
-        finding: Finding that reports the difference. The measured share of a sample text is added to it.
-        original: Tokenizer of the model before the merge, as the content of ``tokenizer.json``.
-        result: Tokenizer of the result, as the content of ``tokenizer.json``.
+        finding: Finding that reports the difference. A later check adds the measured share of a sample text to it.
+        original: Content of ``tokenizer.json`` of the model before the merge.
+        result: Content of ``tokenizer.json`` of the result.
         model: Reference of the model, for messages.
     """
 
@@ -49,7 +49,7 @@ class TokenizerPair:
 
 @dataclass(frozen=True)
 class ComparedTokenizers:
-    """Findings about the tokenizers of one recipe document, and the pairs that differ."""
+    """Findings about the tokenizers of one recipe document, and the pairs of tokenizers that differ."""
 
     findings: tuple[Finding, ...]
     pairs: tuple[TokenizerPair, ...]
@@ -58,7 +58,7 @@ class ComparedTokenizers:
 def compare_to_donor(
     recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted_differences: frozenset[str]
 ) -> ComparedTokenizers:
-    """Compare every model's tokenizer with that of the result."""
+    """Compare every model's tokenizer with the result's tokenizer."""
     donor = tokenizer_donor(recipe, checkpoints)
     if recipe.output is not None:  # An adapter refers to the rows of its base, which has the tokens of all adapters.
         merged = {str(source.model) for source in recipe.sources}
@@ -121,7 +121,7 @@ def _compare_files(
             for finding in model_findings
             if finding.severity == "block" or any(f": {key}" in finding.where for key in accepted_differences)
         ]
-        # Without pipelines, the library cannot tell more.
+        # Only tokenizers with a pipeline can run on a sample text, which measures the difference.
         if relevant and first.has_pipeline and definition.has_pipeline:
             pairs.append(TokenizerPair(relevant[0], definition.content, first.content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))

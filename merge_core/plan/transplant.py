@@ -1,4 +1,4 @@
-"""Plan a model with another model's tokenizer: its weights stay, and its token tables are replaced."""
+"""Plan a model with another model's tokenizer: only its token tables and tokenizer files are replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan_transplant(
     tables: Mapping[str, StoredTensor],
     tokenizers: tuple[TokenizerDefinition, TokenizerDefinition],
 ) -> MergePlan:
-    """Return the plan of ``model`` with the tokenizer of ``donor``.
+    """Return the plan that gives ``model`` the tokenizer of ``donor`` and the token tables ``tables``.
 
     Raises:
         InvalidInput: The model cannot be planned.

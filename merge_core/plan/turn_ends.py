@@ -1,8 +1,8 @@
 """Set the tokens that end an answer when the recipe chooses a chat template.
 
-A template and the tokens that end a turn in it belong together. A merge with a fine-tune's template and its base's
-``generation_config.json`` would answer and then continue talking to itself. Therefore the ends that belong to the
-template are added to the result's own.
+A template and the tokens that end a turn in it belong together. A merge with a fine-tuned model's template and its
+base's ``generation_config.json`` would answer and then continue talking to itself. mergegate therefore adds the
+template's end tokens to those of the result.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ def with_turn_ends(
 ) -> Companions:
     """Add the tokens that end a turn in the result's chat template to its ``generation_config.json``.
 
-    Args:
-        companions: Files of the result.
-        tokenizer: Checkpoint that provides the tokenizer's files.
-        choice: The recipe's ``chat_template``: a known name, ``auto``, or the text of a template.
-        templates: Chat templates that ``choice`` stands for, by name.
-        parents: Checkpoints of the recipe, by reference.
-        alignment: Alignment of the vocabularies. None means that all models have the same vocabulary.
+    ``choice`` is the recipe's ``chat_template``: a known name, ``auto``, or the text of a template. ``templates`` holds
+    the result's chat templates by name. Without ``alignment``, all models have the same vocabulary.
     """
     generation = companions.json(GENERATION) or {}
     ends = _token_ids(generation.get(_END) if generation.get(_END) is not None else tokenizer.config.get(_END))
@@ -57,7 +52,7 @@ def with_turn_ends(
 
 
 def _translate_ends(ends: Sequence[int], name: str | None, alignment: Alignment | None) -> list[int]:
-    """Return the ids that the end tokens have in the result."""
+    """Return the ids that the tokens ``ends`` of a model have in the result."""
     if alignment is None or name is None:
         return list(ends)
     moved, _ = follow_tokens({_END: list(ends)}, alignment.vocabularies[name].ids, alignment.ids)

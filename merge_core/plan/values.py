@@ -1,10 +1,10 @@
 """Compute the values of a method's parameters, once for all tensors that the recipe does not distinguish.
 
-A recipe can distinguish tensors only by their slice, by their position along the layers, and by the filters that match
-their names. A mixture of 256 experts has hundreds of tensors of each kind, and all of a kind share one value object.
+A recipe can distinguish tensors only by their slice, by their position along the layers, and by name filters. A mixture
+of 256 experts has hundreds of tensors of each kind, and all tensors of a kind share one value object.
 
-:func:`lost_filters` finds filters that match no tensor because a merge addresses fused experts one by one. Without it,
-a filter for the name of a fused tensor would silently match nothing, and its value would never apply.
+A merge addresses fused experts one by one, so a filter for the name of a fused tensor would silently match nothing.
+:func:`lost_filters` reports such filters.
 """
 
 from __future__ import annotations
@@ -24,18 +24,14 @@ from mergegate.merge_core.recipe import Condition, Parameters, Recipe, Source, v
 
 @dataclass(frozen=True)
 class TensorValues:
-    """Parameter values for one tensor: ``shared`` ones, and a mapping for each input."""
+    """Parameter values for one tensor: those that all inputs share, and a mapping for each input."""
 
     shared: Mapping[str, Any]
     per_input: tuple[Mapping[str, Any], ...]
 
 
 class ValueTable:
-    """Parameter values of one recipe document for its ``method``.
-
-    Args:
-        recipe: The document.
-    """
+    """Values of the method's parameters in one recipe document."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self.method = recipe, recipe.method
@@ -47,7 +43,7 @@ class ValueTable:
     def for_tensor(
         self, spec: OutputSpec, inputs: Sequence[tuple[Source, AnyTensor]], *, has_base: bool, checked: bool
     ) -> TensorValues:
-        """Return the values for the tensor ``spec``.
+        """Return the parameter values for the tensor ``spec``. With ``checked``, the method checks them.
 
         Raises:
             InvalidInput: A required value is missing, or the values are incompatible.

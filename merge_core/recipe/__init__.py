@@ -1,4 +1,4 @@
-"""Parse recipes, YAML in mergekit's dialect, into frozen values; look up the parameters of a tensor; derive variations.
+"""Parse recipes, YAML in mergekit's dialect, into frozen values, resolve parameters per tensor and derive variations.
 
 Parsing is strict and happens once. Later code does not validate a recipe again.
 """

@@ -5,13 +5,13 @@
     merge_method: ties
     base_model: BASE
     models:
-      - {model: BASE+ADAPTER, parameters: {weight: 0.5, density: 0.5}}
-      - {model: BASE+OTHER, parameters: {weight: 0.5, density: 0.5}}
+    - {model: BASE+ADAPTER, parameters: {weight: 0.5, density: 0.5}}
+    - {model: BASE+OTHER, parameters: {weight: 0.5, density: 0.5}}
     output: adapter
     rank: 16
 
-Without its last two lines, the same recipe produces the merged model, which equals the base with the combined adapter
-applied. So a method supports adapter output if its result is the base plus a term that depends only on the task
+Without its last two lines, the same recipe produces a merged model: the base with the combined adapter applied. A
+method can therefore produce an adapter only if its result is the base plus a term that depends only on the task
 vectors.
 """
 
@@ -34,7 +34,7 @@ class AdapterOutput:
     """Settings of the adapter that a recipe produces.
 
     Args:
-        rank: Rank of its factors. None stands for the sum of the ranks of all inputs, which loses nothing.
+        rank: Rank of the adapter's factors. None means the sum of the ranks of all inputs, which loses nothing.
         is_sum: Whether the result is a weighted sum of the adapters' products.
     """
 
@@ -42,7 +42,7 @@ class AdapterOutput:
     is_sum: bool
 
     def canonical(self) -> dict[str, Any]:
-        """Return the fields that determine the result, as JSON-compatible data."""
+        """Return the settings that determine the result, as JSON-compatible data."""
         return {"kind": "adapter", "rank": self.rank}
 
 
@@ -53,7 +53,7 @@ def parse_output(
     models: Sequence[CheckpointRef],
     location: str,
 ) -> AdapterOutput | None:
-    """Read ``output`` and ``rank`` of a recipe. Return None if its result is a model.
+    """Return the settings in ``output`` and ``rank`` of a recipe, or None if its result is a model.
 
     Raises:
         InvalidInput: The output is unknown, or the recipe cannot produce an adapter.

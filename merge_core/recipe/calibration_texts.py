@@ -32,9 +32,9 @@ class CalibrationReading:
     Args:
         documents: Number of documents to read, from the start of each text.
         max_length: Largest number of tokens per forward pass. Longer documents are split into several windows.
-        field: JSON field of a line that contains its text.
-        diagonal_above: Largest input width whose full moment matrix is stored. Of wider inputs only the diagonal is
-            stored, because the moments of an input of width 14336 take 0.4 GB.
+        field: JSON field that contains the text of a line.
+        diagonal_above: Largest input width for which the full moment matrix is stored. For wider inputs, only the
+            diagonal is stored: the full matrix for width 14336 takes 0.4 GB.
     """
 
     documents: int = 256
@@ -47,18 +47,14 @@ class CalibrationReading:
         return asdict(self)
 
     def content_key(self) -> dict[str, Any]:
-        """Return the part that belongs in a cache key. ``field`` belongs to the text, not to the key."""
+        """Return the settings that belong in a cache key, which excludes ``field``."""
         return {name: value for name, value in self.canonical().items() if name != "field"}
 
 
 class CalibrationRequest(NamedTuple):
-    """One measurement that a recipe document needs of a model and its text. Equal requests share one result.
+    """A statistic to measure with one model and its calibration text. Equal requests share one result.
 
-    Args:
-        model: Reference of the model.
-        text: Path of the text, as the recipe writes it.
-        statistic: Statistic to measure, see :attr:`.Traits.reads_text`.
-        reading: Settings for reading the text.
+    ``text`` is a path as the recipe writes it, and ``statistic`` a value of :attr:`.Traits.reads_text`.
     """
 
     model: str
@@ -73,9 +69,9 @@ class InputMeasurements:
 
     Args:
         digest: Digest of the measurements.
-        text: sha256 of the text.
-        moments: Input moments by the name of the matrix that is multiplied with the input.
-        importance: Importance by tensor name, each of the shape of its tensor.
+        text: SHA-256 digest of the text.
+        moments: Input moments, by name of the matrix that is multiplied with the input.
+        importance: Importance of each element, in the shape of the tensor, by tensor name.
     """
 
     digest: str
@@ -85,7 +81,7 @@ class InputMeasurements:
 
 
 def parse_reading(value: object, method: Method, location: str) -> CalibrationReading:
-    """Read ``statistics`` of a recipe.
+    """Return the settings in ``statistics`` of a recipe.
 
     Raises:
         InvalidInput: A key or value is invalid, or the method reads no texts.

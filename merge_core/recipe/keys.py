@@ -1,4 +1,4 @@
-"""Read the mappings of a recipe. Unknown keys cause warnings, and a key without a value counts as absent."""
+"""Read the mappings in a recipe. Unknown keys cause warnings, and a key without a value counts as absent."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def known_mapping(
 ) -> dict[str, Any]:
     """Return the entries of a mapping that have a known key and a value.
 
-    mergekit reads a key without a value (null) as absent and ignores unknown keys. mergegate does the same, but warns
-    about unknown keys.
+    Like mergekit, mergegate reads a key without a value (null) as absent and ignores unknown keys, but it warns about
+    unknown keys.
 
     Args:
         value: The mapping.
         location: Location of the mapping for messages.
-        known_keys: Keys that are read.
-        log: Receives a warning per unknown key. Default: refuse unknown keys, for mappings that mergekit does not have.
+        known_keys: Keys that the mapping may have.
+        log: Receives a warning for each unknown key. None refuses unknown keys, for mappings that mergekit lacks.
         separator: Text between ``location`` and a key in messages.
-        method: Method whose parameters an unknown key probably refers to. Default: none.
+        method: Method whose parameters an unknown key may be meant for. Default: none.
 
     Raises:
         InvalidInput: ``value`` is not a mapping, or a key is unknown and there is no log.
@@ -102,11 +102,7 @@ def _remedy(key: str, content: Mapping[str, Any], known_keys: Sequence[str], met
 
 
 def plain_mapping(value: object, location: str) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping with at least one key.
-
-    Raises:
-        InvalidInput: ``value`` is anything else.
-    """
+    """Return ``value``, or raise InvalidInput if it is not a mapping with at least one key."""
     if not isinstance(value, Mapping) or not value:
         raise InvalidInput(location, found=f"{value!r:.{_READABLE}}", expected="a mapping with at least one key")
     return value

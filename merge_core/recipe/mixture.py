@@ -41,7 +41,7 @@ _MOST_PROMPTS = 4096
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert: the model that provides its feed-forward layers, and texts that the router should send to it."""
+    """One expert: the model that provides its feed-forward layers, and example texts for the router."""
 
     model: CheckpointRef
     positive: tuple[str, ...]
@@ -65,11 +65,7 @@ class Expert:
 class GateRows:
     """Router rows computed from prompts, as little-endian float32 ``[layers, rows, width]``.
 
-    Args:
-        layers: Number of layers.
-        rows: Rows per layer: one per expert, then one per shared expert.
-        width: Hidden size of the base.
-        data: Values of all rows.
+    Each layer has one row per expert, followed by one per shared expert. The width is the hidden size of the base.
     """
 
     layers: int
@@ -85,14 +81,14 @@ class GateRows:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Plan for building a mixture of experts from dense models.
+    """Description of a mixture of experts to build from dense models.
 
     Args:
         gate_mode: Source of the router rows.
         experts: Routed experts, in the order of the router's rows.
         shared: Experts that process every token.
         per_token: Number of routed experts that process each token, in addition to the shared ones.
-        output: Prefix of the name of the target family. None selects the first family that can represent the models.
+        output: Prefix of the target family's name. None selects the first family that can represent the models.
         gates: Router rows, after they have been computed. Always None if the mode draws random rows.
         location: Location for messages.
     """
@@ -112,11 +108,11 @@ class Mixture:
 
     @property
     def all_experts(self) -> tuple[Expert, ...]:
-        """All experts: first the routed ones, then the shared ones."""
+        """Routed experts, followed by the shared ones."""
         return (*self.experts, *self.shared)
 
     def canonical(self) -> dict[str, Any]:
-        """Return the fields that determine the result, including a hash of the rows, as JSON-compatible data."""
+        """Return the fields that determine the result, including a hash of the router rows, as JSON-compatible data."""
         return {
             "gate_mode": self.gate_mode,
             "experts_per_token": self.per_token,
@@ -128,7 +124,7 @@ class Mixture:
 
 
 def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) -> Mixture:
-    """Read the mixture of a document. Faults are added to ``log``, and the result is then incomplete."""
+    """Read a document that describes a mixture. Faults are added to ``log``, and the result is then incomplete."""
     mode = content.get("gate_mode", "hidden")
     if mode not in _MODES:
         log.fault(
@@ -164,7 +160,7 @@ def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) ->
 def _experts(
     content: Mapping[str, Any], key: str, location: str, log: FindingLog, *, most: int
 ) -> tuple[tuple[Expert, ...], int | None]:
-    """Return the readable experts of a list, and their number unless a fault makes it unknown."""
+    """Return the valid experts of a list, and the number of experts (None if a fault makes it unknown)."""
     location, experts, is_sound = f"{location}: {key}", list[Expert](), True
     value = content.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
@@ -182,7 +178,7 @@ def _experts(
 
 
 def _expert(item: object, location: str, log: FindingLog) -> list[Expert] | None:
-    """Return the expert of an entry, repeated ``copies`` times. Return None after a fault."""
+    """Return the expert that an entry describes, repeated ``copies`` times, or None after a fault."""
     if not isinstance(item, Mapping):
         raise InvalidInput(location, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
     content = known_mapping(item, location, _EXPERT, log)

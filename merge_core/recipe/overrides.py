@@ -1,7 +1,6 @@
 """Change settings of a recipe, for example ``{density: 0.3}`` or ``{merge_method: ties, base_model: base}``.
 
-The functions take and return the plain values of a recipe. :func:`merge_core.load_recipe` then parses the result like
-a recipe that a user wrote.
+The functions take and return the plain data of a recipe, which :func:`merge_core.load_recipe` then parses as usual.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _TEXT_KEYS, _DISTANCE_KEY = ("text", "statistics"), "leave_out_beyond"
 
 
 def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return ``recipe`` with ``changes`` applied, as plain values.
+    """Return ``recipe`` with ``changes`` applied, as plain data.
 
-    A change is a setting of the recipe or a parameter of its method. A changed parameter has the new value everywhere:
+    A change sets a key of the recipe or a parameter of its method. A changed parameter gets the new value everywhere:
     its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
     method does not have are removed.
 
@@ -67,11 +66,11 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
 
 
 def fit_to_method(recipe: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return ``recipe`` without the parameters that its method does not have, as plain values.
+    """Return ``recipe`` without the parameters that its method does not have, as plain data.
 
-    This adapts a recipe that was written for several methods after one of them was chosen. If the method would merge
-    the base like any other model, the base is removed too, unless it is also listed among the models. A recipe for
-    several methods names a base because some of them need it.
+    Use this after choosing one method in a recipe that was written for several. Such a recipe names a base because some
+    of the methods need it. If the chosen method would merge the base like any other model, the base is removed too,
+    unless it is listed among the models.
 
     Raises:
         InvalidInput: The method is unknown.
@@ -97,7 +96,7 @@ def _parameters_in(value: Mapping[str, Any], location: str) -> Mapping[str, Any]
 
 
 def _as_base(entry: Any, method: Method, base: object) -> Any:
-    """Return a model entry, without its text and its task-vector parameters if the model is the base."""
+    """Return a model entry; if the model is the base, without its text and its task-vector parameters."""
     if not isinstance(entry, Mapping) or base is None or entry.get("model") != base:
         return entry
     non_base = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")
@@ -108,8 +107,8 @@ def _as_base(entry: Any, method: Method, base: object) -> Any:
 def _without(value: Any, method: Method, dropped_names: frozenset[str]) -> Any:
     """Return ``value`` without settings that do not apply to the method.
 
-    These are the ``dropped_names`` and the parameters that the method does not have, in every ``parameters``; texts, if
-    the method reads none; and distance rules, if the method has no base.
+    These are, at every level, ``dropped_names`` and the parameters that the method does not have; texts, if the method
+    reads none; and distance rules, if the method has no base.
     """
     if isinstance(value, list):
         return [_without(item, method, dropped_names) for item in value]

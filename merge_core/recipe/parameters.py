@@ -19,32 +19,32 @@ from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 @dataclass(frozen=True)
 class Condition:
-    """A value, or a gradient of values, for tensors whose name contains ``filter`` (None or ``*``: all tensors)."""
+    """A value or gradient for tensors whose name contains ``filter``. None and ``*`` match all tensors."""
 
     values: tuple[Scalar, ...]
     filter: str | None
     location: str
 
     def matches(self, tensor: str) -> bool:
-        """Return whether the condition applies to the tensor with this name."""
+        """Return whether the condition applies to the tensor named ``tensor``."""
         return self.filter is None or self.filter == "*" or self.filter in tensor
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Value of one parameter in one scope. The first matching condition counts. A faulty value has no conditions."""
+    """Values of one parameter in one scope. The first matching condition counts. A faulty value has no conditions."""
 
     name: str
     conditions: tuple[Condition, ...]
 
     def canonical(self) -> list[list[Any]]:
-        """Return ``[[values, filter], ...]``, the JSON-compatible form that determines the result."""
+        """Return the conditions that determine the result, as ``[[values, filter], ...]``."""
         return [[list(condition.values), condition.filter] for condition in self.conditions]
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """One ``parameters`` mapping of a recipe."""
+    """One ``parameters`` mapping in a recipe."""
 
     settings: tuple[Setting, ...] = ()
 
@@ -52,7 +52,7 @@ class Parameters:
         return iter(self.settings)
 
     def get(self, name: str) -> Setting | None:
-        """Return the setting of a parameter, or None."""
+        """Return the setting for a parameter, or None."""
         return next((setting for setting in self.settings if setting.name == name), None)
 
     def canonical(self) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def parse_parameters(
 ) -> Parameters:
     """Read one ``parameters`` mapping.
 
-    Parameters that mergekit ignores cause warnings: those the method does not read, shared parameters under a model,
-    and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
+    Parameters that mergekit ignores cause warnings: those that the method does not have, shared parameters under a
+    model, and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
 
     Raises:
         InvalidInput: ``value`` is not a mapping.
@@ -130,14 +130,8 @@ def parse_parameters(
 def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t: float) -> Any:
     """Return the value of a parameter for a tensor: from the first scope with a matching condition, else the default.
 
-    Args:
-        parameter: The parameter.
-        scopes: Settings from the most specific scope to the least specific.
-        tensor: Tensor name, compared with the filters.
-        t: Position along the layers, 0 to 1, at which gradients are evaluated.
-
-    Returns:
-        The value, or ``REQUIRED`` if no scope has a value and the parameter has no default.
+    The most specific scope comes first. Gradients are evaluated at ``t``, a position along the layers from 0 to 1. The
+    value is ``REQUIRED`` if no scope sets the parameter and it has no default.
 
     Raises:
         InvalidInput: A gradient of an ``int`` parameter has a fractional value at ``t``.
@@ -165,7 +159,7 @@ def value_for(parameter: Parameter, scopes: Iterable[Parameters], tensor: str, t
 
 
 def gradient(values: tuple[float, ...], t: float) -> float:
-    """Return the piecewise linear interpolation of evenly spaced ``values`` at ``t`` in [0, 1]."""
+    """Return the linear interpolation between evenly spaced ``values`` at ``t``, from 0 (first) to 1 (last)."""
     position = t * (len(values) - 1)
     lower = min(int(position), len(values) - 1)
     upper = min(lower + 1, len(values) - 1)

@@ -29,7 +29,7 @@ from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 from mergegate.merge_core.recipe.tokenizer_choice import parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
-# mergegate looks up each model, possibly on the Hub.
+# Limited because mergegate looks up each model, possibly on the Hub.
 _MAX_MODELS = 256
 _FORMS = ("models", "slices", "modules")
 _MODEL_KEYS = ("model", "parameters", "text")
@@ -47,10 +47,10 @@ _EMPTY: Mapping[str, object] = {
 
 
 def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe") -> Recipe:
-    """Read a recipe from a file (Path), from YAML text (str) or from a mapping that is inline in a profile.
+    """Read a recipe from a file (Path), from YAML text (str) or from a mapping in a profile.
 
     Args:
-        source: The recipe. If it is a Path, relative model paths are searched in its directory first.
+        source: The recipe. For a Path, relative model paths are searched in its directory first.
         location: Name of the recipe for messages if ``source`` is not a file.
 
     Raises:
@@ -80,7 +80,7 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
         recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, location)
         if (count := len(recipe.references())) > _MAX_MODELS:
             raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
-    # The result of a step has no weights yet when they are needed before the merge.
+    # Measurements before the merge need weights, which the result of a step does not have yet.
     steps = {str(step.name) for step in recipe.steps}
     for document in (*recipe.steps, recipe):
         base = document.base
@@ -110,11 +110,8 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
 class _Context:
     """Values that all parts of a document need while they are read.
 
-    Args:
-        method: Merge method.
-        base: Base model of the document, or of the slice if the slice has its own.
-        log: Receives findings.
-        base_is_faulty: Whether a ``base_model`` exists but could not be read.
+    ``base`` is that of the document, or of the slice if the slice has its own. ``base_is_faulty`` states whether a
+    ``base_model`` is present but invalid.
     """
 
     method: Method
@@ -131,7 +128,7 @@ class _Context:
         return replace(self, base=None, base_is_faulty=True)
 
     def is_base(self, model: CheckpointRef | None) -> bool:
-        """Return whether task vectors are measured from this model."""
+        """Return whether task vectors are differences from ``model``."""
         return model is not None and model == self.base and self.method.base in ("required", "optional")
 
     def parameters(
@@ -148,7 +145,7 @@ class _Context:
 
 
 def _document(value: object, location: str, directory: Path | None, log: FindingLog) -> Recipe:
-    """Read one document. If ``log`` blocks afterwards, the returned recipe is incomplete."""
+    """Read one document. If ``log`` contains a fault afterward, the returned recipe is incomplete."""
     written = _non_empty(value, location)
     forms = [key for key in _FORMS if written.get(key) is not None]
     if written.get("experts") is not None and not forms:
@@ -225,7 +222,7 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
 
 
 def _method_of(content: Mapping[str, Any], location: str, log: FindingLog) -> Method:
-    """Return the method of a document. If it is unknown, return the most likely one so that the rest can be checked."""
+    """Return the method of a document, or for an unknown name the most likely one so that the rest can be checked."""
     name = content.get("merge_method")
     if name is None:
         log.fault(
@@ -482,7 +479,7 @@ def _source(item: object, context: _Context, location: str, *, layered: bool) ->
 
 
 def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: bool) -> None:
-    """Record what the method needs but the recipe lacks, before any checkpoint is opened.
+    """Add a fault for everything that the method needs but the recipe lacks, before any checkpoint is opened.
 
     These are required parameters that no scope sets, a text for each model (the same in every slice), and whole models
     with a base if the recipe needs distances.
@@ -540,7 +537,7 @@ def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: boo
 
 
 def _in_order(recipes: list[Recipe], location: str) -> Recipe:
-    """Sort documents that refer to each other so that each comes after the documents it needs.
+    """Sort the documents so that each comes after those it needs, and return the result with the others as its steps.
 
     The result is the document without a name, or else the only document that no other document needs.
     """

@@ -1,7 +1,7 @@
-"""Define a parsed recipe: its models, slices and settings, and what follows from them.
+"""Define a parsed recipe: its models, slices and settings, and the values derived from them.
 
-:func:`~merge_core.recipe.parser.load_recipe` creates recipes. :func:`select_models` drops or reweights models by the
-distances between them, once these are measured::
+:func:`~merge_core.recipe.parser.load_recipe` creates recipes. Once the distances between models are measured,
+:func:`select_models` drops or reweights models by them::
 
     merge_method: geometric_median      # derives the weights from the distances
     leave_out_beyond: 5                 # drops models whose task vector is longer than 5 medians; needs a base
@@ -30,9 +30,9 @@ CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
 
 @dataclass(frozen=True)
 class Source:
-    """One input of a slice: a model, a range of its layers, its parameters and its text.
+    """One input of a slice: a model, a range of its layers, its parameters and its calibration text.
 
-    The range does not include its end. Without a range, the source has all layers of the model.
+    ``layers`` is ``(first, end)``, without the end. None means all layers.
     """
 
     model: CheckpointRef
@@ -53,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a network with its own layers. A module without a ``name`` is the entire network."""
+    """A part of a network with its own layers. Without a ``name``, it is the entire network."""
 
     name: str | None
     slices: tuple[Slice, ...]
@@ -65,8 +65,9 @@ class RelativeDistance:
     """Distance of one merged model from the base and from the other models.
 
     Args:
-        length: Length of its task vector, divided by the median of all models. None if it contains NaN or infinity.
-        apart: Median distance to the other models, divided by the same median. None if there are no other models.
+        length: Length of the model's task vector, divided by the median length over all models. None if the vector
+            contains NaN or infinity.
+        apart: Median distance to the other models, divided by the same median length. None without other models.
         left_out: Reason for leaving the model out, or an empty string.
     """
 
@@ -77,35 +78,35 @@ class RelativeDistance:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A parsed merge recipe: the models to merge and the way to merge them. Use :func:`load_recipe` to create one.
+    """A parsed merge recipe: the models to merge and how to merge them. Use :func:`load_recipe` to create one.
 
     Args:
         merge_method: Name of the method.
         modules: Parts of the network. A recipe without ``modules`` has one unnamed part.
         base: ``base_model``.
         parameters: Top-level parameters.
-        dtype: Number format of the result unless ``out_dtype`` is set. Arithmetic is float32 in any case.
+        dtype: Number format of the result unless ``out_dtype`` is set. Does not affect the format of arithmetic.
         out_dtype: Number format of the result. Takes precedence over ``dtype``.
-        tokenizer: ``tokenizer_source`` or ``tokenizer``. None keeps the tokenizer of the donor.
+        tokenizer: ``tokenizer_source`` or ``tokenizer``. None selects the donor's tokenizer.
         chat_template: Chat template, as written in the recipe.
         name: Name that other documents of a multi-document recipe use to refer to this one.
-        steps: The other documents of a multi-document recipe, in an order in which they can be computed.
+        steps: The other documents of a multi-document recipe, each after those that it needs.
         directory: Directory in which relative paths are searched first. None for inline text.
-        location: File or location for messages.
+        location: Location of the recipe for messages.
         align_experts: Whether to renumber the experts of mixtures so that they correspond to those of the donor.
-        experts_in_order: Whether the experts have been matched, see
+        experts_in_order: Whether the experts have been matched; see
             :func:`merge_core.architecture.experts.match_experts`.
-        mixture: Plan for building a mixture of experts from dense models. None if the recipe merges models. With a
-            mixture, the sources are the base and all experts, and ``merge_method`` is the name of
+        mixture: Mixture of experts to build from dense models. None if the recipe merges models. With a mixture, the
+            sources are the base and all experts, and ``merge_method`` is the name of
             :data:`merge_core.methods.UPCYCLING`.
-        output: Settings of the adapter that the recipe produces from adapters on one base. None for a model.
+        output: Settings of the adapter that the recipe produces. None if it produces a model.
         reading: Settings for reading the calibration texts, for methods that read texts.
-        measured: Measurements by model, after the models have read their texts.
-        leave_out_beyond: Largest length of a task vector, in medians. Longer models, and models that contain NaN or
-            infinity, are left out.
-        distances: Distances by model, after they have been measured. The sources and their weights are then final.
-        findings: Warnings about this document. They are not part of cache keys, because two spellings of the same
-            merge can cause different warnings.
+        measured: Measurements by model. None until the models have read their texts.
+        leave_out_beyond: Largest length of a task vector, in medians. Models with longer task vectors, NaN or infinity
+            are left out.
+        distances: Distances by model. None until measured; after that, the sources and their weights are final.
+        findings: Warnings about this document. Cache keys exclude them, because two spellings of the same merge can
+            cause different warnings.
     """
 
     merge_method: str
@@ -132,12 +133,12 @@ class Recipe:
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
-        """Warnings about all documents, those of the steps first."""
+        """Warnings about the steps, followed by those about this document."""
         return tuple(finding for document in (*self.steps, self) for finding in document.findings)
 
     @property
     def method(self) -> Method:
-        """The merge method."""
+        """Merge method."""
         if self.mixture is not None:
             return UPCYCLING
         return find_method(self.merge_method, f"{self.location}: merge_method")
@@ -160,22 +161,22 @@ class Recipe:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Reasons for leaving models out, by model. It is empty until the distances have been measured."""
+        """Reasons for leaving models out, by model. Empty until the distances have been measured."""
         return {model: item.left_out for model, item in (self.distances or {}).items() if item.left_out}
 
     @property
     def texts(self) -> dict[CheckpointRef, str]:
-        """Calibration texts of this document, by model."""
+        """Path of each calibration text in this document, by model."""
         return {source.model: source.text for source in self.sources if source.text is not None}
 
     @property
     def calibration_requests(self) -> tuple[CalibrationRequest, ...]:
-        """Measurements on calibration texts that this document needs, for all of its models."""
+        """Measurements that this document needs of its models on their calibration texts."""
         statistic = str(self.method.traits.reads_text)
         return tuple(CalibrationRequest(str(ref), text, statistic, self.reading) for ref, text in self.texts.items())
 
     def calibration_results(self) -> dict[CalibrationRequest, InputMeasurements]:
-        """Return the measurements that are available so far, from all documents."""
+        """Return the measurements that are available so far for all documents, by request."""
         results: dict[CalibrationRequest, InputMeasurements] = {}
         for document in (*self.steps, self):
             measured = document.measured or {}
@@ -185,7 +186,7 @@ class Recipe:
 
     @property
     def donor(self) -> CheckpointRef:
-        """Model that provides config, tokenizer and layout: the base, or the first model if there is no base."""
+        """Model that provides config, tokenizer and layout: the base or, without a base, the first model."""
         return self.base or self.sources[0].model
 
     def map_documents(self, change: Callable[[Recipe], Recipe]) -> Recipe:
@@ -195,7 +196,7 @@ class Recipe:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Sources of all documents that are optimizer states instead of models, from steps or from earlier merges."""
+        """References of all sources, in any document, that are optimizer states instead of models."""
         states: dict[str, None] = {}
         for document in (*self.steps, self):
             first = None if document.mixture is not None else document.method.traits.first_state
@@ -232,11 +233,10 @@ class Recipe:
         return tuple(dict.fromkeys(ref for ref in references if str(ref) not in results))
 
     def merged_references(self) -> tuple[CheckpointRef, ...]:
-        """Return the checkpoints from ``references`` whose weights contribute to the result.
+        """Return the checkpoints from :meth:`references` whose weights contribute to the result.
 
-        The result does not include models that only provide the tokenizer or the configuration. It also does not
-        include a base that only serves as the origin of task vectors, even if the recipe lists it among its models.
-        Optimizer states are not included either.
+        This excludes models that only provide the tokenizer or the configuration, optimizer states, and a base from
+        which the method only computes task vectors, even if the recipe lists that base among its models.
         """
         merged: dict[CheckpointRef, None] = {}
         for document in (*self.steps, self):
@@ -321,7 +321,7 @@ class Recipe:
 def select_models(
     recipe: Recipe, distances: Mapping[str, RelativeDistance], shares: Mapping[str, float] | None
 ) -> Recipe:
-    """Return ``recipe`` without the models that are left out, and with ``shares`` as the weights of the others."""
+    """Return ``recipe`` without the models that ``distances`` leaves out, and with the weights in ``shares``."""
     modules = []
     for module in recipe.modules:
         slices = []

@@ -18,9 +18,9 @@ class CheckpointRef:
     """A checkpoint reference in a recipe. ``str(ref)`` is its text form.
 
     Args:
-        path: Local directory or Hub id (``org/name``).
+        path: Local directory or Hub ID (``org/name``).
         revision: Branch, tag or commit of ``path``.
-        adapter: A LoRA adapter to apply, as written after ``+`` (with its own ``@revision``, if any).
+        adapter: LoRA adapter to apply, as written after ``+`` (with its own ``@revision``, if any).
     """
 
     path: str
@@ -45,15 +45,11 @@ class CheckpointRef:
 def parse_reference(value: object, location: str, log: FindingLog | None = None) -> CheckpointRef:
     """Read ``path[@revision][+adapter[@revision]]``, or ``{model: {path, revision}, lora: {path, revision}}``.
 
-    The mapping form is the only way to write a local path that contains ``@`` or ``+``.
-
-    Args:
-        value: Value from YAML.
-        location: Location of the value for messages.
-        log: Receives a warning per unknown key of a mapping. Default: refuse unknown keys.
+    Only the mapping form can express a local path that contains ``@`` or ``+``. Its unknown keys cause warnings in
+    ``log`` or, without a log, an error.
 
     Raises:
-        InvalidInput: The value has another shape, an empty part, more than one ``+``, or more than one ``@`` in a part.
+        InvalidInput: The value has another form, an empty part, more than one ``+``, or more than one ``@`` in a part.
     """
     if isinstance(value, dict):
         if value.get("override_architecture") is not None:
@@ -95,10 +91,9 @@ def parse_reference(value: object, location: str, log: FindingLog | None = None)
 
 
 def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
-    """Return the local directory of a reference, searched relative to the recipe and then to the working directory.
+    """Return the local directory of a reference, or None for a Hub ID.
 
-    Returns:
-        The directory, or None if ``ref`` is not local (a Hub id).
+    A relative path is searched in ``directory``, which is that of the recipe, and then in the working directory.
 
     Raises:
         InvalidInput: ``ref`` can only be a local path (absolute, a Windows path, or starting with ``.`` or ``~``) and
@@ -136,7 +131,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
 
 
 def expand_user_path(text: str) -> Path:
-    """Return ``text`` as a path, with ``~`` and ``~name`` expanded to the home directory of that user.
+    """Return ``text`` as a path, with ``~`` or ``~name`` expanded to a home directory.
 
     Raises:
         InvalidInput: The text cannot be a path, or the user or its home directory is unknown on this machine.
@@ -157,7 +152,7 @@ def expand_user_path(text: str) -> Path:
 def name_in_path(text: str) -> str:
     r"""Return the model name at the end of a path, possibly from another machine: ``base`` for ``E:\models\base``.
 
-    In the Hub's cache, the name is that of the repository: ``base`` for ``.../models--org--base/snapshots/<commit>``.
+    In the Hub's cache, this is the name of the repository: ``base`` for ``.../models--org--base/snapshots/<commit>``.
     """
     parts = [part for part in re.split(r"[\\/]+", text) if part]
     repository = next((part.split("--")[-1] for part in parts if part.startswith("models--")), "")

@@ -1,7 +1,6 @@
-"""Generate the JSON Schema of a recipe for editors, from the same keys, methods and parameters that the parser uses.
+"""Generate the JSON Schema of a recipe from the same keys, methods and parameters that the parser uses.
 
-Editors use it for completion and for marking errors. ``load_recipe`` is authoritative: it also checks rules that span
-several keys.
+Editors use it to complete keys and mark errors. ``load_recipe`` also checks rules that span several keys.
 """
 
 from __future__ import annotations

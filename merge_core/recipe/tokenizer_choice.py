@@ -30,10 +30,10 @@ _MOST_PADDING = 1 << 16
 
 @dataclass(frozen=True)
 class RowOrigin:
-    """Source from which a token gets its row in the embeddings.
+    """Source of a token's row in the embeddings.
 
     Args:
-        model: Model that provides the row. None stands for a row of zeros.
+        model: Model that provides the row. None means a row of zeros.
         token: Token whose row is copied, if it is a different token.
         token_id: ID of the token whose row is copied, as an alternative to ``token``.
     """
@@ -43,18 +43,18 @@ class RowOrigin:
     token_id: int | None = None
 
     def canonical(self) -> dict[str, Any]:
-        """Return the origin as JSON-compatible data."""
+        """Return the fields as JSON-compatible data."""
         return {"model": str(self.model) if self.model else None, "token": self.token, "token_id": self.token_id}
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Entry in a recipe that determines how one token gets its row in the embeddings.
+    """Rule in a recipe for one token's row in the embeddings.
 
     Args:
         token: Text of the token. If no tokenizer has it, it is added to the tokenizer of the result.
-        origin: Origin of the row for models that lack the token. Default: the rule for all tokens.
-        force: Whether to use ``origin`` also for models that have the token.
+        origin: Source of the row for models that lack the token. None selects the general rule for missing tokens.
+        force: Whether ``origin`` also replaces the row of models that have the token.
     """
 
     token: str
@@ -64,14 +64,14 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Vocabulary that a recipe selects for the result.
+    """Tokenizer that a recipe selects for the result.
 
     Args:
         source: ``base``, ``union`` or a checkpoint.
         location: Location in the recipe, for messages.
-        tokens: Entries for single tokens.
-        pad_to_multiple_of: Pad the table to a multiple of this number of rows. Default: no padding.
-        strangers: How a union treats ordinary tokens that only another tokenizer has.
+        tokens: Rules for single tokens.
+        pad_to_multiple_of: Pad the token table to a multiple of this number of rows. Default: no padding.
+        strangers: How a union treats ordinary tokens that the base lacks.
     """
 
     source: str | CheckpointRef
@@ -83,7 +83,7 @@ class TokenizerChoice:
     def canonical(self) -> dict[str, Any]:
         """Return the fields that determine the result, as JSON-compatible data.
 
-        The settings other than ``source`` are included together if at least one differs from its default.
+        If all settings other than ``source`` have their defaults, they are omitted.
         """
         if not self.tokens and self.pad_to_multiple_of is None and self.strangers == "refuse":
             return {"tokenizer_source": str(self.source)}
@@ -100,7 +100,7 @@ class TokenizerChoice:
 
 
 def parse_tokenizer_choice(content: Mapping[str, Any], location: str, log: FindingLog) -> TokenizerChoice | None:
-    """Return the vocabulary that a recipe selects, or None if it selects none.
+    """Return the tokenizer that a recipe selects, or None if it selects none.
 
     Raises:
         InvalidInput: A value is invalid.

@@ -1,6 +1,6 @@
 """Resolve, inspect and pin the adapter of a parent ``model+adapter``.
 
-``mergegate.tasks.checkpoints.pin`` resolves and pins the model itself.
+``mergegate.tasks.checkpoints.pin`` does the same for the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 
 
 class ResolvedAdapter(BaseModel):
-    """A located but unread adapter. If it is on the Hub, its weights may still have to be downloaded.
+    """An adapter that has been located but not read. Its weights may still have to be downloaded from the Hub.
 
     Attributes:
         ref: Text after the ``+`` in the recipe.
@@ -54,7 +54,7 @@ class ResolvedAdapter(BaseModel):
         return read_snapshot(self.snapshot, open_adapter) if self.snapshot else open_adapter(self.directory)
 
     def applied_to(self, base: Checkpoint) -> Checkpoint:
-        """Return ``base`` with the adapter applied. Only headers are read.
+        """Return ``base`` with the adapter applied, reading only headers.
 
         Raises:
             InvalidInput: The files do not form an adapter, or the adapter belongs to another model.
@@ -63,7 +63,7 @@ class ResolvedAdapter(BaseModel):
         return apply_adapter(base, self.open())
 
     def findings(self, base: str) -> tuple[Finding, ...]:
-        """Return a warning if the adapter names a different base than ``base``, the reference of the model."""
+        """Return a warning if the adapter names another base model than ``base``, the reference of its parent."""
         config = self.open().config
         if not config.base or name_in_path(config.base) == name_in_path(base.partition("@")[0]):
             return ()
@@ -79,7 +79,7 @@ class ResolvedAdapter(BaseModel):
 
 
 class PinnedAdapter(BaseModel):
-    """An adapter whose files are pinned."""
+    """An adapter whose files are pinned by their hashes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -89,7 +89,7 @@ class PinnedAdapter(BaseModel):
     files: tuple[tuple[str, str], ...]  # name and sha256
 
     def pinned_files(self) -> dict[Path, str]:
-        """Return the sha256 of each file of the adapter."""
+        """Return the sha256 of each file of the adapter, by path."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 
     def applied_to(self, base: Checkpoint) -> Checkpoint:

@@ -1,7 +1,7 @@
 """Write a parent with an adapter as a plain model directory that evaluation, perplexity and servers can load.
 
-Each such parent is written once and cached. The merge itself does not need the directory, because it applies the
-adapter while it streams the weights. Both ways produce the same bytes.
+Each such parent is written once and cached. The merge itself applies the adapter while it streams the weights, so it
+does not need the directory. Both ways produce the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODEL = "model"
 
 
 class AppliedAdapter(StageValue):
-    """Result of applying an adapter. The artifact is the model with its adapter applied, in Hugging Face layout."""
+    """Summary of applying an adapter. The artifact is the model with its adapter applied, in Hugging Face layout."""
 
     tensors: int
     bytes_written: int
@@ -36,12 +36,9 @@ class AppliedAdapter(StageValue):
 
 @stage("apply", version=2, subject="parent", hashes_of=lambda value: value.weights, resumable=True)
 def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str, str]) -> AppliedAdapter:
-    """Write ``parent`` with its adapter applied, and resume from the journal of a killed run.
+    """Write ``parent`` with its adapter applied, resuming from the journal of a killed run.
 
-    Args:
-        out: Output directory.
-        parent: Parent whose adapter is applied.
-        libraries: Versions of the libraries that affect the last digit of the results.
+    ``libraries`` holds the versions of the libraries that affect the last digit of the results.
 
     Raises:
         InvalidInput: The model or the adapter contains NaN or infinity, or they do not fit together.
@@ -59,17 +56,17 @@ def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str,
 
 
 def apply_adapters(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Return the parents under the same names, each as a directory that any library can load. Call inside a flow."""
+    """Return the parents under the same names, as directories that any library can load. Call this inside a flow."""
     return _apply_all(parents, apply_to_directory)
 
 
 def apply_adapters_outside_flow(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Do the same as :func:`apply_adapters`, for commands that do not run a flow."""
+    """Do the same as :func:`apply_adapters`, without Prefect."""
     return _apply_all(parents, apply_to_directory.build)
 
 
 def find_applied_adapters(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Return the parents that can be loaded now, without writing anything.
+    """Return the parents that can be loaded without writing anything first.
 
     A parent with an adapter is included only if the store has its model with the adapter applied.
     """

@@ -1,8 +1,7 @@
 """Read the front matter of a model card with huggingface_hub's own pattern.
 
-This is the only reader of ``README.md``. Cards are untrusted input, so reading one never raises. A card that cannot
-be parsed completely carries a ``problem``, which the license check reports as a doubt. It does not treat such a card
-as one without a license.
+This is the only reader of ``README.md``. Cards are untrusted input, so reading a card never raises. If a card cannot be
+parsed completely, its ``problem`` says why. The license check reports that as a doubt, not as a missing license.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class ModelCard:
     """Front matter of a model card.
 
     Attributes:
-        metadata: Fields of the front matter. Keys may be other types than text, because YAML reads ``no:`` as a
-            boolean.
+        metadata: Fields of the front matter. Keys may have other types than text: YAML reads ``no:`` as a boolean.
         absence: `NO_CARD` or `NO_FRONT_MATTER` if there is no metadata and none is hidden elsewhere in the card.
             Empty in all other cases.
         problem: Reason why the metadata could not be read completely, or empty.
@@ -44,7 +42,7 @@ class ModelCard:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The metadata with every key as text."""
+        """Metadata with every key as text."""
         return {str(name): value for name, value in self.metadata.items()}
 
 
@@ -73,9 +71,7 @@ def read_card(directory: Path) -> ModelCard:
 
 
 def card_path(directory: Path) -> Path | None:
-    """Return the path of ``README.md``, or of the first file whose name differs from it only in letter case.
-
-    Returns None if the directory has no such file.
+    """Return the path of ``README.md``, or of the first file whose name differs from it only in letter case, or None.
 
     Raises:
         OSError: `directory` cannot be listed.

@@ -1,7 +1,7 @@
 """Download the weights of parents on the Hub, after the license and header checks have passed.
 
-The fetch step is not a cached stage, because the Hub's own cache holds the files and their hashes are remembered. If
-all files are present, the step only checks that each one exists. If no parent is on the Hub, the step is skipped.
+This step is not a cached stage, because the Hub's own cache holds the files, and mergegate remembers their hashes. If
+all files are present, the step only checks that each file exists. If no parent is on the Hub, the step is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mergegate.tasks.stage import advance, step
 
 @dataclass(frozen=True)
 class FetchedWeights:
-    """Downloaded files and the commits they belong to."""
+    """Downloaded files and the commits that they belong to."""
 
     downloaded: Downloaded
     commits: tuple[str, ...]  # Each as name@commit.
@@ -43,8 +43,7 @@ class FetchedWeights:
 def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> FetchedWeights | None:
     """Download the missing weights of ``parents`` and check every file against the Hub's listing.
 
-    Returns:
-        The downloaded files, or None if no parent is on the Hub.
+    Returns None if no parent is on the Hub.
 
     Raises:
         Refused: A file is not available, or differs from the Hub's listing.
@@ -52,7 +51,7 @@ def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fe
     # A model that several adapters are applied to is fetched once.
     remote = list(
         {
-            # The repository is the name if the parent has an adapter.
+            # The name of a parent with an adapter includes the adapter, so show the repository instead.
             snapshot.directory: (snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name, snapshot)
             for parent in parents
             for snapshot in parent.snapshots

@@ -35,9 +35,7 @@ _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*
 def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
     """Return the weight files among ``names`` that ``merge_core.open_checkpoint`` would read.
 
-    Args:
-        names: Relative names of all files, with ``/`` as the separator.
-        directory: Directory of the index, if ``names`` contains one.
+    ``names`` are relative, with ``/`` as the separator. If they include an index, it is read from ``directory``.
 
     Raises:
         InvalidInput: The index is not JSON.
@@ -83,7 +81,7 @@ def deciding_files(directory: Path) -> tuple[str, ...]:
 
 
 def require_same_files(identities: Mapping[Path, FileIdentity]) -> None:
-    """Raise ``ChangedInput`` if a file has changed since ``identify_parents``, for commands that do not pin models."""
+    """Raise ``ChangedInput`` if a file has another identity than ``identify_parents`` returned for it."""
     for path, identity in identities.items():
         require_unchanged(path, identity)
 
@@ -92,11 +90,7 @@ def find_model_problem(reference: str, directory: Path) -> InvalidInput | None:
     """Return an error if ``directory`` does not contain a model, or None if it may contain one.
 
     Call this before any other check, so that a directory without a model is not reported for a missing license or
-    tokenizer.
-
-    Args:
-        reference: Text that the user wrote for the model.
-        directory: Directory that the text refers to.
+    tokenizer. ``reference`` is the text that the user wrote for the model.
     """
     try:
         names = {path.name for path in directory.iterdir()}
@@ -125,12 +119,12 @@ def files_beside(names: Collection[str]) -> tuple[str, ...]:
 
 
 def files_about(names: Collection[str]) -> tuple[str, ...]:
-    """Return the card, licenses and notices among ``names``. They determine the permitted uses of the model."""
+    """Return the card, licenses and notices among ``names``, which determine the permitted uses of the model."""
     return tuple(sorted(name for name in names if _ABOUT.fullmatch(name)))
 
 
 def _indexed_files(index: Path) -> set[str]:
-    """Return the file names in an index. An index of 50,000 tensors names a few hundred files."""
+    """Return the distinct file names in an index."""
     weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     return set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
 
@@ -138,7 +132,7 @@ def _indexed_files(index: Path) -> set[str]:
 def _determines_behavior(name: PurePosixPath) -> bool:
     """Return whether a file other than weights affects the model's behavior.
 
-    This includes more files than a merge copies, because digests must not depend on the files that a merge leaves out.
+    This includes files that a merge does not copy, so that digests do not depend on what a merge copies.
     """
     if travels(name.as_posix()):
         return True

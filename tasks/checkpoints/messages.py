@@ -1,4 +1,4 @@
-"""Receive messages from the model process and accept only data.
+"""Receive messages from the model process, accepting only data.
 
 Untrusted code runs in that process, so a message may have been forged.
 """
@@ -37,17 +37,13 @@ _PLAIN = {
 def receive(connection: Connection, location: str) -> tuple[Any, ...]:
     """Return the next message. A forged message can only make this function raise.
 
-    Args:
-        connection: Connection to the model process.
-        location: Call that the message belongs to, for error messages.
-
     Returns:
         ``("progress", done, total)``, ``("done", value)``, ``("problem", error)``, ``("starved", error)`` or
         ``("crash", error, traceback)``.
 
     Raises:
         EOFError, ConnectionError: The process will not send another message, or the message is longer than 2 GiB.
-        InvalidInput: The message has another form. The error names ``location``.
+        InvalidInput: The message has another form. The error names the call at ``location``.
     """
     try:
         message = connection.recv_bytes(_LONGEST)

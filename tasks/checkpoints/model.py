@@ -17,8 +17,8 @@ from mergegate.tasks.store import MANIFEST, NotInKey, digest
 class Model(BaseModel):
     """A checkpoint with known content.
 
-    Two models with equal digests are the same model, even if their names or directories differ. For that reason, a
-    parent is evaluated only once, across all runs.
+    Two models with equal digests are the same model, even if their names or directories differ. A parent is therefore
+    evaluated only once, across all runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,7 +44,7 @@ class Model(BaseModel):
         return self.name
 
     def pinned_files(self) -> Mapping[Path, str]:
-        """Return the pinned sha256 of each file (see ``tasks.stage.input_guard``)."""
+        """Return the pinned sha256 of each file, by path, for ``tasks.stage.input_guard``."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
 
     def present(self) -> Iterable[Path]:
@@ -59,8 +59,8 @@ class Model(BaseModel):
 def files_fingerprint(models: Sequence[Model]) -> str:
     """Return a text that changes when a pinned file of ``models`` is modified, replaced or merely touched.
 
-    The fingerprint is part of the identity of unfinished work, because no check confirms that the bytes that a killed
-    run had read were the pinned ones.
+    Unfinished work is reused only if the fingerprint is the same, because no check confirms that a killed run had read
+    the pinned bytes.
     """
     identities: list[object] = []
     for model in models:

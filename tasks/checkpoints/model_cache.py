@@ -1,9 +1,9 @@
 """Load checkpoints into memory and keep them there for the next stage.
 
 Loading needs no network and runs no code of the checkpoint unless the profile trusts it. A model with missing weights
-is rejected. Stages that run a model are many and short (one per task), while loading takes long. For that reason,
-models stay in memory as long as all of them fit into half of it, and the least recently used model is dropped first.
-The other half is reserved for batches. ``unload_models`` drops all models::
+is rejected. Stages that run a model are many and short (one per task), while loading takes long. Models therefore stay
+loaded as long as all of them fit into half of the memory, and the least recently used model is dropped first. The other
+half is reserved for batches. ``unload_models`` drops all models::
 
     with load_model(model, dtype="auto", device="cpu") as loaded:
         loaded.network(...)
@@ -42,8 +42,8 @@ _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longe
 def import_lean(*modules: str) -> None:
     """Import ``modules`` in order, as if the unused optional packages were not installed.
 
-    If a part of a package is already imported, it may have probed for the optional packages and stored the result. In
-    that case, the rest of the package can import them too.
+    If a package is already partly imported, it may have looked for the optional packages and stored the result. In that
+    case, the rest of the package is imported as usual.
     """
     for module in modules:
         is_imported = module.partition(".")[0] in sys.modules
@@ -73,26 +73,26 @@ def gpu_memory(device: str) -> Capacity | None:
 
 
 class OutOfModelMemory(InvalidInput):
-    """Memory is too small for a model and a batch."""
+    """Error for memory that is too small for a model and a batch."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in evaluation mode on its device, with its tokenizer (both of transformers)."""
+    """A causal language model in evaluation mode on its device, with its tokenizer (both from transformers)."""
 
     network: Any
     tokenizer: Any
 
     @property
     def prefix(self) -> int | None:
-        """Token that precedes every text: begin of text, or end of text if there is no such token, or None."""
+        """ID of the token that precedes every text: begin of text or, if there is none, end of text. It may be None."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         token = bos if bos is not None else eos
         return None if token is None else int(token)
 
     @property
     def context(self) -> int | None:
-        """Maximum number of positions according to the configuration, or None if it does not declare one."""
+        """Maximum number of positions that the configuration declares, or None."""
         config = self.network.config.get_text_config()
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
         return next((int(limit) for limit in limits if limit), None)
@@ -117,19 +117,17 @@ _unload_callbacks: list[Callable[[], None]] = []
 def on_unload(unload: Callable[[], None]) -> None:
     """Register ``unload`` to be called before this module loads a model.
 
-    Code that holds a model in another process registers a function that drops it, because two models may not fit into
-    memory at the same time.
+    Code that holds a model in another process must register a function that drops it, because two models may not fit
+    into memory at the same time.
     """
     _unload_callbacks.append(unload)
 
 
 @contextmanager
 def torch_threads(loaded_model: LoadedModel, threads: int | None = None) -> Iterator[None]:
-    """Set the number of torch threads for calls of the model inside the context. A small network gets one thread.
+    """Set the number of torch threads for running ``loaded_model`` inside the context.
 
-    Args:
-        loaded_model: Model that is called.
-        threads: Number of threads. Default: the number that torch is set to.
+    A small network gets one thread. Other networks get ``threads``, or by default the number that torch is set to.
     """
     import torch
 
@@ -148,10 +146,10 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
     Args:
         model: Model to load.
         dtype: ``auto`` for the dtype of the checkpoint, or the name of a torch dtype.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        OutOfModelMemory: Memory is too small. All models have been dropped.
+        OutOfModelMemory: Memory is too small. If it ran out inside the context, all models have been dropped.
         InvalidInput: The directory does not contain a model that can be loaded.
     """
     with _lock:
@@ -187,17 +185,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
     """Return a model that the caller owns and may modify.
 
-    All other models are dropped first. The caller must register a function with ``on_unload`` that drops this model
-    before another one is loaded.
-
-    Args:
-        model: Model to load.
-        dtype: ``auto`` for the dtype of the checkpoint, or the name of a torch dtype.
-        device: ``cpu`` or ``cuda``.
-
-    Raises:
-        OutOfModelMemory: Memory is too small for the model.
-        InvalidInput: The directory does not contain a model that can be loaded.
+    This drops all other models first. The caller must register a function with ``on_unload`` that drops this model
+    before another one is loaded. The arguments and errors are those of :func:`load_model`.
     """
     with _lock:
         unload_models()
@@ -227,7 +216,7 @@ def make_room(model: Model, dtype: str, device: str) -> None:
 
 
 def hold_at_most(models: int | None) -> None:
-    """Limit the number of models in memory, even if more would fit. None: as many as fit."""
+    """Limit the number of models in memory, even if more would fit. None removes the limit."""
     global _max_models
     _max_models = models
 
@@ -258,9 +247,9 @@ def _bytes_on(device: str, sizes: Mapping[_CacheKey, int]) -> int:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return the sha256 over the state that determines how a tokenizer splits text.
+    """Return the sha256 of the state that determines how a tokenizer splits text.
 
-    Two copies of one tokenizer have the same digest, regardless of the format in which they are stored.
+    Two copies of one tokenizer have the same digest, even if they are stored in different formats.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

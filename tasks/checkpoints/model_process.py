@@ -1,9 +1,9 @@
 """Run functions in the model process, a child process that loads models and runs untrusted code.
 
 A call that hangs is killed at a time limit, and a crash of the process does not end the flow. Each worker slot
-(``tasks.runners.slots``) has one model process, so there is a single one unless a runner has created several slots.
-The process starts when it is first needed. It keeps models in memory for later calls, so perplexity, all tasks and
-all interim looks load each model once. It ends with the parent process, however that ends (``tasks.sandbox``)::
+(``tasks.runners.slots``) has one model process, so there is only one unless a runner has created several slots. The
+process starts when it is first needed. It keeps models in memory for later calls, so perplexity, all tasks and all
+interim looks load each model once. It ends with the parent process, however that ends (``tasks.sandbox``)::
 
     answer = call_model_process(function, arguments, location="task gsm8k on merge", models=[merge])
     end_model_process()  # Release the memory of the models.
@@ -13,8 +13,8 @@ responses are pickled. A request is ``(function, arguments)``. The responses are
 ``("progress", done, total)``, followed by one of ``("done", value)``, ``("problem", error)``, ``("starved", error)``
 and ``("crash", error, traceback)``.
 
-Tasks, templates and tokenizers are third-party code and run only in this process. The process is confined
-(``tasks.sandbox``). It has no access to the environment, the secrets and the other processes of mergegate. It has
+Tasks, templates and tokenizers are third-party code and run only in this process, which is confined
+(``tasks.sandbox``): it has no access to the environment, the secrets and the other processes of mergegate, and it has
 network access only for calls that need it. The parent process accepts only data from it (``messages``).
 """
 
@@ -104,7 +104,7 @@ _alone = False  # Whether memory was once too small for several models.
 
 @dataclasses.dataclass(frozen=True)
 class CallNeeds:
-    """Needs of a call that the model process does not serve by default.
+    """Special requirements of a call to the model process.
 
     Args:
         own_process: Whether the models need a process of their own, because only its end frees their memory.
@@ -132,8 +132,8 @@ def call_model_process(
     """Run ``function(*arguments, on_progress)`` in the model process and return its result.
 
     If memory runs out while the process holds several models, it is restarted with one model at a time and the call is
-    repeated. If other model processes were running at that time, the call is repeated after they have ended. A repeated
-    call resumes from the journal of ``function``, if it writes one.
+    repeated. If memory still runs out while other model processes are running, they are ended and the call is repeated.
+    A repeated call resumes from the journal of ``function``, if it writes one.
 
     Args:
         function: Module-level function to run.
@@ -199,11 +199,8 @@ on_slot_end(lambda number: _slot_processes[number].end() if number in _slot_proc
 class _Kind:
     """Properties of a process that determine whether a call can use it.
 
-    Args:
-        only_for: Concatenated digests of the only models that the process may hold. Empty: any models.
-        network: Whether the process has network access.
-        variables: Names of environment variables that the process receives in addition to the default ones.
-        environment: Environment variables of the worker slot, as names and values.
+    ``only_for`` holds the concatenated digests of the only models that the process may load; if empty, it may load any.
+    ``variables`` names the additional environment variables, and ``environment`` has those of the worker slot.
     """
 
     only_for: str
@@ -222,7 +219,7 @@ class _Request(NamedTuple):
 
 
 class _SlotProcess:
-    """The model process of one worker slot. One thread at a time uses it."""
+    """The model process of one worker slot, used by one thread at a time."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -230,12 +227,10 @@ class _SlotProcess:
         self.current: _ModelProcess | None = None
 
     def call(self, request: _Request, kind: _Kind, models: set[str], slot: WorkerSlot) -> Any:
-        """Return the answer of the process.
+        """Return the answer of the process, which is started if necessary.
 
-        Starts the process if necessary. If memory runs out with several models, restarts it with one model at a time.
-
-        ``models`` holds the digests of the models that the call loads. If it is empty, a running process with any
-        models is used.
+        If memory runs out with several models, the process is restarted with one model at a time. ``models`` holds the
+        digests of the models that the call loads. If it is empty, a running process with any models is used.
         """
         global _alone
         deadline = time.monotonic() + request.time_limit if request.time_limit is not None else None
@@ -271,7 +266,6 @@ class _SlotProcess:
                 self.current = None
 
     def _exchange(self, process: _ModelProcess, request: _Request, deadline: float | None, slot: WorkerSlot) -> Any:
-        """Send the request to the process and return its answer."""
         is_answered = False
         last_message_at = time.monotonic()
         try:
@@ -374,7 +368,6 @@ class _ModelProcess:
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def end(self) -> None:
-        """End the process and release its GPUs, connection and output file."""
         self.child.end()
         self._gpus.release()
         self.connection.close()
@@ -382,10 +375,7 @@ class _ModelProcess:
 
 
 def compile_libraries() -> None:
-    """Compile the modules that the process imports, unless they are compiled already.
-
-    The process itself may not write the bytecode.
-    """
+    """Compile the modules that the model process imports, because it may not write the bytecode itself."""
     package = importlib.util.find_spec("lm_eval.models")
     for directory in package.submodule_search_locations or () if package else ():
         compile_imports(sys.executable, _IMPORTS, Path(directory) / "huggingface.py", _environment())
@@ -442,10 +432,9 @@ def _memory_message(error: BaseException) -> str:
 
 
 def answer_questions() -> None:
-    """Answer questions in the model process until the parent process closes the connection.
+    """Answer requests in the model process until the parent process closes the connection.
 
-    The command line contains the file descriptor of the connection and, optionally, the request to hold one model at a
-    time.
+    The command line contains the connection's file descriptor and, optionally, an option to hold one model at a time.
     """
     descriptor = int(sys.argv[1])
     # A child that outlives this process must not keep the connection open, because the parent would wait for it.
@@ -465,7 +454,7 @@ def answer_questions() -> None:
 def answer_question(
     connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Run ``function`` and return the final response. The module docstring lists its forms."""
+    """Run ``function`` and return the final response, in one of the forms that the module docstring lists."""
     last_sent = 0.0
 
     def on_progress(count: int, total: int) -> None:

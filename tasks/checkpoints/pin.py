@@ -1,6 +1,6 @@
 """Resolve the model references of a recipe, and pin the files behind them by their hashes.
 
-This takes two steps, because inexpensive checks can reject a parent in between. First, ``resolve_parents`` turns each
+This takes two steps, so that inexpensive checks can reject a parent in between. First, ``resolve_parents`` turns each
 reference into a directory or, on the Hub, into a commit with its small files. The checks of licenses and headers
 (``open_parent``) need nothing more. After the weights are downloaded (``tasks.checkpoints.fetch``),
 ``pin_checkpoints`` hashes each file that determines the model's behavior once (``merge_core.files.hashing``). These
@@ -39,7 +39,7 @@ FindSnapshot = Callable[[str, str | None, bool], Snapshot | MergegateError]
 
 
 class ResolvedCheckpoint(BaseModel):
-    """A located but unread parent of the merge. If it is on the Hub, its weights may still have to be downloaded."""
+    """A parent that has been located but not read. Its weights may still have to be downloaded from the Hub."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,13 +55,13 @@ class ResolvedCheckpoint(BaseModel):
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """Hub snapshots of the model and of its adapter, if they are on the Hub."""
+        """Snapshots of those of the model and its adapter that are on the Hub."""
         both = (self.snapshot, self.adapter.snapshot if self.adapter else None)
         return tuple(snapshot for snapshot in both if snapshot)
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Directories of the model and of its adapter."""
+        """Directory of the model and, if there is one, of its adapter."""
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
     @property
@@ -73,7 +73,7 @@ class ResolvedCheckpoint(BaseModel):
 class PinnedCheckpoint(Model):
     """A pinned parent of the merge.
 
-    Cache keys contain its digest but not its name, so a renamed parent is not evaluated again.
+    Cache keys contain the parent's digest but not its name, so a renamed parent is not evaluated again.
     """
 
     ref: Annotated[str, NotInKey]  # Reference that the merge engine uses for the parent.
@@ -90,11 +90,11 @@ class PinnedCheckpoint(Model):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Directories of the model and of its adapter."""
+        """Directory of the model and, if there is one, of its adapter."""
         return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
 
     def rename(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
-        """Return the same parent with ``rename`` applied to its name, its reference and that of its adapter."""
+        """Return the parent with ``rename`` applied to its name, its reference and the reference of its adapter."""
         adapter = self.adapter and self.adapter.model_copy(update={"ref": rename(self.adapter.ref)})
         return self.model_copy(update={"name": rename(self.name), "ref": rename(self.ref), "adapter": adapter})
 
@@ -124,7 +124,7 @@ class ParentSearch:
     """Result of searching for the parents of several recipes.
 
     Args:
-        parents: Resolved parents of each recipe, in the order of the recipe.
+        parents: Resolved parents of each recipe, in the order in which the recipe names them.
         problems: One error for each reference that could not be resolved.
     """
 
@@ -133,7 +133,7 @@ class ParentSearch:
 
 
 def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
-    """Resolve all checkpoints in the recipes. Local paths are relative to the directory of the recipe.
+    """Resolve all references in the recipes. Local paths are relative to the directory of the recipe.
 
     Each reference is resolved once, so all recipes get the same commit of a branch, even if it moves during the search.
     """
@@ -173,7 +173,7 @@ def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
 
 
 def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
-    """Return the checkpoints in a recipe, in recipe order. Local paths are relative to the recipe's directory.
+    """Return the parents that a recipe names, in recipe order. Local paths are relative to the recipe's directory.
 
     Raises:
         InvalidInput: A reference is neither a local directory nor a repository.
@@ -183,10 +183,7 @@ def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
 
 
 def find_checkpoint(text: str) -> ResolvedCheckpoint:
-    """Return the checkpoint that ``text`` names.
-
-    Args:
-        text: Directory, relative to the working directory, or ``org/name@revision``.
+    """Return the checkpoint that ``text`` names: a local directory or ``org/name@revision``.
 
     Raises:
         InvalidInput: The text is neither a directory nor a repository.
@@ -233,7 +230,7 @@ def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
 
 
 def adapter_findings_of_parents(parents: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
-    """Return the findings about applying the adapters of the parents.
+    """Return a warning for each parent whose adapter was made for another model.
 
     Raises:
         InvalidInput: An adapter directory or repository does not contain a valid adapter.
@@ -245,8 +242,6 @@ def adapter_findings_of_parents(parents: Sequence[ResolvedCheckpoint]) -> tuple[
 
 def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> None:
     """Raise an error if the recipe produces an adapter but the adapters of the parents cannot be combined.
-
-    Only headers are read.
 
     Raises:
         InvalidInput: An adapter cannot be combined. The error names the first such adapter.
@@ -260,9 +255,7 @@ def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) ->
 
 
 def size_of_adapter(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> CombinedSize | None:
-    """Return the size of the adapter that the recipe produces, or None if it does not produce an adapter.
-
-    Only headers are read.
+    """Return the size of the adapter that the recipe produces, read from headers, or None if it produces a model.
 
     Raises:
         InvalidInput: The files of a parent do not form a checkpoint, or the adapters cannot be combined.
@@ -285,12 +278,9 @@ def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
 def pin_checkpoints(
     parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted_repositories: Collection[str] = ()
 ) -> tuple[PinnedCheckpoint, ...]:
-    """Hash the files of the parents and return the pinned parents. All files must be on this machine.
+    """Hash the files of the parents, which must be on this machine, and return the pinned parents.
 
-    Args:
-        parents: Resolved parents.
-        hashes: Memo of the file hashes that are already known.
-        trusted_repositories: Repositories whose code may run, each with its commit: ``org/name@<40 hex digits>``.
+    A parent may run its own code if ``trusted_repositories`` contains its commit, as ``org/name@<40 hex digits>``.
 
     Raises:
         InvalidInput: A directory contains no checkpoint files.
@@ -322,7 +312,7 @@ def pin_checkpoints(
 
 
 def find_pinned_checkpoints(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
-    """Return the pinned form of the parents whose file hashes are all known. This function hashes no files."""
+    """Return the parents whose file hashes are all known, in pinned form, without hashing any file."""
     pinned: list[PinnedCheckpoint] = []
     for parent in parents:
         paths = [parent.directory / name for name in parent.deciding]
@@ -334,7 +324,7 @@ def find_pinned_checkpoints(parents: Sequence[ResolvedCheckpoint], hashes: HashM
 
 
 def identify_parents(parents: Sequence[ResolvedCheckpoint]) -> dict[Path, FileIdentity]:
-    """Return the identities of all files of the parents, for ``require_same_files``.
+    """Return the identities of all files of the parents, by path, for ``require_same_files``.
 
     The files must be on this machine.
 
@@ -350,7 +340,7 @@ def identify_parents(parents: Sequence[ResolvedCheckpoint]) -> dict[Path, FileId
 
 
 def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
-    """Return the Merkle digest over name, size and sha256 of the checkpoint files that determine its behavior.
+    """Return a Merkle digest of the name, size and sha256 of each file that determines the checkpoint's behavior.
 
     Raises:
         InvalidInput: The directory contains no checkpoint files.
@@ -359,7 +349,7 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
 
 
 def adapter_digest(directory: Path, hashes: HashMemo) -> str:
-    """Return the Merkle digest over name, size and sha256 of the adapter files that determine its behavior.
+    """Return a Merkle digest of the name, size and sha256 of each file that determines the adapter's behavior.
 
     Raises:
         InvalidInput: The directory does not contain an adapter.
@@ -368,7 +358,7 @@ def adapter_digest(directory: Path, hashes: HashMemo) -> str:
 
 
 def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
-    """Return the :func:`files_digest` of an adapter, which a provenance records.
+    """Return the :func:`files_digest` of an adapter, which the provenance of a release records.
 
     Raises:
         InvalidInput: The directory does not contain an adapter.
@@ -378,7 +368,7 @@ def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
 
 
 def files_digest(files: Mapping[str, str]) -> str:
-    """Return the digest of files from their names and sha256 alone."""
+    """Return a digest of the names and sha256 of files, given by name."""
     return canonical_digest({"files": files})
 
 
@@ -401,7 +391,7 @@ def _names_and_hashes(files: Mapping[str, tuple[int, str]]) -> tuple[tuple[str, 
 
 
 def _hash_files(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str, tuple[int, str]]:
-    """Return the size and the sha256 of each file."""
+    """Return the size and the sha256 of each file, by name."""
     files = {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}
     if not files:
         raise InvalidInput(

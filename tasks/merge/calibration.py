@@ -1,8 +1,8 @@
-"""Split a calibration text into windows of tokens and the layers of a model into runs.
+"""Split a calibration text into windows of tokens, and the layers of a model into runs.
 
-The statistics of all layers of a large model need more memory than the model. Therefore a stage measures as many layers
-as fit into memory in one run and reads the text once per run. Each finished run is written to a file and recorded in a
-journal, so a killed stage resumes after it.
+The statistics of all layers of a large model need more memory than the model. A stage therefore reads the text in
+several runs, each of which measures as many layers as fit into memory. It writes each finished run to a file and
+records it in a journal, so a killed stage resumes after it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SHARE, _LEAST = 0.5, 256 << 20
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """A model and its calibration text, and the directory for the measured statistics.
+    """A model with its calibration text, and the directory for the measured statistics.
 
     Args:
         model: Model that reads the text.
         text: Calibration text of the model.
         reading: Number of documents, window length and the width above which only the diagonal is stored.
-        dtype: Format that the model is computed in, or ``auto`` for the format of its checkpoint.
-        device: Device that computes the model.
+        dtype: Number format for running the model, or ``auto`` for the format of its checkpoint.
+        device: Device that runs the model.
         out: Directory of the artifact.
         journal: Location and key of the journal of finished runs.
     """
@@ -56,11 +56,11 @@ class MeasurablePart(Protocol):
 
     @property
     def names(self) -> Iterable[str]:
-        """Names of the stored tensors of the part."""
+        """Names of the stored tensors that belong to the part."""
 
     @property
     def sum_bytes(self) -> int:
-        """Size of the sums of the part, in bytes."""
+        """Memory for the part's sums, in bytes."""
 
 
 _Part = TypeVar("_Part", bound=MeasurablePart)
@@ -86,20 +86,15 @@ class ReadWindow(NamedTuple):
 def split_into_windows(
     loaded_model: LoadedModel, model: Model, documents: Sequence[OwnDocument], max_length: int
 ) -> Iterator[ReadWindow]:
-    """Yield windows that contain each token of each document exactly once as a new token.
+    """Yield windows in which each token of each document is new exactly once.
 
-    A window that would be short starts with earlier tokens of its document as context. Texts are encoded as in regular
-    use, so that the statistics match it. A plain document starts with the special tokens of the tokenizer, and a
-    conversation is rendered with the chat template of the model.
-
-    Args:
-        loaded_model: Model with its tokenizer.
-        model: Pinned model, for error messages.
-        documents: Plain documents or conversations.
-        max_length: Largest number of tokens in a window. The context length of the model limits it further.
+    A window has at most ``max_length`` tokens and fits into the model's context length. A window that would be short
+    starts with earlier tokens of its document as context. Texts are encoded as in regular use, so that the statistics
+    match it: a plain document starts with the special tokens of the tokenizer, and a conversation is rendered with the
+    chat template of the model.
 
     Raises:
-        InvalidInput: If the tokenizer does not belong to the weights, or a conversation does not fit the template.
+        InvalidInput: The tokenizer does not belong to the weights, or a conversation does not fit the template.
     """
     length = min(max_length, loaded_model.context or max_length)
     for document in documents:
@@ -138,7 +133,7 @@ def _encode_conversation(
             if message.role != "assistant":
                 continue
             before, after = render(messages[:index], add_prompt=True), render(messages[: index + 1])
-            # A template can change a message when later ones follow. The model's own tokens then exclude the message.
+            # A template can render a message differently if others follow. Such a message does not count as own.
             if full_text.startswith(before) and full_text.startswith(after.rstrip()):
                 spans.append((before, after))
     except Exception as error:  # A template is untrusted code and can raise anything.
@@ -172,13 +167,13 @@ def measure_in_runs(
         job: Directory of the artifact, and journal of the finished runs.
         parts: Parts in network order.
         windows: Number of windows that each run reads.
-        file_name: Function that returns the name of the file of a run, by its number.
-        measure: Function that measures the parts of a run, writes the file of the run, and calls its last argument with
-            the number of windows read. It returns the owners of the run.
+        file_name: Function that returns the file name for the run with a given number.
+        measure: Function that measures the parts of a run, writes the run's file, and calls its last argument with the
+            number of windows read. It returns the owners for the run.
         on_progress: Callback that receives the number of windows read and their total number.
 
     Returns:
-        Owners: name of the tensor in the files that has the statistics of a stored tensor, by the name of that tensor.
+        Owners: for each stored tensor, the name under which the files hold its statistics. Tensors can share them.
 
     Raises:
         InvalidInput: The text reached no part.
@@ -233,7 +228,7 @@ def _is_finished_run(record: object) -> bool:
 
 
 def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
-    """Raise InvalidInput if ``total`` contains NaN or infinity."""
+    """Raise InvalidInput if ``total``, which belongs to the tensor ``name``, contains NaN or infinity."""
     import torch
 
     if not torch.isfinite(total).all():
@@ -246,14 +241,9 @@ def require_numbers(total: torch.Tensor, name: str, model: Model) -> None:
 
 
 def unmeasured_experts(checkpoint: Checkpoint, owners: Mapping[str, str]) -> tuple[str, ...]:
-    """Return name patterns of the expert matrices that no statistics were measured for.
+    """Return name patterns for the expert matrices of a checkpoint without statistics in ``owners``.
 
-    Args:
-        checkpoint: Checkpoint with the weights of the model.
-        owners: Owners of the measured matrices, see :func:`measure_in_runs`.
-
-    Returns:
-        Sorted, distinct patterns. Each is a tensor name in which ``*`` replaces the layer and expert numbers.
+    A pattern is a tensor name in which ``*`` replaces the layer and expert numbers. Patterns are sorted and distinct.
     """
     patterns = set()
     for name, tensor in checkpoint.tensors.items():

@@ -1,6 +1,6 @@
 """Measure the distances between the models of a merge, for rules that leave models out or weight them by distance.
 
-All weights are read once. If some are not finite, they are read again to find out which models contain them. The
+mergegate reads all weights once. If some are not finite, it reads them again to find out which models contain them. The
 results are cached by content::
 
     recipe = with_distances(recipe, find=lambda ref: pinned[ref])       # unchanged if no rule needs distances
@@ -34,7 +34,7 @@ _PIECE = 16 << 20
 
 
 class ModelDistances(StageValue):
-    """Products of the task vectors of complete models, in the order of the request."""
+    """Inner products between the task vectors of whole models, in the order in which the models were passed."""
 
     models: Annotated[tuple[str, ...], NotInKey]
     broken: tuple[int, ...]  # count of NaN and infinite numbers in each model
@@ -42,7 +42,7 @@ class ModelDistances(StageValue):
 
     @property
     def sound(self) -> tuple[int, ...]:
-        """Indices of the models in ``gram``, which are those without NaN or infinity."""
+        """Indices of the models without NaN or infinity, in the order of the rows in ``gram``."""
         return tuple(index for index, count in enumerate(self.broken) if not count)
 
     def summary(self) -> str:
@@ -57,12 +57,12 @@ Measure: TypeAlias = Callable[[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]], 
 
 @value_stage("distances", version=2)
 def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]) -> ModelDistances:
-    """Return the products of the task vectors of ``models``, measured from ``base``.
+    """Return the inner products between the task vectors of ``models``, measured from ``base``.
 
     Models that contain NaN or infinity have no products. For them, only the count of such numbers is returned.
 
     Raises:
-        InvalidInput: If a file cannot be read, the base contains NaN or infinity, or there is nothing to compare.
+        InvalidInput: A file cannot be read, the base contains NaN or infinity, or there is nothing to compare.
     """
     checkpoints = [model.open() for model in models]
     broken = [0] * len(checkpoints)
@@ -86,10 +86,10 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
 
 
 def _products(base: PinnedCheckpoint, checkpoints: Sequence[Checkpoint]) -> Sequence[Sequence[float]] | None:
-    """Return the products of the task vectors, or None if a number is not finite or there is no model.
+    """Return the inner products of the task vectors, or None if a number is not finite or there is no model.
 
     Raises:
-        InvalidInput: If a file cannot be read, or there is nothing to compare.
+        InvalidInput: A file cannot be read, or there is nothing to compare.
     """
     if not checkpoints:
         return None
@@ -105,7 +105,7 @@ def _products(base: PinnedCheckpoint, checkpoints: Sequence[Checkpoint]) -> Sequ
 
 
 def _non_finite(checkpoint: Checkpoint) -> int:
-    """Count the NaN and infinite numbers of a model, including overflows that a finite adapter causes."""
+    """Return the number of NaN and infinite values in a model, including overflows that a finite adapter causes."""
     count = 0
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":
@@ -127,13 +127,11 @@ def _read(tensor: StoredTensor, first: int, into: Any) -> None:
 def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None = None) -> Recipe:
     """Return ``recipe`` with its models filtered and weighted by distance, as its rule and its method require.
 
-    Args:
-        recipe: Recipe to complete.
-        find: Function that returns the pinned model of a reference.
-        measure: :func:`model_distances` as a task of a flow. Default: the same stage without Prefect.
+    ``find`` returns the pinned model for a reference. ``measure`` is :func:`model_distances` as a task of a flow, by
+    default the same stage without Prefect.
 
     Raises:
-        InvalidInput: If no model remains, or a model contains NaN or infinity and no rule leaves it out.
+        InvalidInput: No model remains, or a model contains NaN or infinity and no rule leaves it out.
     """
 
     def complete(document: Recipe) -> Recipe:
@@ -148,12 +146,9 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
 
 
 def _apply_distances(recipe: Recipe, refs: Sequence[str], distances: ModelDistances) -> Recipe:
-    """Return one recipe document without the models that its rule leaves out, and with the shares that follow.
+    """Return one recipe document without the models that its rule leaves out, and with weights for the others.
 
-    Args:
-        recipe: Recipe document.
-        refs: References of its models without the base.
-        distances: Their distances, in the same order.
+    ``refs`` are the references of its models without the base, in the order of ``distances``.
     """
     left_out = {
         refs[index]: f"{count:,} numbers that are not finite" for index, count in enumerate(distances.broken) if count

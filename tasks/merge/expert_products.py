@@ -6,9 +6,8 @@ of one expert. This matrix is a view of the parameter, and its address in memory
 
     linear(x, experts[3])       x @ experts[3]       bmm(x_of_each_expert, experts)
 
-The module therefore inspects every product while the network runs and needs no knowledge of the family. Transformers
-has several implementations of experts. The eager one computes one expert at a time, so it is selected during the
-observation.
+This module therefore inspects every product while the network runs and needs no knowledge of the family. Of the several
+implementations of experts in transformers, it selects the eager one, which computes one expert at a time.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class ExpertProduct(NamedTuple):
 class ExpertProducts(TorchFunctionMode):
     """Context manager that calls ``on_product`` for each product with the matrix of an expert, before it is computed.
 
-    Args:
-        parameters: Parameters of the experts by name, ``[experts, out, in]`` or ``[experts, in, out]``.
-        on_product: Callback that receives each product.
+    ``parameters`` holds the parameters with experts, ``[experts, out, in]`` or ``[experts, in, out]``, by name.
     """
 
     def __init__(self, parameters: Mapping[str, Any], on_product: Callable[[ExpertProduct], None]) -> None:
@@ -91,7 +88,7 @@ class ExpertProducts(TorchFunctionMode):
 def eager_experts(modules: Iterable[Any]) -> Iterator[None]:
     """Select the eager implementation of experts within the context.
 
-    Modules of families for which transformers has only one implementation stay as they are.
+    If transformers has only one implementation for a model family, its modules stay as they are.
     """
     configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}.values()
     previous = [

@@ -3,7 +3,7 @@
 A router row decides which hidden states the router sends to an expert. It is the mean state of the expert's positive
 prompts minus the mean state of its negative prompts, scaled to length one. In a layer where the two means are equal,
 the row is the mean of the positive prompts alone. This happens in the first layer, which sees only the last token, if
-all prompts end with the same one.
+all prompts end with the same token.
 
 The gate mode defines the state of a prompt in layer ``l``:
 
@@ -48,7 +48,7 @@ _MIN_LENGTH = 1e-6
 
 
 class PromptPair(BaseModel):
-    """Prompts that an expert should receive (positive) and prompts that it should not receive (negative)."""
+    """Prompts that the router should send to an expert (positive) and prompts that it should not send (negative)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +59,7 @@ class PromptPair(BaseModel):
 class GateRequest(BaseModel):
     """Request for the router rows of all experts, with one pair of prompt lists per expert.
 
-    The answer has one row per pair and layer. The rows of an expert without prompts are zero.
+    The answer has one row per pair and layer. The rows of an expert without positive prompts are zero.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,10 +69,9 @@ class GateRequest(BaseModel):
 
 
 class RouterRows(StageValue):
-    """Router rows of all layers.
+    """Router rows of all layers. Each row has length one or is zero.
 
-    Args:
-        data: Base64 of the rows in little-endian float32, ``[layers, rows, width]``. Each has length one or is zero.
+    ``data`` is the Base64 form of ``[layers, rows, width]`` in little-endian float32.
     """
 
     layers: int
@@ -90,11 +89,11 @@ ComputeRows: TypeAlias = "Callable[[Model, GateRequest, Runtime], StoredValue[Ro
 def with_gates(recipe: Recipe, find: Callable[[str], Model], compute: ComputeRows | None = None) -> Recipe:
     """Return ``recipe`` with the router rows for its prompts filled in, in all of its documents.
 
-    ``find`` returns the pinned model of a reference. It is only called for bases, and only if there are rows to
+    ``find`` returns the pinned model for a reference. It is only called for bases, and only if there are rows to
     compute. ``compute`` is :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
 
     Raises:
-        InvalidInput: If the base cannot be loaded, or if its states do not distinguish positive from negative prompts.
+        InvalidInput: The base cannot be loaded, or its states do not distinguish positive from negative prompts.
     """
     import numpy as np
 
@@ -127,7 +126,7 @@ def router_rows(model: Model, question: GateRequest, runtime: Runtime) -> Router
     """Return the router rows that ``question`` requests from ``model``.
 
     Raises:
-        InvalidInput: If the model cannot be loaded, or if its states do not distinguish positive from negative prompts.
+        InvalidInput: The model cannot be loaded, or its states do not distinguish positive from negative prompts.
     """
     result = call_model_process(
         compute_rows,
@@ -177,7 +176,7 @@ def _router_row(means: Sequence[Array | None], location: str, *, of_sums: bool) 
     """Return the rows of one expert, ``[layers, width]`` of length one, or None if it has no positive prompts.
 
     Args:
-        means: Mean states of the positive and of the negative prompts, None if there are no such prompts.
+        means: Mean states of the positive and of the negative prompts, each None if there are no such prompts.
         location: Location for error messages.
         of_sums: Whether the states are sums of embeddings, whose means are scaled to length one before subtraction.
     """
@@ -221,7 +220,7 @@ def _normalized(states: Array, location: str) -> Array:
 
 @contextmanager
 def _open_state_reader(model: Model, mode: str, device: str) -> Iterator[Callable[[str], Array]]:
-    """Yield a function that returns the states of a model for a prompt: float64 ``[layers, width]``."""
+    """Yield a function that returns the model's states for a prompt: float64 ``[layers, width]``."""
     if mode == "cheap_embed":
         yield _embedding_reader(model)
         return
@@ -250,7 +249,7 @@ def _open_state_reader(model: Model, mode: str, device: str) -> Iterator[Callabl
 
 
 def _embedding_reader(model: Model) -> Callable[[str], Array]:
-    """Return a function that sums the embeddings of a prompt. Rows of the table are read when they are needed."""
+    """Return a function that sums the embeddings of a prompt and reads only the rows of the table that it needs."""
     import numpy as np
     import transformers
 

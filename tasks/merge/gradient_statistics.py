@@ -8,9 +8,9 @@ whole batch, or for the tokens that are actually in the text, would measure some
 The derivative of a tensor is squared as soon as it is available and freed before the next one is computed, so memory
 only has to hold one sum per tensor. If the sums of all tensors do not fit, they are measured in several runs.
 
-If experts share one parameter in memory, each expert is stored separately under the names of its tensors on disk,
-regardless of the layout there. Experts that no position reached have an importance of zero. Parameters of experts with
-an unknown layout on disk are listed by name, and their merge falls back to the mean of the models.
+If experts share one parameter in memory, each expert is stored separately, under the tensor names of separate experts
+whatever the layout on disk. Experts that no position reached have an importance of zero. Experts with an unknown layout
+on disk are listed by parameter name and merged by the mean of the models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceStatistics(StageValue):
-    """Summary of the measured importance. :mod:`merge_core.checkpoint.measurements` describes the files."""
+    """Summary of the measured importance; see :mod:`merge_core.checkpoint.measurements` for the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -59,12 +59,10 @@ class ImportanceStatistics(StageValue):
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of the network and the stored tensors that contain it.
+    """A parameter of the network, with the names of the stored tensors that contain it.
 
-    Args:
-        parameter: Parameter in memory.
-        names: Names of stored tensors. Each tensor is the complete parameter; for experts, each is one of the pieces.
-        pieces: Stored tensors of the experts, if the parameter contains the experts of a layer.
+    Each stored tensor is the complete parameter. If the parameter contains the experts of a layer, each stored tensor
+    is one of ``pieces``.
     """
 
     parameter: Any
@@ -73,7 +71,6 @@ class _Part:
 
     @property
     def sum_bytes(self) -> int:
-        """Size of the sums in bytes."""
         return 4 * int(self.parameter.numel())
 
     @property
@@ -89,7 +86,7 @@ class _Part:
 
 
 class _SquaredGradients:
-    """Sums of squared derivatives of some parameters of a network.
+    """Sums of squared derivatives for some parameters of a network.
 
     Use it as a context manager. On exit, ``requires_grad`` of all parameters is restored.
     """
@@ -120,11 +117,9 @@ class _SquaredGradients:
             parameter.grad = None
 
     def read(self, window: ReadWindow, seed: int) -> None:
-        """Add the squared derivatives for tokens sampled at the model's own positions among the new ones of ``window``.
+        """Sample a token at each new position of the model's own turns in ``window``, and add the squared derivatives.
 
-        Args:
-            window: Tokens to read.
-            seed: Seed of the sampling.
+        ``seed`` is the seed of the sampling.
         """
         import torch
 
@@ -151,12 +146,10 @@ class _SquaredGradients:
 def read_gradients(job: CalibrationJob, on_progress: TellProgress) -> ImportanceStatistics:
     """Measure how much each element of a model matters to its predictions on a text, and write the importance.
 
-    Args:
-        job: Model, text and directory.
-        on_progress: Callback that receives the number of windows read and their total number.
+    ``on_progress`` receives the number of windows read and their total number.
 
     Raises:
-        InvalidInput: If the model cannot be loaded or cannot read the text, has no parameter with a known name, or
+        InvalidInput: The model cannot be loaded or cannot read the text, has no parameter with a known name, or
             computes NaN or infinity.
     """
     documents = read_documents_verbatim(job.text, job.reading.documents)
@@ -227,7 +220,7 @@ def _pieces(parameter: Any, pieces: tuple[ExpertSlice, ...]) -> tuple[ExpertSlic
 
 
 def _slice_of_piece(parameter: Any, piece: ExpertSlice) -> Any:
-    """Return the slice of a parameter of experts that a stored tensor contains, transposed if only that fits."""
+    """Return the part of an expert parameter that a stored tensor contains, transposed if it only fits that way."""
     expert, shape = parameter[piece.expert], piece.tensor.shape
     rows = expert[piece.first_row : piece.first_row + shape[0]]
     return expert.T if rows.shape != shape and expert.T.shape == shape else rows

@@ -1,7 +1,7 @@
 """Measure the second moments of the inputs of each matrix while a model reads a text, in the model process.
 
 The network reads one window at a time with a batch size of one, so there is no padding. A hook in front of every linear
-layer inside a layer of the network adds ``x x'`` of each position to a float64 sum. Modules that receive the same
+layer inside a layer of the network adds ``x x'`` for each position to a float64 sum. Modules that receive the same
 tensor (query, key and value; gate and up) share one sum.
 
 The sums of all layers of a large model need more memory than the model. Therefore the layers are measured in runs of as
@@ -9,11 +9,11 @@ many layers as fit into memory. Each run reads the text once and stops at its la
 a killed stage does not repeat them.
 
 An expert of a mixture only sees the tokens that are routed to it. If the experts of a layer share one parameter, each
-expert still has its own sums (:mod:`.expert_products`), under the names of separate experts, regardless of the layout
+expert still has its own sums (:mod:`.expert_products`), under the tensor names of separate experts whatever the layout
 on disk. A layer with many experts may not fit into memory, so a run can include some of the experts of a layer. Means
 are over all positions of the text, which weights an expert by how often the router selects it. An expert that no
-position reached is recorded as such. Experts whose products cannot be observed are listed by name, and their merge
-falls back to the mean of the models.
+position reached is recorded as such. Experts whose products cannot be observed are listed by name and merged by the
+mean of the models.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class InputStatistics(StageValue):
-    """Summary of the measured input moments. :mod:`merge_core.checkpoint.measurements` describes the files."""
+    """Summary of the measured input moments; see :mod:`merge_core.checkpoint.measurements` for the files."""
 
     model: Annotated[str, NotInKey]
     documents: int
@@ -79,12 +79,9 @@ class InputStatistics(StageValue):
 
 @dataclass(frozen=True)
 class _ExpertMatrix:
-    """Slice of a parameter that belongs to one expert.
+    """Slice of the in-memory parameter ``parameter`` that belongs to one expert.
 
-    Args:
-        parameter: Name of the parameter in memory.
-        number: Number of the expert.
-        stored: Name and shape of each tensor on disk that is part of the slice. Gate and up may be two tensors.
+    ``stored`` has the name and shape of each tensor on disk that is part of the slice. Gate and up may be two tensors.
     """
 
     parameter: str
@@ -93,11 +90,10 @@ class _ExpertMatrix:
 
     @property
     def width(self) -> int:
-        """Width of the input."""
         return input_width(*self.stored[0])
 
     def matches(self, product: ExpertProduct) -> bool:
-        """Return whether the input of ``product`` is the input of the matrix on disk."""
+        """Return whether ``product`` has the input that the matrix on disk would have."""
         name, shape = self.stored[0]
         # If the matrix is [in, out] on disk but not in memory, only a matrix that is not square shows that it was
         # transposed when it was loaded.
@@ -109,10 +105,8 @@ class _ExpertMatrix:
 class _Part:
     """Smallest unit of a run: all linear layers of one layer of the network, or all matrices of one expert.
 
-    Args:
-        limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
-        modules: Linear layers by the names of their matrices on disk.
-        matrices: Slices of one expert, one for each parameter of its layer.
+    ``modules`` holds linear layers by the names of their matrices on disk, and ``matrices`` the slices of one expert,
+    one for each parameter of its layer. For inputs wider than ``limit``, only the diagonal is summed.
     """
 
     limit: int
@@ -121,7 +115,6 @@ class _Part:
 
     @property
     def names(self) -> list[str]:
-        """Names of the matrices on disk."""
         return [*self.modules, *(name for matrix in self.matrices for name, _ in matrix.stored)]
 
     @property
@@ -139,11 +132,8 @@ class _RunIsMeasured(Exception):
 class _InputSums:
     """Sums of ``x x'`` over the inputs of all parts of a run. Use it as a context manager.
 
-    Args:
-        loaded: Model that reads the text.
-        run: Parts of its network, in network order.
-        experts: Parameters that contain all experts of a layer, by name in memory.
-        limit: Largest width with full sums. For wider inputs, only the diagonal is summed.
+    ``experts`` holds the parameters with all experts of a layer, by name in memory. Only the diagonal is summed for
+    inputs wider than ``limit``.
     """
 
     def __init__(self, loaded_model: LoadedModel, run: Sequence[_Part], experts: Mapping[str, Any], limit: int) -> None:
@@ -189,7 +179,7 @@ class _InputSums:
                 self.unreached[own] = matrix.width
 
     def read(self, window: ReadWindow) -> None:
-        """Add the positions of ``window`` that no earlier window contained."""
+        """Add the inputs at the positions of ``window`` that no earlier window contained."""
         import torch
 
         self._last, self._pending = {}, self._modules.keys() | self._parameters.keys()
@@ -236,14 +226,12 @@ class _InputSums:
 
 
 def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatistics:
-    """Measure the inputs of each matrix of a model while it reads a text, and write their moments.
+    """Measure the inputs of each matrix of a model while it reads a text, and write their second moments.
 
-    Args:
-        job: Model, text and directory.
-        on_progress: Callback that receives the number of windows read and their total number.
+    ``on_progress`` receives the number of windows read and their total number.
 
     Raises:
-        InvalidInput: If the model cannot be loaded or cannot read the text, has no linear layer with a known name, or
+        InvalidInput: The model cannot be loaded or cannot read the text, has no linear layer with a known name, or
             computes NaN or infinity.
     """
     documents = read_documents_verbatim(job.text, job.reading.documents)
@@ -290,7 +278,7 @@ def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatisti
 
 
 def _parts(loaded_model: LoadedModel, names: StoredNames, limit: int) -> tuple[list[_Part], dict[str, Any]]:
-    """Return the parts of the network in network order, and the parameters that contain experts by name in memory.
+    """Return the parts of the network in network order, and the parameters that contain experts, by name in memory.
 
     Linear layers with weights on disk are grouped by layer of the network. Each expert of a layer is its own part.
     """

@@ -1,13 +1,13 @@
 """Store the state of a server optimizer from one round to the next.
 
-The state consists of tensors in the shape of a model, which steps of the round's recipe compute. No setting is needed:
-each source of the recipe that is a state instead of a model (``Recipe.states``) is stored if it is the result of a
-step. All states of a round form one artifact next to the release, and the provenance of the release has the digest of
-each. The next round refers to them like to any model::
+The state consists of tensors in the shape of a model, which steps of the round's recipe compute. There is no setting
+for it: a source that the recipe uses as a state instead of a model (``Recipe.states``) is stored if a step computes it.
+All states of a round form one artifact next to the release, and the provenance of the release has the digest of each
+state. The recipe of the next round refers to them as it does to models::
 
     .mergegate/store/optimizer/<key>/mean, .../squares
 
-The states are computed from the same parents after the merge has passed, so a refused merge leaves none.
+The states are computed from the same parents after the merge has passed, so a refused merge leaves no states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACE = re.compile(rf"{_NAME}/([0-9a-f]{{32}})/([A-Za-z0-9_-]+)")
 
 
 class OptimizerState(StageValue):
-    """Summary of the stored optimizer states. The artifact has a directory in Hugging Face layout for each name."""
+    """Summary of the stored optimizer states. The artifact has one directory in Hugging Face layout per state."""
 
     names: tuple[str, ...]
     bytes_written: int
@@ -45,15 +45,11 @@ def optimizer_state(
 ) -> OptimizerState:
     """Execute the steps of a recipe that compute optimizer states.
 
-    Args:
-        out: Directory of the artifact.
-        pinned: Recipe with its pinned parents.
-        numerics: Numeric settings of the merge.
-        about: Name and text of the files to write next to each state, as for any model: card and licenses.
+    ``about`` holds the card and licenses to write next to each state, as pairs of file name and text.
 
     Raises:
-        InvalidInput: If a parent contains NaN or infinity.
-        Refused: If a result is not healthy, see :func:`mergegate.tasks.merge.merge`.
+        InvalidInput: A parent contains NaN or infinity.
+        Refused: A result is not healthy; see :func:`mergegate.tasks.merge.merge`.
     """
     began, written, weights = time.monotonic(), 0, dict[str, str]()
     for name in optimizer_steps(pinned):
@@ -78,7 +74,7 @@ def optimizer_steps(pinned_recipe: PinnedRecipe) -> tuple[str, ...]:
 
 
 def optimizer_state_paths(artifact: Artifact[OptimizerState]) -> dict[str, tuple[str, Path]]:
-    """Return the argument for :func:`find_optimizer_state` and the directory of each state, by name."""
+    """Return the lookup name (for :func:`find_optimizer_state`) and the directory of each state, by name."""
     prefix = f"{artifact.stage}/{artifact.key[:32]}"
     return {name: (f"{prefix}/{name}", artifact.directory / name) for name in artifact.value.names}
 
@@ -86,8 +82,7 @@ def optimizer_state_paths(artifact: Artifact[OptimizerState]) -> dict[str, tuple
 def find_optimizer_state(name: str) -> Path | None:
     """Return the directory of an optimizer state, or None if no store, local or shared, has an intact copy.
 
-    Args:
-        name: Name of the state as returned by :func:`optimizer_state_paths`. It may come from an untrusted provenance.
+    ``name`` is a lookup name from :func:`optimizer_state_paths`. It may come from an untrusted provenance.
     """
     if (match := _PLACE.fullmatch(name)) is None:
         return None

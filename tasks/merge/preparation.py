@@ -1,4 +1,4 @@
-"""Complete a recipe with everything that must be measured before its plan is made.
+"""Add everything to a recipe that must be measured before the merge can be planned.
 
 The measurements are the distances between models, router rows from prompts, and statistics on calibration texts.
 """
@@ -21,16 +21,10 @@ from mergegate.tasks.merge.statistics import with_statistics
 
 
 def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
-    """Add all measurements that the merge plan needs to a recipe.
+    """Return ``recipe`` with all measurements that the merge plan needs, or ``recipe`` itself if it needs none.
 
-    Args:
-        recipe: Recipe to prepare.
-        find: Function that takes the reference of a model and returns the pinned model.
-        in_flow: Whether to run the measurements as tasks of the current Prefect flow. By default, they run without
-            Prefect.
-
-    Returns:
-        The recipe with its measurements, or ``recipe`` itself if it needs none.
+    ``find`` returns the pinned model for a reference. With ``in_flow``, the measurements run as tasks of the current
+    Prefect flow.
 
     Raises:
         InvalidInput: A model cannot be measured as the recipe requires, or the recipe leaves out all models.
@@ -55,11 +49,9 @@ class _NotFound(Exception):
 
 
 def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> Recipe | None:
-    """Return the result of :func:`prepare_recipe` if the store has all measurements, otherwise None. Run no model.
+    """Return the result of :func:`prepare_recipe` without running any model, or None if the store lacks a measurement.
 
-    Args:
-        recipe: Recipe to prepare.
-        find: Function that returns the pinned model of a reference.
+    ``find`` returns the pinned model for a reference.
     """
 
     def call_stored(stage: Any) -> Callable[..., Any]:

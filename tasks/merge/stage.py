@@ -37,7 +37,7 @@ class MergeSettings(BaseModel):
 
 
 class Numerics(BaseModel):
-    """Settings and library versions that can change the last bits of a result, in addition to recipe and parents."""
+    """Settings and library versions that can change the last bits of a merge with the same recipe and parents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,8 +50,8 @@ class Numerics(BaseModel):
 class RouterDistance(BaseModel):
     """Correspondence between the experts of a parent and those of the donor, over all layers with experts.
 
-    Top-k and softmax amplify small differences between routers, so this is reported whether or not the experts
-    correspond.
+    The summary includes it whether or not the experts correspond, because top-k and softmax amplify small differences
+    between routers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +86,7 @@ class MergeSummary(StageValue):
 
 
 def numerics(settings: MergeSettings) -> Numerics:
-    """Return the part of the settings that belongs in a cache key, with the device ``auto`` resolved."""
+    """Return the settings and library versions that belong in a cache key, with the device ``auto`` resolved."""
     device = device_kind() if settings.device == "auto" else settings.device
     return Numerics(
         seed=settings.seed, device=device.partition(":")[0], where=device, versions=versions("torch", "numba")
@@ -97,14 +97,9 @@ def numerics(settings: MergeSettings) -> Numerics:
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     """Merge the parents as the recipe specifies, resuming from the journal of a killed run.
 
-    Args:
-        out: Directory of the checkpoint.
-        pinned: Recipe with its pinned parents.
-        numerics: Seed and device.
-
     Raises:
-        InvalidInput: If a parent contains NaN or infinity.
-        Refused: If the result is not healthy (NaN, infinity, or a tensor of zeros).
+        InvalidInput: A parent contains NaN or infinity.
+        Refused: The result is not healthy (NaN, infinity, or a tensor of zeros).
     """
     if pinned.recipe.output:
         return _combine(out, pinned, numerics)
@@ -139,7 +134,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
 
 
 def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ...]:
-    """Return the correspondence of experts for each model, summarized over its layers."""
+    """Return one summary per model of how its experts correspond to those of the donor in all layers."""
     distances = []
     for model in dict.fromkeys(layer.model for layer in layers):
         model_layers = [layer for layer in layers if layer.model == model]
@@ -159,7 +154,6 @@ def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ..
 
 
 def _combine(out: Path, pinned_recipe: PinnedRecipe, numerics: Numerics) -> MergeSummary:
-    """Execute a recipe whose result is an adapter."""
     began = time.monotonic()
     state_directory(out)
     combined = combine_parents(
@@ -197,16 +191,12 @@ def combine_parents(
 ) -> Combined:
     """Merge adapters and write the result to ``out``, with the tokenizer of the first adapter that has one.
 
-    Args:
-        recipe: Recipe with an adapter as its output.
-        parents: Reference, directory of the model and directory of the adapter, for each parent with an adapter.
-        out: Directory of the result.
-        seed: Seed of the random masks.
-        on_progress: Callback that receives the number of bytes done and the total.
+    Each of ``parents`` is a reference, the directory of the model and the directory of its adapter. ``on_progress``
+    receives the number of bytes done and the total.
 
     Raises:
-        InvalidInput: If an adapter does not match the model or contains unsupported changes, or if the weights do not
-            add up to 1 although the method requires it.
+        InvalidInput: An adapter does not match the model or contains unsupported changes, or the weights do not add up
+            to 1 although the method requires it.
     """
     adapters = {ref: open_adapter(adapter) for ref, _, adapter in parents}
     combined = combine_adapters(
@@ -221,7 +211,7 @@ def combine_parents(
 
 
 def merged_model(artifact: Artifact[MergeSummary], pinned_recipe: PinnedRecipe) -> Model:
-    """Return the merge as a model. A merged adapter includes the model that it applies to."""
+    """Return the merge as a model. If the merge is an adapter, the model is its base with the adapter."""
     files = tuple(sorted(artifact.files.items()))
     if pinned_recipe.recipe.output:
         parent = next(candidate for candidate in pinned_recipe.parents if candidate.adapter)
@@ -229,7 +219,7 @@ def merged_model(artifact: Artifact[MergeSummary], pinned_recipe: PinnedRecipe) 
         digest = adapted_digest(parent.digest, artifact.digest)
         update = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
         return parent.model_copy(update={**update, "is_base": False, "is_merged": False})
-    # The merge runs the code of its donor, if there is any.
+    # The merged model needs the donor's code if the donor runs code.
     donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
     runs_code = donor is not None and donor.runs_code
     return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files, runs_code=runs_code)

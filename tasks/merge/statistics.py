@@ -1,8 +1,8 @@
 """Measure statistics of a model on its calibration text, for merge methods that need them.
 
 The stage ``statistics`` measures the inputs of each matrix, and the stage ``importance`` measures how much each element
-matters to the output. Each model and text are measured once and cached by content. The results are then added to the
-recipe::
+matters to the output. Each pair of model and text is measured once and cached by content. The results are then added to
+the recipe::
 
     recipe = with_statistics(recipe, find=lambda ref: pinned[ref])      # unchanged if there is no text to read
 """
@@ -38,12 +38,10 @@ Measure: TypeAlias = Callable[[Model, HeldOutText, CalibrationReading, str, Runt
 def input_statistics(
     out: Path, model: Model, text: HeldOutText, reading: CalibrationReading, dtype: str, runtime: Runtime
 ) -> InputStatistics:
-    """Measure the inputs of each matrix of ``model`` while it reads ``text``.
-
-    The stage resumes from the journal of a killed run.
+    """Measure the inputs of each matrix of ``model`` while it reads ``text``, resuming from a killed run's journal.
 
     Raises:
-        InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
+        InvalidInput: The model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_MOMENTS)
     journal = JournalLocation(out / JOURNAL, input_statistics.key(model, text, reading, dtype, runtime))
@@ -54,12 +52,10 @@ def input_statistics(
 def importance_statistics(
     out: Path, model: Model, text: HeldOutText, reading: CalibrationReading, dtype: str, runtime: Runtime
 ) -> ImportanceStatistics:
-    """Measure how much each element of ``model`` matters to its predictions on ``text``.
-
-    The stage resumes from the journal of a killed run.
+    """Measure how much each element of ``model`` matters to its predictions on ``text``, resuming a killed run.
 
     Raises:
-        InvalidInput: If the model cannot be loaded, cannot read the text, or computes NaN or infinity.
+        InvalidInput: The model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
     keep_only_journal(out, FILES_OF_IMPORTANCE)
     journal = JournalLocation(out / JOURNAL, importance_statistics.key(model, text, reading, dtype, runtime))
@@ -67,7 +63,7 @@ def importance_statistics(
 
 
 def _measure(read: Callable[[CalibrationJob, TellProgress], _Statistics], job: CalibrationJob) -> _Statistics:
-    """Call ``read`` in the model process, with a journal that only serves the same files of the model."""
+    """Call ``read`` in the model process, with a journal that is only reused while the model's files are the same."""
     journal = JournalLocation(job.journal.path, job.journal.key + files_fingerprint([job.model]))
     return call_model_process(
         read,
@@ -90,12 +86,12 @@ def _wants_importance(recipe: Recipe) -> bool:
 
 
 def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:
-    """Yield the texts of one recipe document, each with the reference of its model.
+    """Yield the reference of each model in one recipe document that has a calibration text, with the pinned text.
 
-    A relative path is resolved against the directory of the recipe first, then against the working directory.
+    A relative path is searched in the recipe's directory first, then in the working directory.
 
     Raises:
-        InvalidInput: If a text does not exist, or does not have the format that the recipe declares.
+        InvalidInput: A text does not exist, or does not have the format that the recipe declares.
     """
     for ref, text_path in recipe.texts.items():
         file = expand_user_path(text_path)
@@ -112,14 +108,11 @@ def with_statistics(
 ) -> Recipe:
     """Return ``recipe`` with the statistics of its models on their texts, in all of its documents.
 
-    Args:
-        recipe: Recipe to complete.
-        find: Function that returns the pinned model of a reference, with adapters applied so that any library can
-            load it.
-        call: Function that turns a stage into the function that runs it. Default: run the stage without Prefect.
+    ``find`` returns the pinned model for a reference, with its adapter applied so that any library can load it.
+    ``call`` turns a stage into the function that runs it, by default without Prefect.
 
     Raises:
-        InvalidInput: If a text does not exist, or its model cannot read it.
+        InvalidInput: A text does not exist, or its model cannot read it.
     """
 
     def complete(document: Recipe) -> Recipe:
@@ -130,7 +123,7 @@ def with_statistics(
         current_runtime, measured = runtime(), {}
         for ref, text in tuple(pin_calibration_texts(document, store().hashes)):
             model = find(ref)
-            # The model is computed in its own format, or in float32 if the machine only converts that format.
+            # Run the model in its own format, or in float32 if the machine has no units for that format.
             own_dtype = ""
             with suppress(MergegateError):  # Loading the model reports the problem.
                 own_dtype = dtype_in(read_json(model.directory / "config.json"))

@@ -1,10 +1,9 @@
-"""Estimate the cost of measuring statistics on calibration texts from the plan, the sizes of the texts and rates.
+"""Estimate the cost of measuring statistics on calibration texts, from the plan, the text sizes and measured rates.
 
-The functions are pure, except that they read the sizes of the texts. The estimate for input moments includes, for each
-position, the product with all weights and the float64 product of each distinct input with itself. An expert only counts
-for the positions that are routed to it. If the sums do not fit into memory, the text is read in several runs, and each
-run stops at its last layer. The importance of elements needs derivatives, so each run computes the complete forward and
-backward pass.
+For input moments, the estimate includes, for each position, the product with all weights and the float64 product of
+each distinct input with itself. An expert only counts for the positions that are routed to it. If the sums do not fit
+into memory, the text is read in several runs, and each run stops at its last layer. For the importance of elements,
+which needs derivatives, each run computes the complete forward and backward pass.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _REACHED = 0.6  # share of the rate of a single large product that a complete pa
 
 @dataclass(frozen=True)
 class StatisticsNeeds:
-    """Estimated cost of measuring the statistics of all models of a recipe.
+    """Estimated cost of measuring the statistics of all models in a recipe.
 
     Args:
         texts: Number of texts.
         positions: Estimated number of tokens in all texts.
         inputs: Number of distinct inputs of one model, or of measured tensors if ``backwards`` is set.
         nbytes: Bytes on disk for all models.
-        sums: Bytes of the sums of one model. Sums that do not fit into memory are measured in several runs.
+        sums: Bytes of the sums for one model. Sums that do not fit into memory are measured in several runs.
         operations: Floating-point operations for reading each text once.
-        backwards: Whether derivatives are needed. Default: False.
+        backwards: Whether derivatives are needed.
     """
 
     texts: int
@@ -56,11 +55,9 @@ class StatisticsNeeds:
     backwards: bool = False
 
     def seconds(self, rates: Rates, memory: int) -> float | None:
-        """Return the estimated time in seconds, or None if the rate of matrix products was not measured.
+        """Return the estimated time in seconds, or None if the machine's rate of matrix products was not measured.
 
-        Args:
-            rates: Measured rates of the machine.
-            memory: Bytes available for the sums.
+        ``memory`` is the number of bytes available for the sums.
         """
         if not rates.products:
             return None
@@ -74,10 +71,10 @@ class StatisticsNeeds:
 
 
 def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | None:
-    """Return the cost of the statistics that the recipe of ``plan`` needs, or None if it needs none.
+    """Return the cost of the statistics that the recipe of ``plan`` needs, or None if it needs no statistics.
 
     Raises:
-        InvalidInput: If a text does not exist, or does not have the format that the recipe declares.
+        InvalidInput: A text does not exist, or does not have the format that the recipe declares.
     """
     recipe = plan.recipe
     texts = [text for _, text in pin_calibration_texts(recipe, hashes)]

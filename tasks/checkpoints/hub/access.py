@@ -1,9 +1,9 @@
-"""Connect to the Hub: find its endpoint and a token, and interpret its errors.
+"""Connect to the Hub: find its endpoint and a token, and describe its errors.
 
-The token never appears in a text that this module returns. ``HF_ENDPOINT`` and ``HF_TOKEN`` are read at each use and
-passed to the client, which would otherwise read them once, at import. For reading, a login on this machine
-(``hf auth login``) can replace ``HF_TOKEN``. For writing, the token must be set explicitly. The client decides
-whether files are transferred with Xet or LFS. Set ``HF_HUB_DISABLE_XET=1`` to choose LFS.
+The token never appears in a text that this module returns. The client would read ``HF_ENDPOINT`` and ``HF_TOKEN`` only
+once, at import, so this module reads them at each use and passes them on. For reading, a login on this machine
+(``hf auth login``) can replace ``HF_TOKEN``. For writing, the token must be set explicitly. The client transfers files
+with Xet or LFS; ``HF_HUB_DISABLE_XET=1`` selects LFS.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RemoteFile:
     Attributes:
         size: Size in bytes.
         blob: Git's sha1 of the file.
-        sha256: sha256 of the content, or None for files outside large file storage (LFS or Xet). For those, the Hub
+        sha256: sha256 of the content, or None for a file outside large file storage (LFS or Xet), for which the Hub
             lists only ``blob``.
     """
 
@@ -46,12 +46,12 @@ class RemoteFile:
 
 
 def git_blob(data: bytes) -> str:
-    """Return git's id of a file with this content: the sha1 over a header and the bytes, as 40 hex digits."""
+    """Return git's ID for a file with this content: the sha1 of a header and the bytes, as 40 hex digits."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def snapshots_directory(repo: str) -> Path:
-    """Return the directory of the commits of ``org/name`` in the Hub's own cache. It may not exist."""
+    """Return the directory in the Hub's own cache that holds the commits of ``org/name``. It may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -60,7 +60,7 @@ def snapshots_directory(repo: str) -> Path:
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Endpoint and token of the Hub. The token does not appear in the representation of the object."""
+    """Endpoint of the Hub and token for it. ``repr`` does not show the token."""
 
     endpoint: str
     token: str | None = field(default=None, repr=False)
@@ -69,11 +69,11 @@ class HubAccess:
     )
 
     def api(self) -> HfApi:
-        """Return the client of ``huggingface_hub``."""
+        """Return the ``huggingface_hub`` client for this endpoint and token."""
         return _client(self.endpoint, self.token)
 
     def url(self, repo: str, revision: str) -> str:
-        """Return the address of the web page of a revision."""
+        """Return the address of the web page for a revision."""
         return f"{self.endpoint}/{repo}/tree/{revision}"
 
     def listing(self, repo: str, commit: str) -> dict[str, RemoteFile]:
@@ -106,7 +106,7 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
 
     Args:
         token_block: Name of a Prefect Secret block that holds the token. Default: use ``HF_TOKEN``.
-        writing: Whether the caller writes to the Hub. Writing requires a token.
+        writing: Whether the caller writes to the Hub, which requires a token.
 
     Raises:
         InvalidInput: A token is required but not set, the Secret block does not exist, or the environment forbids
@@ -153,7 +153,7 @@ def is_offline() -> bool:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether the caller should read the state again and retry.
+    """Return whether the caller should retry after reading the Hub's state again.
 
     This is the case for transport problems, but not if the Hub denies the request.
     """
@@ -170,7 +170,7 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def describe_hub_error(error: BaseException, access: HubAccess) -> str:
-    """Return a one-line description of the error, without the token, addresses and request ids."""
+    """Return a one-line description of the error, without the token, addresses and request IDs."""
     text = ""
     for cause in exception_chain(error):
         status = status_of(cause)

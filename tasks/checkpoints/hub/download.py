@@ -1,7 +1,7 @@
-"""Download the files of checkpoints on the Hub and verify each against the hash that the Hub lists.
+"""Download the files of checkpoints on the Hub and verify each file against the hash that the Hub lists.
 
-The client of the Hub compares only sizes and trusts any cached file with the right name. For that reason, this module
-hashes every file once (``HashMemo``), while other files are still being downloaded.
+The Hub's client compares only sizes and trusts any cached file with the right name. This module therefore hashes every
+file once (``HashMemo``), while other files are still being downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OnBytes = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Downloaded:
-    """Number of all files, number of newly downloaded files, and the size of the new files in bytes."""
+    """Number of all files, number of newly downloaded files, and size of the new files in bytes."""
 
     files: int
     new_files: int
@@ -44,11 +44,8 @@ def download_snapshots(
 ) -> Downloaded:
     """Download the missing files of ``snapshots`` into the Hub's cache and verify all files.
 
-    Args:
-        snapshots: Commits to download. Duplicates are downloaded once.
-        hashes: Memo of the file hashes that are already known.
-        on_progress: Called with the downloaded bytes and the total bytes to download, in the caller's context.
-        wait: Called with the number of seconds before a failed request is retried.
+    ``on_progress`` receives the downloaded bytes and the total bytes to download, in the caller's context. ``wait``
+    waits for a number of seconds before a failed request is retried.
 
     Raises:
         InvalidInput: Files are missing and the environment forbids access to the Hub.

@@ -1,7 +1,7 @@
 """Translate the Hub's refusals to serve a model into mergegate errors with a remedy.
 
-The refusals are: the repository or revision does not exist, the account has no access, the repository is gated, or
-the Hub is unavailable.
+The Hub refuses if the repository or revision does not exist, the account has no access, the repository is gated, or the
+Hub is unavailable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that the client raises if a request fails for any reason."""
+    """Return the types of all exceptions that the client raises if a request fails."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
         HFValidationError,
         HTTPError,
@@ -28,13 +28,10 @@ def client_errors() -> tuple[type[Exception], ...]:
 
 
 def hub_refusal(location: str, repo: str, error: Exception, access: HubAccess | None) -> MergegateError:
-    """Return a mergegate error for ``error`` of the client, with the page or the setting that fixes it.
+    """Return a mergegate error for the client's exception ``error``, with the page or setting that fixes the problem.
 
-    Args:
-        location: Text that the user wrote for the model.
-        repo: Repository of the model.
-        error: Exception of the client.
-        access: Access that was used, or None if the environment forbids access to the Hub.
+    ``location`` is the text that the user wrote for the model. ``access`` is None if the environment forbids access to
+    the Hub.
     """
     from huggingface_hub import errors
 
@@ -112,10 +109,7 @@ def unreachable_offline(location: str) -> InvalidInput:
 
 
 def combine_hub_errors(problems: Sequence[MergegateError]) -> MergegateError:
-    """Return the first error, extended by the messages of the rest.
-
-    With a combined error, the user does not need one run per problem to find all of them.
-    """
+    """Return the first error, extended by the messages of the others, so that the user sees all problems in one run."""
     first, *rest = {str(problem): problem for problem in problems}.values()
     if not rest:
         return first

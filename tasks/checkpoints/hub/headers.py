@@ -29,9 +29,7 @@ def read_snapshot(
 ) -> T:
     """Return the checkpoint or the adapter in ``snapshot``, read from headers and small files.
 
-    Args:
-        snapshot: Commit to read.
-        opener: ``open_checkpoint`` or ``open_adapter``.
+    ``opener`` is ``open_checkpoint`` or ``open_adapter``.
 
     Raises:
         InvalidInput: The files do not form a checkpoint or an adapter, the server does not support ranged reads, or
@@ -46,7 +44,7 @@ def read_snapshot(
 
 
 def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]]:
-    """Read the headers of the weight files that are not in the cache from the Hub."""
+    """Return the headers of the weight files that are not in the cache, read from the Hub."""
     missing = [name for name in snapshot.weights if not (snapshot.directory / name).is_file()]
     if not missing:
         return {}
@@ -90,11 +88,11 @@ def _fetch_headers(
 
 
 def _read_range(url: str, start: int, count: int, access: HubAccess) -> bytes:
-    """Return the bytes from ``start`` to ``start + count`` of the file at ``url``.
+    """Return ``count`` bytes of the file at ``url``, from offset ``start``.
 
     Raises:
-        InvalidInput: The server does not respond with exactly this range. The function does not fall back to reading
-            the whole file, which may be many gigabytes in size.
+        InvalidInput: The server does not respond with exactly this range. There is no fallback to reading the whole
+            file, which may be many gigabytes in size.
     """
     from huggingface_hub import get_session, hf_raise_for_status
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types

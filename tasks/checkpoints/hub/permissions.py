@@ -1,7 +1,7 @@
 """Check that a token may write to a repository, so that a release does not fail hours after its start.
 
-This module queries the Hub for the token (``/api/whoami-v2``) and for the repository (``auth-check``). Pure functions
-evaluate the first response. If a self-hosted Hub supports neither endpoint, the check passes.
+This module asks the Hub about the token (``/api/whoami-v2``) and about the repository (``auth-check``). If a
+self-hosted Hub supports neither endpoint, the check passes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Account:
 
     Args:
         name: Name of the account, which is also its namespace.
-        organizations: Role of the account by organization: ``admin``, ``write``, ``contributor`` or ``read``. Empty if
-            the Hub does not report it.
+        organizations: The account's role in each organization, by name: ``admin``, ``write``, ``contributor`` or
+            ``read``. A role is empty if the Hub does not report it.
         role: Role of the token: ``read``, ``write`` or ``fineGrained``. Empty if the Hub does not report it.
         scopes: Permissions of a fine-grained token by namespace or repository. None for other tokens.
         everywhere: Permissions of a fine-grained token in all namespaces and repositories.
@@ -97,9 +97,7 @@ def find_write_refusal(account: Account, repo: str, endpoint: str) -> Refused | 
 
 
 def require_write_access(repo: str, access: HubAccess) -> None:
-    """Raise an error unless the token is valid and may write to ``repo``.
-
-    If the repository exists, the Hub is also queried for write access to it.
+    """Raise an error unless the token is valid and may write to ``repo``, which need not exist yet.
 
     Raises:
         InvalidInput: The Hub does not know the token.

@@ -28,7 +28,7 @@ from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal, u
 from mergegate.tasks.http import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Larger files are downloaded together with the weights, even if their name is that of a small file. In bytes.
+# Largest size of a small file, in bytes. Larger files are downloaded with the weights, whatever their names.
 _LARGEST_SMALL = 100_000_000
 
 
@@ -43,7 +43,7 @@ class Snapshot:
         weights: Names of the weight files that belong to the checkpoint.
         deciding: Names of all files that determine the model's behavior, including ``weights``.
         files: Files of the checkpoint by name: ``deciding``, the card, the licenses and the notices.
-        names: Names of all files of the repository.
+        names: Names of all files in the repository.
     """
 
     repo: str
@@ -65,12 +65,10 @@ class Snapshot:
 
 
 def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> Snapshot:
-    """Return the current commit of ``revision``, and download its small files.
+    """Return the snapshot of the commit that ``revision`` currently refers to, and download its small files.
 
-    Args:
-        repo: Name of the repository, as ``org/name``.
-        revision: Branch, tag or commit. Default: ``main``.
-        adapter: Whether the repository contains an adapter instead of a model.
+    ``revision`` is a branch, tag or commit of ``org/name``, by default ``main``. ``adapter`` states whether the
+    repository contains an adapter instead of a model.
 
     Raises:
         InvalidInput: The repository or revision does not exist, contains no model, or cannot be resolved without
@@ -182,7 +180,7 @@ def _find_complete_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot |
         file.path: RemoteFile(file.size, file.blob_id, name if len(name := names.get(file.path, "")) == 64 else None)
         for file in tree
     }
-    # The files other than weights include the index.
+    # These files include the weight index, from which the snapshot is built.
     if not {*_deciding_without_weights(listed, adapter), _config_file(adapter)} <= names.keys():
         return None
     snapshot = _build_snapshot(repo, commit, directory, listed, adapter)
