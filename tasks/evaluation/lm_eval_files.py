@@ -1,7 +1,7 @@
 """Define the types of the files that lm-eval writes: a results file, and one line of a samples file.
 
-A file may come from anyone. Every value that a gate reads therefore has a type here, and the rest of the file is
-ignored. The shapes follow ``lm_eval.result_schema``; keys that some versions of lm-eval omit have a default.
+These files are untrusted, so every value that a gate reads has a type here; all other values are ignored. The shapes
+follow ``lm_eval.result_schema``. Keys that some versions of lm-eval omit have a default.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def parse_written(model: type[M], text: bytes, location: str) -> tuple[M, Mappin
 
 
 def _located(key_path: Sequence[str | int], content: object) -> tuple[tuple[str | int, ...], object]:
-    """Return the keys in ``key_path`` that exist in ``content``, and their value: pydantic appends names of types."""
+    """Return the part of ``key_path`` that exists in ``content``, without pydantic's names of types, and its value."""
     keys: tuple[str | int, ...] = ()
     for key in key_path:
         is_item = isinstance(content, list) and isinstance(key, int)

@@ -1,12 +1,12 @@
 """Convert a task to tokens, for callers that score many models on the same documents in memory.
 
 lm-eval provides the documents, prompts, few-shot examples (set up as in the evaluation stage), requests, and the
-division of context and answer into tokens. Numbers that are computed from these tokens therefore equal those of the
-evaluation to the last digit. This module runs only in the process that holds models::
+boundary between context and answer. Numbers that are computed from these tokens therefore equal those of the
+evaluation to the last digit. This module runs only in the model process::
 
     tokenized = tokenize_task(task, scoring, loaded)
     tokenized.documents[0].pairs[0].continuation                    # tokens of the first answer
-    tokenized.outcomes(loaded, "exact_match,none", range(100))      # answers that lm-eval generates
+    tokenized.outcomes(loaded, "exact_match,none", range(100))      # scores of answers that lm-eval generates
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TokenizedDocument:
     Args:
         leaf: Task of the document; for a group, the task below it.
         doc_id: Position in that task's data.
-        pairs: One per choice in a choice task, else one per right answer.
+        pairs: Prompt with each choice, or with each right answer if the task has no choices.
         right: Positions of the right answers in ``pairs``; empty if the label is not among the choices.
         is_choice: Whether ``pairs`` also contains wrong answers.
     """
@@ -79,13 +79,13 @@ class TokenizedTask:
         """Return lm-eval's scores of some documents under ``metric``, negated if lower is better.
 
         Args:
-            loaded_model: Model that lm-eval generates the answers with.
+            loaded_model: Model with which lm-eval generates the answers.
             metric: lm-eval's label. Empty: the task's default metric.
             part: Positions in ``order``.
             alive: Called whenever answers arrive.
 
         Raises:
-            InvalidInput: For a metric that the task does not have.
+            InvalidInput: If the task does not have the metric.
         """
         positions: dict[str, list[int]] = {}
         for leaf, document in sorted(self.order[index] for index in part):
@@ -101,10 +101,10 @@ class TokenizedTask:
 
 
 def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
-    """Load a task and convert it to the tokens of a model.
+    """Load a task, or a document set of it, and convert it to the tokens of a model.
 
     Args:
-        task: Task, or a document set of it.
+        task: Task to load.
         scoring: Few-shot examples, chat template and longest request.
         loaded_model: Model whose tokenizer and context length apply.
         tokens: Whether to convert the documents to tokens.
@@ -131,14 +131,14 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *
 
 
 def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-    """Replace lm-eval's progress bars, which are of no use in a short trial, by calls of ``alive``."""
+    """Replace lm-eval's progress bars by calls of ``alive``."""
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
 def _tokenize_leaf(
     name: str, leaf: Any, positions: Sequence[int], lm: Any, prompting: ResolvedPromptSettings
 ) -> dict[tuple[str, int], TokenizedDocument]:
-    """Return the documents at ``positions``, ascending, by (leaf, position)."""
+    """Return the documents at ``positions`` (ascending) as tokens, by (leaf, position)."""
     leaf.build_all_requests(
         samples=list(positions),
         system_instruction=prompting.system_instruction,
@@ -186,7 +186,7 @@ def _tokenize_leaf(
 def _pairs(
     name: str, leaf: Any, instances: Sequence[Any], is_chat: bool
 ) -> tuple[list[tuple[str, str]], frozenset[int], bool]:
-    """Return (context, answer) of each choice or right answer, the right positions, and whether they are choices."""
+    """Return (context, answer) for each choice or right answer, the right positions, and whether they are choices."""
     document, prompt = instances[0].doc, instances[0].args[0]
     if (choices := choices_of(leaf, document)) is not None:
         count, right = choices

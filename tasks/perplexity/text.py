@@ -1,4 +1,4 @@
-"""Pin held-out documents by content, and read them only if the file still matches."""
+"""Pin held-out documents by content, and read them only if the file has not changed since."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, str], ...]:
     """Return ``(doc_id, text)`` of the first ``limit`` documents that are not empty.
 
-    If ``documents`` names a document set, only its members count. The text of a conversation joins its messages.
+    If ``documents`` specifies a document set, only its members count. The text of a conversation joins its messages.
 
     Raises:
         InvalidInput: If the file changed after it was pinned, a line is malformed, or there is no document.
@@ -68,7 +68,7 @@ def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, st
 
 
 def read_documents_verbatim(documents: HeldOutText, limit: int | None) -> tuple[OwnDocument, ...]:
-    """Return the same documents as :func:`read_texts`, in the form that they have in the file."""
+    """Return the same documents as :func:`read_texts`, as texts or conversations like in the file."""
     return tuple(document for _, document in _selected(documents, limit))
 
 
@@ -97,9 +97,9 @@ class TextSetting:
     """Names of the settings that refer to a file of documents, for messages.
 
     Args:
-        location: Location of the setting with the path.
-        field: Setting that names the field of a jsonl line.
-        relative_to: File that a path is relative to.
+        location: Location of the setting that contains the path.
+        field: Setting that contains the name of the document field in a jsonl line.
+        relative_to: File to which a path is relative.
     """
 
     location: str
@@ -114,7 +114,7 @@ def pin_text(
 
     Args:
         path: jsonl file with one document per line, or plain text with one per paragraph.
-        field: Field of a jsonl line.
+        field: Field of a jsonl line that contains the document.
         hashes: Cache of file hashes.
         setting: Names of the settings that refer to the file, for messages.
         conversations: Whether a document may be a list of messages.
@@ -154,7 +154,7 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
 
 
 def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> OwnDocument:
-    """Return the document in the field of a line of JSON, or raise InvalidInput if there is none."""
+    """Return the document in a line of JSON, or raise InvalidInput if there is none."""
     field = text.field
     document = parse_line(line, text.path, number)
     value: Any = document.get(field)
