@@ -28,12 +28,9 @@ from mergegate.tasks.evaluation.backends import AnswerEnd
 
 
 class JournalledModel:
-    """An lm-eval ``LM`` that takes recorded answers from a journal and adds new answers to the journal.
+    """An lm-eval ``LM`` that takes recorded answers from ``journal``, and others from ``lm``, and records the latter.
 
-    Args:
-        lm: Model that answers the requests that are not in the journal.
-        journal: Records of completed batches.
-        batched: Whether ``finish_batch`` is called before each batch. If not, every answer is its own batch.
+    ``batched`` tells whether ``finish_batch`` is called before each batch. If not, every answer is its own batch.
     """
 
     def __init__(self, lm: Any, journal: RecordJournal, *, batched: bool) -> None:
@@ -189,5 +186,4 @@ def _name(kind: str, request: Sequence[Any]) -> str:
 
 
 def _typed(kind: str, answer: Any) -> Any:
-    """Convert an answer to the types that JSON supports."""
     return (float(answer[0]), bool(answer[1])) if kind == "loglikelihood" else str(answer)

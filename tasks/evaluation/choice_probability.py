@@ -60,12 +60,9 @@ class AnsweredChoice(NamedTuple):
 def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice | None]) -> list[float | None] | None:
     """Return the probability of the right answer for each document; None for a document with unusable likelihoods.
 
-    The function returns None instead of a list if a document has no choices, or if ``acc`` contradicts the likelihoods,
-    which means that the label was misunderstood or that the scores belong to other samples.
-
-    Args:
-        accuracies: lm-eval's ``acc`` for each document; None where it is missing.
-        answers: Likelihoods and right choices for the same documents.
+    ``accuracies`` are lm-eval's ``acc``; None where it is missing. The function returns None instead of a list if a
+    document has no choices, or if ``acc`` contradicts the likelihoods, which means that the label was misunderstood or
+    that the scores belong to other samples.
     """
     choices = [answer for answer in answers if answer is not None]
     if len(choices) < len(answers) or not answers:
@@ -96,11 +93,8 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
 def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
     """Return the likelihoods and right choices in a sample that lm-eval wrote to a file.
 
-    The result is None if the task has no choices, or if the file does not reveal which choice is right.
-
-    Args:
-        config: Configuration of the task, from ``configs`` in the results file.
-        sample: One line of the samples file.
+    ``config`` is the task's configuration in the results file, and ``sample`` is a line of the samples file. The result
+    is None if the task has no choices, or if the file does not reveal which choice is right.
     """
     if config.get("output_type") != "multiple_choice" or config.get("process_results") is not None:
         return None

@@ -49,12 +49,8 @@ class CodeEval:
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
         """Run every answer (``predictions``) together with the tests of its document (``references``).
 
-        Returns:
-            The mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a document, and
-            the results of the answers by document.
-
-        Raises:
-            Refused: If ``run_program`` refuses to run a program.
+        The result holds the mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a
+        document, and the results of the answers by document. Raises Refused if ``run_program`` does.
         """
         outcomes: dict[int, list[tuple[int, dict[str, Any]]]] = {}
         for document, (tests, answers) in enumerate(zip(references, predictions, strict=True)):

@@ -45,10 +45,7 @@ _RUNS = _NAMES | {f".{name}" for name in _ATTRIBUTES}
 def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]) -> EvalTask:
     """Return ``task`` with limits for its programs, if it runs generated code and the profile allows this.
 
-    Args:
-        task: Pinned task.
-        profile_name: Name of the task in the profile, as under ``tasks`` and in ``allowed_names``.
-        allowed_names: Names in ``evaluate.allow_code``.
+    ``profile_name`` is the name of the task in the profile, and ``allowed_names`` is ``evaluate.allow_code``.
 
     Raises:
         InvalidInput: If the task runs code but is not in ``allowed_names``, is in ``allowed_names`` but runs no code,

@@ -42,9 +42,7 @@ class DeclaredMetric:
 def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetric, ...] | None:
     """Return the metrics that a task declares, or lm-eval's defaults; None if the list is malformed.
 
-    Args:
-        config: Configuration as in the task's YAML file, with functions as text.
-        kind: Output type of the task.
+    ``config`` is the configuration in the task's YAML file, with functions as text. ``kind`` is the output type.
     """
     entries = config.get("metric_list")
     if entries is None:

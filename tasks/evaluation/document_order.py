@@ -50,12 +50,8 @@ class Piece(NamedTuple):
 def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
     """Return the cumulative number of documents after each interim look.
 
-    Each look after the first doubles the number of documents, and the last one uses all.
-
-    Args:
-        total: Number of documents in the task, at least 1.
-        first: Number of documents in the first look, at least 1. If it is None or more than ``total``, there is only
-            one look.
+    The first look uses ``first`` of the ``total`` documents, each further one doubles the number, and the last one uses
+    all. If ``first`` is None or more than ``total``, there is only one look. Both numbers must be at least 1.
 
     >>> interim_looks(1319, 500)
     (500, 1000, 1319)
@@ -73,8 +69,7 @@ def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
 def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
     """Divide a task's order into the ranges in which it is scored, without gaps or overlaps.
 
-    Every look ends at the end of a range, and no range is longer than ``CHUNK_SIZE``. For the arguments, see
-    ``interim_looks``.
+    Every look (see ``interim_looks``) ends at the end of a range, and no range is longer than ``CHUNK_SIZE``.
 
     >>> [part.last for part in document_ranges(1319, 200)]
     [200, 400, 800, 1300, 1319]
@@ -90,13 +85,9 @@ def cover_documents(
 ) -> tuple[Piece, ...]:
     """Cover the first ``documents`` documents of a task's order with pieces that do not overlap.
 
-    Scored ranges are used first, starting with the longest; ``parts`` fill the gaps. If a scored range extends beyond
-    the documents or overlaps a longer one, only a part of it counts.
-
-    Args:
-        documents: Number of documents, from 1 to the number in ``parts``.
-        parts: Ranges from ``document_ranges``.
-        scored_ranges: Ranges that are already scored; they may overlap.
+    ``scored_ranges``, which may overlap, are used first, starting with the longest. ``parts`` (from
+    ``document_ranges``) fill the gaps. If a scored range extends beyond the documents or overlaps a longer one, only a
+    part of it counts.
 
     >>> parts, scored = document_ranges(1319, 500), [DocumentRange(first=0, last=200)]
     >>> [str(piece.counted) for piece in cover_documents(500, parts, scored)]

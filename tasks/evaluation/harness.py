@@ -44,15 +44,9 @@ from mergegate.tasks.evaluation.task_setup import set_up_tasks
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """One part of a task to score with one model.
+    """One part of a task to score with one model on ``device`` (``cpu`` or ``cuda``).
 
-    Args:
-        model: Model to score.
-        task: Pinned task.
-        scoring: Settings that determine scores.
-        part: Documents to score.
-        device: ``cpu`` or ``cuda``.
-        journal: File that records answers as they arrive, so that an interrupted run can resume. None: no journal.
+    The file at ``journal`` records answers as they arrive, so that an interrupted run can resume. None: no journal.
     """
 
     model: Model

@@ -104,8 +104,7 @@ class WrittenSample(_Written):
 def parse_written(model: type[M], text: bytes, location: str) -> tuple[M, Mapping[str, Any]]:
     """Parse a results file (``WrittenResults``) or a line of a samples file (``WrittenSample``).
 
-    Returns:
-        The typed value, and the same content as plain data.
+    The result is the typed value, and the same content as plain data.
 
     Raises:
         InvalidInput: If ``text`` is not JSON or has a value of the wrong type; the message names the key.

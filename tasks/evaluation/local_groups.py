@@ -55,11 +55,8 @@ def group_members(
 ) -> tuple[Definition, ...]:
     """Return all tasks below the group that a file defines, or in its ``task_list``, without duplicates.
 
-    Args:
-        path: File that defines the group or the list.
-        config: Configuration in the file, merged with its includes.
-        data_root: Directory for relative data paths in ``config``.
-        files: Files that define the group.
+    ``config`` is the configuration in the file ``path``, merged with its includes. Its data paths are relative to
+    ``data_root``. ``files`` are all files that define the group.
 
     Raises:
         InvalidInput: If a definition is invalid; the message names the file and the problem.

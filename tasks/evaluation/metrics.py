@@ -177,11 +177,11 @@ def check_all_scored(
 ) -> None:
     """Check that every evaluated document has a score, so that no document is dropped silently.
 
-    ``documents`` are those that were evaluated. ``metrics`` holds the required metric by leaf. None: any metric.
+    ``metrics`` holds the required metric by leaf. None: any metric.
 
     Raises:
-        InvalidInput: If scores are missing. The message names the first leaf, its first document without a score, and
-            their number.
+        InvalidInput: If scores are missing. The message names the first leaf, the number of its documents without a
+            score, and the first of them.
     """
     available = {(row.task, row.doc_id) for row in rows}
     expected = tuple(dict.fromkeys(documents))

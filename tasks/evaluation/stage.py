@@ -227,10 +227,8 @@ def evaluate_documents(
 
     ``documents`` counts in the task's fixed order. None, or a number larger than the task has, means all documents.
     Documents with stored scores are not evaluated again, even if they were divided into other parts (see
-    ``document_order.cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt.
-
-    Raises:
-        InvalidInput, Refused: See ``evaluate``.
+    ``document_order.cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt. Raises
+    the same errors as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
     runtime = _with_backend(scoring, runtime)
@@ -307,10 +305,7 @@ def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
     """Return the current revisions of the datasets of ``task``; only the first call for a task is slow.
 
     The result is empty for local data, whose content is in the task's digest. If a revision is unknown, the result is a
-    unique text, so that the data is loaded again.
-
-    Raises:
-        InvalidInput, Refused: See ``find_sources``.
+    unique text, so that the data is loaded again. Raises the same errors as ``find_sources``.
     """
     if task.is_local:
         return ()
@@ -322,8 +317,7 @@ def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
 def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
     """Return ``task`` with its current data pinned, or unchanged if it is already pinned.
 
-    Raises:
-        InvalidInput, Refused: See ``count_task``.
+    Raises the same errors as ``count_task``.
     """
     if task.data is not None:
         return task
@@ -346,10 +340,7 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
 class TaskScores:
     """Scores of one model on one task, joined from all parts.
 
-    Args:
-        location: Name in messages, such as ``'gsm8k: scores of merge'``.
-        task: Name of the task.
-        parts: Artifacts, in any order. Their tables are read on the first access to ``rows``.
+    ``location`` is the name in messages, such as ``'gsm8k: scores of merge'``. ``parts`` may be in any order.
     """
 
     location: str

@@ -65,10 +65,8 @@ def refusal_of(
 ) -> Refusal | None:
     """Return why a task cannot guard a release, or None if it can.
 
-    Args:
-        config: Configuration as in the task's YAML file, with functions as text.
-        missing: Requirements of the task's functions that are not installed.
-        code_allowed: Whether code that the model generates may be run.
+    ``config`` is the configuration in the task's YAML file, with functions as text. ``missing`` are requirements of the
+    task's functions that are not installed. ``code_allowed`` tells whether code that the model generates may be run.
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
@@ -151,16 +149,9 @@ def pin_sound_tasks(
 ) -> dict[str, EvalTask]:
     """Check that each task in a profile can guard a release, pin the tasks by content, and return them by name.
 
-    Args:
-        names: Tasks as the profile names them.
-        root: Directory for relative paths.
-        hashes: Cache of file hashes.
-        data: Directory with datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
-        code_of: Tasks whose generated code may be run.
-        location: Location in the profile for messages.
-
-    Raises:
-        InvalidInput: See ``pin_task``, ``require_supported`` and ``allow_code``.
+    ``data`` is the directory with datasets (``evaluate.data``), or None for the Hub. It and the files in ``names`` are
+    relative to ``root``. ``code_of`` lists the tasks whose generated code may be run. ``location`` is the location in
+    the profile for messages. Raises InvalidInput as ``pin_task``, ``require_supported`` and ``allow_code`` do.
     """
     mirror = None if data is None else (root / data).absolute()
     distinct_names = tuple(dict.fromkeys(names))
@@ -174,11 +165,8 @@ def require_supported(
 ) -> None:
     """Check that a task, with all tasks below it, can guard a release.
 
-    Args:
-        task: Task, group or tag that lm-eval ships, or a YAML file.
-        root: Directory for the relative path of a YAML file.
-        location: Location in the profile for messages.
-        code_allowed: Whether the profile lists the task under ``evaluate.allow_code``.
+    ``task`` is the name of a task, group or tag that lm-eval ships, or a YAML file relative to ``root``. ``location``
+    is the location in the profile for messages. ``code_allowed`` tells whether ``evaluate.allow_code`` lists the task.
 
     Raises:
         InvalidInput: If a task is unsupported or a file cannot be read. The message names the first such task and the
@@ -262,16 +250,11 @@ def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> 
 
     lm-eval gives a group a score if its file has an ``aggregate_metric_list``. This score is the mean over all
     documents or, with ``weight_by_size: false``, the mean of the tasks' scores. A guard pairs documents, which all have
-    equal weight, so it must request this mean (``mean_over``) if the group's own score differs.
-
-    Args:
-        task: Task in the guard: a name that lm-eval ships, or a YAML file.
-        mean_over: Setting of the guard. None: absent.
-        root: Directory for the relative path of a YAML file.
+    equal weight, so it must request this mean (``mean_over``) if the group's own score differs. ``task`` is a name that
+    lm-eval ships, or a YAML file relative to ``root``.
 
     Raises:
-        InvalidInput: If all tasks of the group have equal weight and ``mean_over`` is absent, or if the list is
-            invalid.
+        InvalidInput: If all tasks of the group have equal weight and ``mean_over`` is None, or if the list is invalid.
     """
     from lm_eval.tasks._yaml_loader import load_yaml
 

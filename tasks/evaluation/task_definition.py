@@ -79,11 +79,8 @@ class EvalTask(BaseModel):
 def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None) -> EvalTask:
     """Find the task that a profile names and compute its digest.
 
-    Args:
-        task: A YAML file relative to ``root``, or the name of a task, group or tag that lm-eval ships.
-        root: Directory of the profile.
-        hashes: Cache of file hashes.
-        mirror: Directory with the datasets that are not next to the task (see ``mirror``). None: the Hub.
+    ``task`` is a YAML file relative to ``root``, or the name of a task, group or tag that lm-eval ships. ``mirror`` is
+    the directory with the datasets that are not next to the task (see ``mirror``), or None for the Hub.
 
     Raises:
         InvalidInput: If the name is unknown, the definition cannot be read, or data is missing.

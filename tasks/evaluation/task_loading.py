@@ -123,7 +123,7 @@ def load_task(task: EvalTask) -> LoadedTask:
 
 
 def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
-    """Return lm-eval's task objects by name: a single task, or all tasks below a group."""
+    """Return lm-eval's task objects by name."""
     from lm_eval.tasks import TaskManager
 
     _cache_templates()

@@ -31,14 +31,8 @@ def set_up_tasks(
     """Prepare lm-eval's task objects for an evaluation of selected documents, and return them by name.
 
     The few-shot examples and generation settings are changed in place, and the random generators are seeded.
-
-    Args:
-        loaded_task: Task objects to change.
-        documents: Ascending positions of the documents by leaf. lm-eval must then evaluate each one once, in this
-            order.
-        lm: lm-eval's ``LM``. Only its tokenizer and context length are read.
-        prompting: Few-shot, chat and generation settings.
-        seed: Seed of the random generators and of the few-shot examples.
+    ``documents`` holds the ascending positions of the documents by leaf. lm-eval must then evaluate each one once, in
+    this order. ``lm`` is lm-eval's ``LM``, of which only the tokenizer and the context length are read.
 
     Raises:
         InvalidInput: If the chat template is missing, there are fewer examples than requested, or answers may be longer

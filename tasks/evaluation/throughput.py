@@ -22,15 +22,10 @@ GENERATED = 30.0  # cost of a generated answer relative to a choice, from GSM8K 
 
 
 class DocumentCost(NamedTuple):
-    """Average cost of one document of a task for a model.
+    """Average cost of one document of a task for a model."""
 
-    Args:
-        readings: Number of times that the model reads the prompt, each time with a different answer.
-        written: Number of tokens that the model generates.
-    """
-
-    readings: float
-    written: float
+    readings: float  # number of times that the model reads the prompt, each time with a different answer
+    written: float  # number of tokens that the model generates
 
 
 def estimate_document_cost(task: EvalTask) -> DocumentCost:

@@ -39,38 +39,23 @@ class PromptTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """A document in the tokens of one model.
+    """A document in the tokens of one model."""
 
-    Args:
-        leaf: Task of the document; for a group, the task below it.
-        doc_id: Position in that task's data.
-        pairs: Prompt with each choice, or with each right answer if the task has no choices.
-        right: Positions of the right answers in ``pairs``; empty if the label is not among the choices.
-        is_choice: Whether ``pairs`` also contains wrong answers.
-    """
-
-    leaf: str
-    doc_id: int
-    pairs: tuple[PromptTokens, ...]
-    right: frozenset[int]
-    is_choice: bool
+    leaf: str  # task of the document; for a group, the task below it
+    doc_id: int  # position in that task's data
+    pairs: tuple[PromptTokens, ...]  # prompt with each choice, or with each right answer if there are no choices
+    right: frozenset[int]  # positions of the right answers in ``pairs``; empty if the label is not among the choices
+    is_choice: bool  # whether ``pairs`` also contains wrong answers
 
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """The documents in a task's document set, in scoring order.
-
-    Args:
-        task: Task that was tokenized.
-        scoring: Settings that determine the prompts.
-        order: (leaf, position) of each document.
-        documents: Documents as tokens; empty if tokens were not requested.
-    """
+    """The documents in a task's document set, in scoring order."""
 
     task: EvalTask
     scoring: Scoring
-    order: tuple[tuple[str, int], ...]
-    documents: tuple[TokenizedDocument, ...]
+    order: tuple[tuple[str, int], ...]  # (leaf, position) of each document
+    documents: tuple[TokenizedDocument, ...]  # empty if tokens were not requested
     _loaded: LoadedTask
 
     def outcomes(
@@ -78,11 +63,8 @@ class TokenizedTask:
     ) -> list[float]:
         """Return lm-eval's scores of some documents under ``metric``, negated if lower is better.
 
-        Args:
-            loaded_model: Model with which lm-eval generates the answers.
-            metric: lm-eval's label. Empty: the task's default metric.
-            part: Positions in ``order``.
-            alive: Called whenever answers arrive.
+        ``metric`` is lm-eval's label, or empty for the task's default metric. ``part`` holds positions in ``order``.
+        ``alive`` is called whenever answers arrive.
 
         Raises:
             InvalidInput: If the task does not have the metric.
@@ -103,11 +85,7 @@ class TokenizedTask:
 def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
     """Load a task, or a document set of it, and convert it to the tokens of a model.
 
-    Args:
-        task: Task to load.
-        scoring: Few-shot examples, chat template and longest request.
-        loaded_model: Model whose tokenizer and context length apply.
-        tokens: Whether to convert the documents to tokens.
+    The tokenizer and the context length are those of ``loaded_model``. If ``tokens`` is false, the task is only loaded.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded, the task has no right answers, or an answer is longer than
@@ -131,7 +109,6 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *
 
 
 def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-    """Replace lm-eval's progress bars by calls of ``alive``."""
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 

@@ -62,28 +62,16 @@ class Remedy(BaseModel):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Measurements from which remedies are derived.
+    """Measurements from which remedies are derived."""
 
-    Args:
-        recipe: Recipe as plain data, a single document.
-        names: Names of the models at the ends of the task vectors, in order.
-        refs: The same models in the recipe's notation.
-        origin: Model at the start of the task vectors: its name, and its notation in the recipe.
-        has_base: Whether the origin is the recipe's base. If not, it is the first model, a parent like the others.
-        tally: Interference statistics of the whole network.
-        verdict: Verdict of the gate.
-        named_base: For a recipe without base, the base that the cards of all its models name, in the recipe's notation.
-            None if they name none or several.
-    """
-
-    recipe: Mapping[str, Any]
-    names: tuple[str, ...]
-    refs: tuple[str, ...]
-    origin: tuple[str, str]
-    has_base: bool
-    tally: Tally
+    recipe: Mapping[str, Any]  # recipe as plain data, a single document
+    names: tuple[str, ...]  # names of the models at the ends of the task vectors, in order
+    refs: tuple[str, ...]  # the same models in the recipe's notation
+    origin: tuple[str, str]  # model at the start of the task vectors: its name, and its notation in the recipe
+    has_base: bool  # whether the origin is the recipe's base; if not, it is the first model, a parent like the others
+    tally: Tally  # interference statistics of the whole network
     verdict: GateVerdict
-    named_base: str | None = None
+    named_base: str | None = None  # if the recipe has no base: see ``explain.stage.named_base``
 
 
 def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
@@ -223,14 +211,9 @@ def drop_tried_remedies(
 ) -> tuple[Remedy, ...]:
     """Return the remedies that change ``recipe`` to a recipe that was not tried yet.
 
-    If a method normalizes weights, recipes with proportional weights are equal: .9 and .9 are the same as .5 and .5.
-
-    Args:
-        remedies: Proposed remedies.
-        recipe: Recipe that the remedies change, as plain data.
-        earlier_recipes: Recipes that were tried, including the failed one, as plain data. With ``contents``, in the
-            form that ``normalize_recipe`` returns.
-        contents: Content digests of the models in ``recipe``, by their name in the recipe.
+    ``earlier_recipes`` are the recipes that were tried, including the failed one. ``contents`` are the content digests
+    of the models in ``recipe``, by name; with them, ``earlier_recipes`` must be the results of ``normalize_recipe``. If
+    a method normalizes weights, recipes with proportional weights are equal: .9 and .9 are the same as .5 and .5.
     """
     tried_recipes = [_canonical_recipe(earlier) for earlier in earlier_recipes]
     return tuple(

@@ -218,13 +218,8 @@ def explain_merge(
 ) -> Explanation:
     """Return everything that explains a verdict. Parts that cannot be computed are left out and logged.
 
-    Args:
-        pinned_recipe: Recipe of the merge with pinned parents.
-        merge: The merge as a model.
-        recipe: The same recipe as plain data, for remedies. None if it has several documents.
-        verdict: Verdict to explain.
-        scores: Scores by model, with the merge under its own name; any number of parts per task.
-        tasks: Tasks that were scored.
+    ``recipe`` is the pinned recipe as plain data, or None if it has several documents; remedies need it. ``scores``
+    holds the scores by model, with the merge under its own name and any number of parts per task.
 
     Raises:
         ChangedInput: If a checkpoint or the data of a task changed during the run.

@@ -24,7 +24,7 @@ FILE = "answers.jsonl"
 
 
 class AnswerSummary(StageValue):
-    """Counts of one model's answers. Each line of ``answers.jsonl`` has ``id``, and ``answers`` and ``cut_off`` by turn."""
+    """Counts of one model's answers. ``answers.jsonl`` has ``id``, ``answers`` and ``cut_off`` for each conversation."""
 
     model: Annotated[str, NotInKey]
     prompts: int

@@ -94,17 +94,11 @@ def _selected(documents: HeldOutText, limit: int | None) -> list[tuple[int, OwnD
 
 @dataclass(frozen=True)
 class TextSetting:
-    """Names of the settings that refer to a file of documents, for messages.
+    """Names of the settings that refer to a file of documents, for messages."""
 
-    Args:
-        location: Location of the setting that contains the path.
-        field: Setting that contains the name of the document field in a jsonl line.
-        relative_to: File to which a path is relative.
-    """
-
-    location: str
-    field: str = _FIELD_SETTING
-    relative_to: str = "profile"
+    location: str  # location of the setting that contains the path
+    field: str = _FIELD_SETTING  # setting that contains the name of the document field in a jsonl line
+    relative_to: str = "profile"  # file to which a path is relative
 
 
 def pin_text(
@@ -112,12 +106,8 @@ def pin_text(
 ) -> HeldOutText:
     """Hash a file of documents and check its lines.
 
-    Args:
-        path: jsonl file with one document per line, or plain text with one per paragraph.
-        field: Field of a jsonl line that contains the document.
-        hashes: Cache of file hashes.
-        setting: Names of the settings that refer to the file, for messages.
-        conversations: Whether a document may be a list of messages.
+    The file at ``path`` is jsonl with one document per line, in ``field``, or plain text with one per paragraph. If
+    ``conversations`` is true, a document may be a list of messages.
 
     Raises:
         InvalidInput: If the file is missing or empty, or a document does not match the settings.

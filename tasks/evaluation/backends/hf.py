@@ -274,13 +274,9 @@ def answer_end(
 ) -> AnswerEnd:
     """Return how one answer of a batch ended.
 
-    Args:
-        ids: Tokens generated after the prompt. Tokens after the end of the answer are ignored: they are padding, or
-            were generated because other answers of the batch were not finished.
-        eos: Tokens that end an answer.
-        stop: Texts that end an answer.
-        texts: Decodes tokens into the texts in which stop strings are searched.
-        budget: Largest number of tokens in an answer.
+    ``ids`` are the tokens after the prompt. Tokens after the end of the answer, such as padding, are ignored. ``eos``
+    and ``stop`` are the tokens and texts that end an answer, ``texts`` decodes tokens into the texts in which ``stop``
+    is searched, and ``budget`` is the largest number of tokens in an answer.
     """
     last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
     before = list(ids if last is None else ids[: last - 1])

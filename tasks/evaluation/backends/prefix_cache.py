@@ -31,11 +31,8 @@ _ROOM = 256
 def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
     """Return the number of tokens that all prompts of a batch share, or 0 if too few to be worth sharing.
 
-    The last token of a prompt never counts as shared.
-
-    Args:
-        tokens: Token ids, padded on the left, ``[prompts, length]``.
-        mask: 1 for tokens of the prompt, 0 for padding, ``[prompts, length]``.
+    The last token of a prompt never counts as shared. ``tokens``, ``[prompts, length]``, is padded on the left.
+    ``mask`` has the same shape: 1 for tokens of the prompt, 0 for padding.
     """
     first, *further = _without_padding(tokens, mask)
     common = min((shared_beginning(first, prompt) for prompt in further), default=0)

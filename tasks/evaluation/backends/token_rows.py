@@ -47,12 +47,9 @@ class SharedRow:
 def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[SharedRow]:
     """Pack sequences into rows, sorted by their tokens, so that sequences with a long shared prefix are neighbors.
 
-    Each sequence occurs in exactly one row. Packing only the sequences that are left after some row yields the same
-    remaining rows.
-
-    Args:
-        sequences: Token ids; no sequence may be empty.
-        length: Number of tokens in a row. A single sequence, or a few that share most of their tokens, may exceed it.
+    Each sequence, which must not be empty, occurs in exactly one row of about ``length`` tokens. A single sequence, or
+    a few that share most of their tokens, may exceed the length. Packing only the sequences that are left after some
+    row yields the same remaining rows.
     """
     order = sorted(range(len(sequences)), key=lambda number: (tuple(sequences[number]), number))
     row: list[int] = []
