@@ -28,7 +28,7 @@ from mergegate.tasks.evaluation.backends import AnswerEnd
 
 
 class JournalledModel:
-    """An lm-eval ``LM`` that takes recorded answers from ``journal``, and others from ``lm``, and records the latter.
+    """An lm-eval ``LM`` that returns the answers in ``journal``, and lets ``lm`` answer and records all other requests.
 
     ``batched`` tells whether ``finish_batch`` is called before each batch. If not, every answer is its own batch.
     """

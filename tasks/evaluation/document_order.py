@@ -133,7 +133,7 @@ def order_documents(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]
 
 
 def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
-    """Return a hash of a document. Sorting documents by it yields a fixed random order."""
+    """Return a hash that identifies a document. Sorting documents by it yields a fixed random order."""
     return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 

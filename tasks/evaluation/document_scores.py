@@ -66,7 +66,7 @@ class PairedScores:
 
 
 def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None:
-    """Write scores to a parquet file with one row each and the columns of ``DocumentScore``."""
+    """Write scores to a parquet file with one row per score and the columns of ``DocumentScore``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -29,7 +29,7 @@ _DATA_FILES = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.tsv", "*.txt", "*.g
 
 @dataclass(frozen=True)
 class FetchedDataset:
-    """One downloaded or already available dataset."""
+    """A dataset in the local directory, either downloaded or already there."""
 
     name: str
     revision: str  # commit; empty if the dataset was put there by other means

@@ -55,7 +55,7 @@ class WrittenTask(_Written):
 
 
 class SampleCount(_Written):
-    """Number of documents of one task."""
+    """Number of documents in one task, and number of scored ones."""
 
     original: int  # documents in the task
     effective: int  # documents that were scored

@@ -227,7 +227,7 @@ def require_same_conditions(reference: TaskResults, merge: TaskResults, location
 
 
 def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[str, ...]:
-    """Describe each setting that differs in ``precision`` in one phrase."""
+    """Describe each ``precision`` setting that differs between two results, in one phrase each."""
     return tuple(
         f"{name} {first} and {second}"
         for name, first, second in zip(Precision._fields, reference.precision, merge.precision, strict=True)

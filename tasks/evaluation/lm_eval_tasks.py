@@ -95,7 +95,7 @@ class DocumentText(NamedTuple):
 
 
 def text_of(task: Any, document: Mapping[str, Any]) -> DocumentText:
-    """Return the prompt that lm-eval's ``task`` builds for ``document``, and the expected answer."""
+    """Return the prompt and the expected answer that lm-eval's ``task`` builds for ``document``."""
     from lm_eval.utils import handle_non_serializable, hash_string
 
     serialized = json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)

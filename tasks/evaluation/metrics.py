@@ -165,7 +165,7 @@ def default_metric(metrics: Sequence[str]) -> str:
 
 
 def documents_of(rows: Iterable[DocumentScore]) -> dict[tuple[str, int], None]:
-    """Return the documents in ``rows`` as (leaf, position in its data), in order of first occurrence."""
+    """Return the documents in ``rows`` as (leaf, position in the leaf's data), in order of first occurrence."""
     return dict.fromkeys((row.task, row.doc_id) for row in rows)
 
 

@@ -8,7 +8,7 @@ tasks of a sweep. mergegate looks for a dataset ``org/name`` in this order:
    ``gsm8k_train.parquet``. Case and punctuation are ignored. A single file counts as the split that the task
    evaluates. Without a file for few-shot examples, the task can be evaluated only without examples.
 
-The content of these files is part of every cache key. ``mirror_loader`` loads them.
+The content of these files is part of the cache key of every score. ``mirror_loader`` loads them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
     """Find the dataset of a task below ``root``.
 
     Raises:
-        InvalidInput: If it is missing; the message lists the paths that were tried.
+        InvalidInput: If the dataset is missing; the message lists the paths that were tried.
     """
     for directory in _directories(root, request.path):
         if directory.is_dir() and _data_in(directory, request):

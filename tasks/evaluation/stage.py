@@ -81,7 +81,7 @@ class AnswerEnds(BaseModel):
 
     @property
     def answers(self) -> int:
-        """Number of answers for which the way they ended is known."""
+        """Number of answers with a known end."""
         return sum(count for reason, count in self.counts.items() if reason)
 
     @property
@@ -340,7 +340,7 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
 class TaskScores:
     """Scores of one model on one task, joined from all parts.
 
-    ``location`` is the name in messages, such as ``'gsm8k: scores of merge'``. ``parts`` may be in any order.
+    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` may be in any order.
     """
 
     location: str
@@ -420,7 +420,7 @@ class TaskScores:
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
     """Join the parts of each task, and return the scores of one model by task, in order of first occurrence.
 
-    ``model`` is the name in messages, because an artifact may have been created under a different name.
+    ``model`` is the model's name in messages, because an artifact may have been created under a different name.
 
     Raises:
         InvalidInput: If the parts of a task come from different versions of lm-eval or from different data.

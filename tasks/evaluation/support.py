@@ -53,7 +53,7 @@ class UnsupportedReason(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Refusal of one task, with the texts for the error message."""
+    """Reason why one task is refused, with the texts for the error message."""
 
     reason: UnsupportedReason
     found: str

@@ -135,7 +135,7 @@ def record_sources() -> Iterator[list[DataSource]]:
 
 
 def revision_now(source: DataSource) -> str | None:
-    """Return a text that changes whenever loading a dataset again may yield different documents.
+    """Return a text that changes whenever a dataset may have changed, without loading the dataset.
 
     The result is None if only loading reveals a change.
     """

@@ -45,7 +45,7 @@ class TaskDataset:
 def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None:
     """Return the dataset that ``task`` declares, or None if it does not load a dataset by name.
 
-    ``config`` is the configuration of the task, including what its YAML file includes.
+    ``config`` is the configuration of the task, merged with the files that it includes.
     """
     dataset_path = str(config.get("dataset_path") or "")
     if not dataset_path or config.get("custom_dataset"):

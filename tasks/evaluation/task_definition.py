@@ -121,8 +121,7 @@ def is_file_name(task: str) -> bool:
 def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
     """Return the named datasets from which a task, or each task below it, is loaded. ``evaluate.data`` must have them.
 
-    ``task`` is the name in lm-eval. ``definition`` is the YAML file of a local task; None for a task that lm-eval
-    ships.
+    ``task`` is the name in lm-eval. ``definition`` is the YAML file; None for a task that lm-eval ships.
 
     Raises:
         InvalidInput: If the definition cannot be read or the name is unknown.
@@ -158,7 +157,7 @@ def read_definition(path: Path) -> Definition:
 
 
 def digest_definition(definition: Definition, sha256: Callable[[Path], str], mirror: Path | None) -> str:
-    """Return a digest over the files and the local data of a task."""
+    """Return a digest over the files and the local data of a task, including its datasets in ``mirror``."""
     # Hash only contents, so that a task that is moved or renamed together with its data stays the same task.
     contents = [sha256(file) for file in definition.files]
     pinned: dict[str, object] = {"task": definition.name, "files": contents, "lm_eval": version("lm_eval")}

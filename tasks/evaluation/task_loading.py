@@ -54,7 +54,7 @@ os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """lm-eval's task objects for one task, by name, and the original settings that scoring overrides in them."""
+    """lm-eval's task objects for one task, and the original values of the settings that scoring overrides in them."""
 
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]

@@ -78,7 +78,7 @@ class Flips(StageValue):
 
 
 class LostDocuments(BaseModel):
-    """Documents lost to one reference, which has its name in this run."""
+    """Documents that the merge lost to the model named ``reference``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -222,7 +222,7 @@ def explain_merge(
     holds the scores by model, with the merge under its own name and any number of parts per task.
 
     Raises:
-        ChangedInput: If a checkpoint or the data of a task changed during the run.
+        ChangedInput: If an input file changed during the run.
     """
     # Task vectors begin at the base or, without a base, at the first model. They end at all other models.
     origin = next((parent for parent in pinned_recipe.parents if parent.is_base), pinned_recipe.parents[0])

@@ -24,7 +24,7 @@ FILE = "answers.jsonl"
 
 
 class AnswerSummary(StageValue):
-    """Counts of one model's answers. ``answers.jsonl`` has ``id``, ``answers`` and ``cut_off`` for each conversation."""
+    """Counts of one model's answers. ``answers.jsonl`` has ``id``, ``answers`` and ``cut_off`` of each conversation."""
 
     model: Annotated[str, NotInKey]
     prompts: int

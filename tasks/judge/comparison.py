@@ -28,7 +28,7 @@ SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
 
 
 class Judgment(BaseModel):
-    """The judge's decision on one pair of answers in one order; a line of ``judgements.jsonl``."""
+    """The judge's decision on one pair of answers in one order, which is a line of ``judgements.jsonl``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -213,7 +213,6 @@ def answers_verdict(
 
 
 def _winner(winners: Sequence[Winner | None]) -> Winner:
-    """Return the winner of a pair, which must win in both orders; else a tie."""
     return winners[0] if winners[0] is not None and _is_consistent(winners) else "tie"
 
 

@@ -129,7 +129,7 @@ def _measure_together(
 
 
 def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:
-    """Return the share of the ensemble's gain over the best parent that the merge retains, in nats per token.
+    """Return the share of the ensemble's gain over the best parent, in nats per token, that the merge retains.
 
     1 means as good as the ensemble, 0 as good as the best parent, and a negative value worse than that. The result is
     None if the ensemble gains nothing, a likelihood is not finite, or the tokens differ. ``together`` is the likelihood

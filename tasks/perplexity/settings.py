@@ -89,6 +89,6 @@ class PerplexitySettings(BaseModel):
 
     @property
     def limits(self) -> DriftLimits:
-        """Settings that judge the likelihoods."""
+        """Settings by which the likelihoods are judged."""
         warn = self.warn_increase if self.warn_increase is not None else min(0.02, self.max_increase)
         return DriftLimits(max_increase=self.max_increase, warn_increase=warn, reference=self.reference)

@@ -68,7 +68,7 @@ def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, st
 
 
 def read_documents_verbatim(documents: HeldOutText, limit: int | None) -> tuple[OwnDocument, ...]:
-    """Return the same documents as :func:`read_texts`, as texts or conversations like in the file."""
+    """Return the same documents as :func:`read_texts`, in their original form: texts or conversations."""
     return tuple(document for _, document in _selected(documents, limit))
 
 

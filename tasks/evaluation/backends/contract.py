@@ -27,8 +27,8 @@ AnswerReason = Literal["stop", "eos", "length", "context", ""]
 class AnswerEnd(NamedTuple):
     """How a generated answer ended.
 
-    An ``LM`` that knows this has an attribute ``answer_ends``: a deque with the ends of the answers that it will report
-    to its cache hook next, in the same order. Without the attribute, the ends are unknown.
+    An ``LM`` with an attribute ``answer_ends`` reports this for each answer. The attribute is a deque of the ends of
+    the answers that the ``LM`` will pass to its cache hook next, in the same order.
     """
 
     # stop: a stop string; eos: an end-of-text token; length: the token limit of an answer; context: the end of the

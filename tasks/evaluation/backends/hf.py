@@ -63,7 +63,7 @@ RequestTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of
 
 @cache
 def shared_prefix_type() -> type[Any]:
-    """Return the class ``SharedPrefixLM``, which is defined here to import lm-eval only on demand."""
+    """Return the class ``SharedPrefixLM``, defining it on the first call so that lm-eval is imported only on demand."""
     from lm_eval.models import huggingface
 
     class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
@@ -118,7 +118,7 @@ def shared_prefix_type() -> type[Any]:
             return results
 
         def row_logits(self, row: SharedRow, indices: Any) -> torch.Tensor:
-            """Return the logits after the tokens of ``row`` at ``indices``, ``[indices, vocabulary]``."""
+            """Return the logits that follow the tokens at ``indices`` of ``row``, ``[indices, vocabulary]``."""
             import torch
 
             logit_indices = torch.from_numpy(indices).to(self.device)

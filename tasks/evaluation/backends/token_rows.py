@@ -48,8 +48,8 @@ def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[Shar
     """Pack sequences into rows, sorted by their tokens, so that sequences with a long shared prefix are neighbors.
 
     Each sequence, which must not be empty, occurs in exactly one row of about ``length`` tokens. A single sequence, or
-    a few that share most of their tokens, may exceed the length. Packing only the sequences that are left after some
-    row yields the same remaining rows.
+    a few that share most of their tokens, may exceed the length. Packing again without the sequences in the first rows
+    yields the remaining rows unchanged.
     """
     order = sorted(range(len(sequences)), key=lambda number: (tuple(sequences[number]), number))
     row: list[int] = []
