@@ -1,7 +1,7 @@
-"""Evaluate a model on lm-eval tasks and keep a score for every document.
+"""Evaluate a model on lm-eval tasks, and store a score for every document.
 
-A task is pinned by its content and scored in a separate process by one of several backends. The scores are stored as a
-table with one row per document and metric. The package also reads results that lm-eval wrote itself.
+A task is pinned by its content and scored in a separate process by one of several backends. The scores are a table
+with one row per document and metric. The package also reads results that lm-eval wrote itself.
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend

@@ -1,17 +1,16 @@
-"""Journal the answers to lm-eval's requests, so that a killed part resumes with the unanswered requests.
+"""Record a model's answers to lm-eval's requests, so that an interrupted run resumes with the unanswered requests.
 
-lm-eval reports every answer to a hook (``LM.set_cache_hook``). Its own request cache uses that hook but is unsuitable
-here, because it stores answers one by one and treats two requests with equal text as one. After a kill, the remaining
-requests would be divided into different batches, and the batch affects the last digits of a number. This journal
-stores a batch once all of it is answered, and counts equal requests separately. The remaining requests form the same
-batches as before, and the numbers equal those of an uninterrupted run::
+lm-eval reports every answer to a hook (``LM.set_cache_hook``). Its own request cache uses that hook, but it stores
+answers one by one and treats two requests with equal text as one. After an interruption, the remaining requests would
+be divided into different batches, which changes the last digits of a score. This journal stores a batch when all of
+it is answered, and counts equal requests separately. The remaining requests form the same batches as before, and the
+scores equal those of an uninterrupted run::
 
     with attach_journal(lm, journal, backend.computes_in) as lm:
         evaluate(lm, ...)
 
-A sampled answer depends on the preceding ones through the state of torch's generator. The journal stores this state
-with each batch and restores it. If another program samples (a server, vLLM's engine), its answers stay as random as
-they would have been.
+A sampled answer depends on the preceding ones through the state of torch's random generator, which the journal stores
+with each batch and restores. It cannot restore the generator of a server or of vLLM's engine.
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ from mergegate.tasks.evaluation.backends import AnswerEnd
 
 
 class JournalledModel:
-    """An lm-eval ``LM`` that takes recorded answers from a journal and adds new answers to it.
+    """An lm-eval ``LM`` that returns the answers in ``journal``, and lets ``lm`` answer and records all other requests.
 
-    Args:
-        lm: Model that answers the requests that are not in the journal.
-        journal: Records of completed batches.
-        batched: Whether ``finish_batch`` will be called before each batch; if not, every answer is its own batch.
+    ``batched`` tells whether ``finish_batch`` is called before each batch. If not, every answer is its own batch.
     """
 
     def __init__(self, lm: Any, journal: RecordJournal, *, batched: bool) -> None:
@@ -56,7 +52,7 @@ class JournalledModel:
         return getattr(self._lm, name)
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
-        """Record one answer, possibly from the batch that began last. lm-eval calls this hook."""
+        """Record an answer in the current batch. lm-eval calls this hook for every answer of the model."""
         ends = getattr(self._lm, "answer_ends", None) if kind == "generate_until" else None
         end = ends.popleft() if ends else AnswerEnd()
         answer = _typed(kind, answer)
@@ -77,7 +73,7 @@ class JournalledModel:
             self.finish_batch()
 
     def finish_batch(self) -> None:
-        """Append the answers of the preceding batch, which is now complete, to the journal."""
+        """Append the answers of the finished batch to the journal, if there are any."""
         if not self._answered:
             return
         record: dict[str, Any] = {"kind": self._kind, "answers": self._answered}
@@ -139,7 +135,7 @@ class JournalledModel:
 
 
 def is_answer_record(record: object) -> bool:
-    """Return whether ``record`` has the form that ``JournalledModel`` writes: kind, answers by name, torch state."""
+    """Return whether ``record`` has the form that ``JournalledModel`` writes to the journal."""
     match record:
         case {"kind": ("loglikelihood" | "generate_until") as kind, "answers": list(answers)}:
             for answer in answers:
@@ -158,8 +154,8 @@ def is_answer_record(record: object) -> bool:
 def attach_journal(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
     """Yield ``lm`` with a journal that is attached until the context closes.
 
-    ``computes_in`` names the methods of ``lm`` that compute one batch each. It is empty if answers do not depend on
-    each other.
+    ``computes_in`` names the methods of ``lm`` that compute one batch each. It is empty if the answers of ``lm`` do not
+    depend on each other.
     """
     from lm_eval.api.model import CacheHook
 
@@ -190,5 +186,4 @@ def _name(kind: str, request: Sequence[Any]) -> str:
 
 
 def _typed(kind: str, answer: Any) -> Any:
-    """Convert an answer to the types in the journal: JSON supports neither tuples nor NumPy numbers."""
     return (float(answer[0]), bool(answer[1])) if kind == "loglikelihood" else str(answer)

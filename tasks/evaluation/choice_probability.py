@@ -1,15 +1,14 @@
-"""Compute the probability of the right answer, a graded score for choice tasks, from likelihoods that exist anyway.
+"""Compute the probability of the right answer, a graded score for choice tasks, from likelihoods that lm-eval computes.
 
-For each document of a choice task, lm-eval requests the log-likelihood ``l_i`` of every choice and records which is
-largest. That loses how confident the model was, which is what moves first when a model changes. This score keeps it, as
-``prob,none`` in addition to lm-eval's own metrics::
+For each document of a choice task, lm-eval requests the log-likelihood ``l_i`` of every choice and scores only which
+one is largest. A model's confidence changes before its answers do, so mergegate adds a metric ``prob,none`` that
+retains it::
 
     prob = sum of exp(l_i) over the right choices / sum of exp(l_i) over all choices              in [0, 1]
 
-``acc,none`` is 1 if the likeliest choice is right, else 0, from the same likelihoods of whole answers, which are *not*
-divided by their length (``acc_norm`` and ``acc_bytes`` divide). Chance level is 1 / number of choices. If several
-choices are right, they count together. If none is right (the label is not among the choices, which lm-eval counts as
-wrong), the score is 0.
+Like ``acc,none``, which is 1 if the likeliest choice is right, it uses likelihoods that are *not* divided by the
+length of the choice (``acc_norm`` and ``acc_bytes`` divide). The chance level is 1 / number of choices. If no choice
+is right because the label is not among the choices, the score is 0; lm-eval counts the document as wrong.
 
 A task that scores answers with its own function has no ``prob``, because only that function knows what its target
 means.
@@ -34,19 +33,19 @@ class AnsweredChoice(NamedTuple):
 
     @property
     def probability(self) -> float | None:
-        """Probability of the right answer, in [0, 1]; None if a likelihood is NaN, or the largest is infinite."""
+        """Probability of the right answer, in [0, 1]. None if a likelihood is NaN or the largest is infinite."""
         shares = self._shares()
         return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares) if shares else None
 
     @property
     def entropy(self) -> float | None:
-        """Entropy of the distribution over the choices, in nats; None in the same cases as ``probability``."""
+        """Entropy of the distribution over the choices, in nats. None in the same cases as ``probability``."""
         shares = self._shares()
         total = math.fsum(shares)
         return -math.fsum(share / total * math.log(share / total) for share in shares if share) if shares else None
 
     def _shares(self) -> list[float]:
-        """Return numbers proportional to the probability of each choice; empty if a likelihood is NaN."""
+        """Return numbers proportional to the probabilities of the choices; empty in the cases of ``probability``."""
         largest = max(self.likelihoods)
         if not math.isfinite(largest) or any(map(math.isnan, self.likelihoods)):
             return []
@@ -54,19 +53,16 @@ class AnsweredChoice(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the likeliest choice (the first, if several tie) is right; equals ``acc``."""
+        """Whether the likeliest choice (the first, if several tie) is right. Equals ``acc``."""
         return self.likelihoods.index(max(self.likelihoods)) in self.right
 
 
 def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice | None]) -> list[float | None] | None:
-    """Return the probability of the right answer for each document, None for documents that have none.
+    """Return the probability of the right answer for each document; None for a document with unusable likelihoods.
 
-    The result as a whole is None if the task has no choices, or if ``acc`` contradicts the likelihoods. A contradiction
-    means that the label was misunderstood, or that these samples were not scored.
-
-    Args:
-        accuracies: lm-eval's ``acc`` of each document; None where it is missing.
-        answers: Likelihoods and right choices of the same documents.
+    ``accuracies`` are lm-eval's ``acc``; None where it is missing. The function returns None instead of a list if a
+    document has no choices, or if ``acc`` contradicts the likelihoods, which means that the label was misunderstood or
+    that the scores belong to other samples.
     """
     choices = [answer for answer in answers if answer is not None]
     if len(choices) < len(answers) or not answers:
@@ -79,11 +75,10 @@ def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice
 
 
 def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[int]] | None:
-    """Return the number of choices and the positions of the right ones, or None if a task has no choices.
+    """Return the number of choices of a document and the positions of the right ones.
 
-    The result is also None if the task judges answers with its own function.
-
-    ``task`` is lm-eval's ``lm_eval.api.task.Task``.
+    The result is None if ``task``, lm-eval's ``lm_eval.api.task.Task``, has no choices or scores answers with its own
+    function.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -96,13 +91,10 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
 
 
 def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
-    """Return the answered choice of a sample that lm-eval wrote to a file.
+    """Return the likelihoods and right choices in a sample that lm-eval wrote to a file.
 
-    The result is None if the task has no choices, or if the file does not reveal which choice is right.
-
-    Args:
-        config: Configuration of the task, from ``configs`` in the results file.
-        sample: One line of the samples file.
+    ``config`` is the task's configuration in the results file, and ``sample`` is a line of the samples file. The result
+    is None if the task has no choices, or if the file does not reveal which choice is right.
     """
     if config.get("output_type") != "multiple_choice" or config.get("process_results") is not None:
         return None
@@ -144,14 +136,14 @@ def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Ans
         if isinstance(literal, (int, list)):
             is_template = isinstance(source, str) and "{{" in source
             if not is_template and not isinstance(source, (int, list)) and text in choices:
-                return None  # a position or a choice
+                return None  # ambiguous: the number may be a position or the text of a choice
             target = literal
     likelihoods = likelihoods_of(sample, len(choices))
     return AnsweredChoice(likelihoods, _right(target, choices)) if likelihoods else None
 
 
 def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
-    """Return the positions of the right choices, given a position, a text, or a list of positions."""
+    """Return the positions of the right choices for a target that is a position, a text, or a list of positions."""
     if isinstance(target, str):
         return frozenset([list(choices).index(target)] if target in choices else [])
     positions = target if isinstance(target, (list, tuple)) else [target]
@@ -159,7 +151,7 @@ def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
 
 
 def likelihoods_of(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
-    """Return the likelihood of each choice; empty if a filter changed the answers."""
+    """Return the log-likelihood of each choice in a sample, in nats; empty if a filter changed the answers."""
     answers = sample.get("filtered_resps") or ()
     try:
         likelihoods = tuple(float(likelihood) for likelihood, _ in answers[:choices])

@@ -1,9 +1,10 @@
 """Score generated code without Hugging Face's ``code_eval``.
 
-``evaluate`` downloads the script of ``code_eval`` and runs programs in the process that loads it. The replacement here
-has the same interface and yields the same numbers, but it runs programs with ``run_program``. If c of the n answers to
-a document pass, its score is pass@k = 1 - C(n-c, k) / C(n, k). This is the probability that at least one of k answers
-passes if they are drawn from the n without replacement (Chen et al. 2021, arXiv:2107.03374, equation 1).
+The library ``evaluate`` downloads the script of ``code_eval`` and runs programs in the process that loads it. The
+replacement in this module has the same interface and returns the same numbers, but runs programs with
+``run_program``. If c of the n answers to a document pass, its score is pass@k = 1 - C(n-c, k) / C(n, k). This is the
+probability that at least one of k answers, drawn without replacement from the n, passes (Chen et al. 2021,
+arXiv:2107.03374, equation 1).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _on_program: ContextVar[Callable[[int], None]] = ContextVar("programs run alread
 
 
 def pass_at(k: int, answers: int, passing: int) -> float:
-    """Return the unbiased estimate of pass@k from the number of answers to a document, and of those that pass.
+    """Return the unbiased estimate of pass@k for a document from the number of its answers and of those that pass.
 
     >>> pass_at(1, 4, 1), pass_at(2, 4, 1)
     (0.25, 0.5)
@@ -32,11 +33,7 @@ def pass_at(k: int, answers: int, passing: int) -> float:
 
 
 class CodeEval:
-    """Replacement for the object that ``evaluate.load("code_eval")`` returns.
-
-    Args:
-        limits: Limits of each program.
-    """
+    """Replacement for the object that ``evaluate.load("code_eval")`` returns. ``limits`` apply to each program."""
 
     def __init__(self, limits: ProgramLimits) -> None:
         self._limits = limits
@@ -52,12 +49,8 @@ class CodeEval:
     ) -> tuple[dict[str, float], dict[int, list[tuple[int, dict[str, Any]]]]]:
         """Run every answer (``predictions``) together with the tests of its document (``references``).
 
-        Returns:
-            The mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a document, and
-            the result of each answer, by document.
-
-        Raises:
-            Refused: See ``run_program``.
+        The result holds the mean of pass@k over documents, for each ``k`` up to the smallest number of answers to a
+        document, and the results of the answers by document. Raises Refused if ``run_program`` does.
         """
         outcomes: dict[int, list[tuple[int, dict[str, Any]]]] = {}
         for document, (tests, answers) in enumerate(zip(references, predictions, strict=True)):
@@ -77,7 +70,7 @@ class CodeEval:
         return means, outcomes
 
     def check(self, program: str, timeout: float = 0) -> bool:
-        """Return whether a program that contains its tests passes; ``timeout`` is ignored in favor of the limits."""
+        """Return whether a program that contains its own tests passes. ``timeout`` has no effect; the limits apply."""
         return self._run(program) is ProgramEnd.PASSED
 
     def _run(self, program: str) -> ProgramEnd:
@@ -89,7 +82,7 @@ class CodeEval:
 
 @contextmanager
 def report_programs(tell: Callable[[int], None]) -> Iterator[None]:
-    """Report the number of programs run after each one: a document may have many, and each takes seconds."""
+    """Call ``tell`` after each program inside the context, with the number of programs run so far."""
     token = _on_program.set(tell)
     try:
         yield
@@ -99,7 +92,7 @@ def report_programs(tell: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def confine_code_eval(limits: ProgramLimits | None) -> Iterator[None]:
-    """Make tasks that are loaded inside the context use ``CodeEval`` for ``code_eval``; no effect without limits."""
+    """Make tasks loaded inside the context use ``CodeEval`` as ``code_eval``. No effect if ``limits`` is None."""
     if limits is None:
         yield
         return

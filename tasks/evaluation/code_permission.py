@@ -1,10 +1,10 @@
-"""Allow only the tasks that a profile names in ``evaluate.allow_code`` to run generated code, in a confined way.
+"""Check which tasks may run generated code, according to ``evaluate.allow_code`` in the profile.
 
-Generated code never runs by default. Every name in the list must have an effect, so a name that is not evaluated, or
-whose task runs no code, is an error. mergegate can confine two ways to run code (``code_metric``): Hugging Face's
-``code_eval``, and a function ``check_correctness`` that takes a program. If a task declares ``unsafe_code: true`` and
-its functions can reach ``exec``, ``subprocess`` or similar in any other way, they would run code in the process that
-holds models, with access to everything there. The source of its Python modules alone decides this.
+Generated code never runs by default. An entry of the list that is not an evaluated task, or whose task runs no code,
+is an error. mergegate can confine two ways to run code (``code_metric``): Hugging Face's ``code_eval``, and a
+function ``check_correctness`` that takes a program. If the functions of a task with ``unsafe_code: true`` can reach
+``exec``, ``subprocess`` or similar in any other way, mergegate refuses the task, because its code would run in the
+process that holds models. mergegate decides this from the source of the task's Python modules, without running them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mergegate.tasks.sandbox import ProgramLimits
 
 _ALL_FUNCTIONS = "*"  # stands for all functions of a module
 _CHECK = "check_correctness"
-# Names and modules, and attributes with their dot: ``re.compile`` runs nothing.
+# Names and modules. Attributes are separate, with a leading dot, because ``re.compile`` runs nothing.
 _NAMES = {
     "exec",
     "eval",
@@ -43,16 +43,13 @@ _RUNS = _NAMES | {f".{name}" for name in _ATTRIBUTES}
 
 
 def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]) -> EvalTask:
-    """Return ``task`` with limits for its programs, if it runs any and the profile allows it by name.
+    """Return ``task`` with limits for its programs, if it runs generated code and the profile allows this.
 
-    Args:
-        task: Pinned task.
-        profile_name: Name of the task in the profile, as under ``tasks`` and in ``allowed_names``.
-        allowed_names: Names in ``evaluate.allow_code``.
+    ``profile_name`` is the name of the task in the profile, and ``allowed_names`` is ``evaluate.allow_code``.
 
     Raises:
-        InvalidInput: If the task runs code and is not named, is named and runs no code, or runs code in a way that
-            mergegate cannot confine.
+        InvalidInput: If the task runs code but is not in ``allowed_names``, is in ``allowed_names`` but runs no code,
+            or runs code in a way that mergegate cannot confine.
     """
     definition = read_definition(task.definition) if task.definition else None
     leaves = definition.leaves if definition else shipped_leaves(task.in_lm_eval)
@@ -92,7 +89,7 @@ def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]
 
 
 def allow_code_advice(profile_name: str) -> str:
-    """Return the advice for allowing a task to run code."""
+    """Return the advice for a user whose task runs code without permission."""
     return (
         f"add 'allow_code: [{profile_name}]' under evaluate to run its programs in a sandbox (docs/security.md); or "
         "remove the task"
@@ -100,7 +97,10 @@ def allow_code_advice(profile_name: str) -> str:
 
 
 def find_unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:
-    """Return how a task's functions, given by file and name, run code that mergegate cannot confine; empty if none."""
+    """Describe the first way in which a task's functions run code that mergegate cannot confine; empty if none do.
+
+    ``functions`` holds the file and the name of each function.
+    """
     for file, name in functions:
         if not file.is_file():
             return f"{name}, in a module that is not next to its definition"
@@ -119,7 +119,7 @@ def find_unconfined_code(functions: Iterable[tuple[Path, str]]) -> str:
 def _reachable_functions(
     names: Mapping[str, frozenset[str]], roots: Iterable[str], excluded_function: str = ""
 ) -> dict[str, None]:
-    """Return the given functions and all functions of the module that they name, in order of discovery."""
+    """Return ``roots`` and all functions of the module that they reach by name, in order of discovery."""
     queue, reached = list(roots), dict[str, None]()
     while queue:
         function = queue.pop()
@@ -133,7 +133,7 @@ def _reachable_functions(
 def _names_by_function(source: bytes) -> dict[str, frozenset[str]]:
     """Return the names in the body of each function and class of a module, attributes with a leading dot.
 
-    The key '' has the names outside of them, except names in imports.
+    The key '' holds the names at module level, except those in imports.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about other people's code

@@ -1,4 +1,4 @@
-"""Find documents of a task in the calibration texts of a merge: text that a model has read cannot judge it."""
+"""Find documents of a task that also occur in the calibration texts of a merge, which would bias their scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mergegate.tasks.store import NotInKey
 
 
 class CalibrationTexts(BaseModel):
-    """Calibration texts, and their digest."""
+    """Calibration texts of a merge and their digest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,7 +26,7 @@ class CalibrationTexts(BaseModel):
 
 
 class ContaminatedDocuments(StageValue):
-    """Number of documents whose prompt and answer both occur in one of the texts."""
+    """Number of documents whose prompt and answer both occur in one calibration text."""
 
     read: int  # documents that occur in the texts
     documents: int  # all documents of the task
@@ -38,7 +38,7 @@ class ContaminatedDocuments(StageValue):
 
 @value_stage("overlap", version=1, subject="task")
 def find_contaminated_documents(task: EvalTask, texts: CalibrationTexts, limit: CountLimit) -> ContaminatedDocuments:
-    """Count the documents of ``task``, whose data is pinned, that occur in ``texts``.
+    """Count the documents of ``task`` that occur in ``texts``. The data of ``task`` must be pinned.
 
     Raises:
         InvalidInput: If the data cannot be loaded, or a template of the task fails.
@@ -48,7 +48,7 @@ def find_contaminated_documents(task: EvalTask, texts: CalibrationTexts, limit: 
 
 
 def _search_texts(task: EvalTask, texts: CalibrationTexts, on_progress: TellProgress) -> ContaminatedDocuments:
-    """Search the texts for each document; runs in the process that holds models."""
+    """Search the texts for each document. Runs in the model process."""
     normalized_texts = [" ".join(text.split()) for text in texts.texts]
     matches, documents, first = 0, 0, ""
     with quiet(), user_errors(task):
@@ -61,7 +61,7 @@ def _search_texts(task: EvalTask, texts: CalibrationTexts, on_progress: TellProg
                 documents += 1
                 text = text_of(leaf, document)
                 prompt, target = " ".join(text.prompt.split()), " ".join(text.target.split())
-                # Nothing precedes the target in more of a text than the first occurrence of the prompt.
+                # Checking the first occurrence of the prompt is enough: every later one has less text after it.
                 if (prompt or target) and any(
                     (start := known.find(prompt)) >= 0 and target in known[start + len(prompt) :]
                     for known in normalized_texts

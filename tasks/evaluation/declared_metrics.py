@@ -1,8 +1,9 @@
-"""Determine the metrics that a task's configuration lists, and what lm-eval computes per document for each of them.
+"""Determine the metrics that a task's configuration declares, and what lm-eval computes per document for each of them.
 
-lm-eval's own metrics are tied to output types: a choice task has no BLEU, even if it lists BLEU. Some metrics (F1,
-Matthews correlation, BLEU) collect pairs of reference and prediction to be scored together at the end. Pairs have no
-mean, and lm-eval fails if a task asks for one. Only a call reveals what a function of the task returns.
+lm-eval's own metrics are tied to output types: a choice task has no BLEU, even if it declares BLEU. Some metrics (F1,
+Matthews correlation, BLEU) collect pairs of reference and prediction and score them together at the end. Pairs have
+no mean, and lm-eval fails if a task requests one. The configuration does not reveal which metrics the task's own
+functions return.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PAIRS = {"multiple_choice": ("f1", "mcc", "brier_score", "likelihood")}
 
 @dataclass(frozen=True)
 class DeclaredMetric:
-    """A metric of a task, judged by the configuration alone."""
+    """A metric of a task, as far as the configuration describes it."""
 
     name: str
     is_mean: bool  # a mean of per-document numbers, with a direction
@@ -39,11 +40,9 @@ class DeclaredMetric:
 
 
 def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetric, ...] | None:
-    """Return the metrics that a task lists, or lm-eval's defaults; None if the list is malformed.
+    """Return the metrics that a task declares, or lm-eval's defaults; None if the list is malformed.
 
-    Args:
-        config: Configuration as in the task's YAML file, with functions as text.
-        kind: Output type of the task.
+    ``config`` is the configuration in the task's YAML file, with functions as text. ``kind`` is the output type.
     """
     entries = config.get("metric_list")
     if entries is None:
@@ -84,7 +83,7 @@ def declared_metrics(config: Mapping[str, Any], kind: str) -> tuple[DeclaredMetr
 
 @lru_cache(maxsize=256)
 def registered_metric(metric: str) -> tuple[bool | None, bool]:
-    """Return whether lm-eval averages its metric over documents (None: unknown), and whether it has a direction."""
+    """Return whether lm-eval averages a metric over documents (None: unknown metric) and whether it has a direction."""
     from lm_eval.api.registry import get_metric_aggregation, is_higher_better
 
     if not _is_in_registry(metric):  # lm-eval would log a warning

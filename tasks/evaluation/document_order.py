@@ -1,10 +1,10 @@
 """Divide the documents of a task into the ranges that are scored and the samples of interim looks.
 
-The documents of a task have a fixed random order. They are scored in parts, and interim looks use growing prefixes of
-the order. The order is a hash of seed, task and document, so the first 100 documents are among the first 200 on any
-machine and any version of Python. Scores have no influence: settings and the task's size alone determine the
-documents of a look. Documents that were scored before, under any look settings, are not scored again:
-``cover_documents`` assembles the documents of a look from ranges with known scores.
+The documents of a task have a fixed random order. They are scored in parts, and each interim look uses a longer
+prefix of the order. The order is a hash of seed, task and document, so the first 100 documents are among the first
+200 on any machine and any version of Python. Scores have no influence: the settings and the size of the task alone
+determine the documents of a look. ``cover_documents`` assembles them from ranges that are already scored, possibly
+under other look settings, and ranges to score.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_SIZE = 500  # largest number of documents in one part
 
 
 class DocumentRange(BaseModel):
-    """Documents ``first`` to ``last`` (exclusive) in a task's order, which are scored and cached as a unit."""
+    """Documents ``first`` to ``last`` (exclusive) in a task's order, scored and cached as a unit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class DocumentRange(BaseModel):
 
 
 class Piece(NamedTuple):
-    """A range that is scored as a unit, and the documents of this range that count in a look."""
+    """A range that is scored as a unit, and the part of it that counts in a look."""
 
     scored: DocumentRange
     counted: DocumentRange
@@ -50,12 +50,8 @@ class Piece(NamedTuple):
 def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
     """Return the cumulative number of documents after each interim look.
 
-    The first look uses ``first`` documents. Each further look doubles the number, and the last look uses all documents.
-
-    Args:
-        total: Number of documents of the task, at least 1.
-        first: Number of documents in the first look, at least 1. If it is None or more than ``total``, there is only
-            one look.
+    The first look uses ``first`` of the ``total`` documents, each further one doubles the number, and the last one uses
+    all. If ``first`` is None or more than ``total``, there is only one look. Both numbers must be at least 1.
 
     >>> interim_looks(1319, 500)
     (500, 1000, 1319)
@@ -73,7 +69,7 @@ def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
 def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
     """Divide a task's order into the ranges in which it is scored, without gaps or overlaps.
 
-    Every look ends at the end of a range, and no range is longer than ``CHUNK_SIZE``.
+    Every look (see ``interim_looks``) ends at the end of a range, and no range is longer than ``CHUNK_SIZE``.
 
     >>> [part.last for part in document_ranges(1319, 200)]
     [200, 400, 800, 1300, 1319]
@@ -87,15 +83,11 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
 def cover_documents(
     documents: int, parts: Sequence[DocumentRange], scored_ranges: Sequence[DocumentRange]
 ) -> tuple[Piece, ...]:
-    """Cover the first ``documents`` documents with pieces that overlap nowhere.
+    """Cover the first ``documents`` documents of a task's order with pieces that do not overlap.
 
-    Scored ranges are used first, from the longest; ``parts`` fill the gaps. If a scored range extends beyond the
-    documents or overlaps a longer one, only part of it counts.
-
-    Args:
-        documents: Number of documents, from 1 to the number in ``parts``.
-        parts: Ranges from ``document_ranges``.
-        scored_ranges: Ranges that were scored before; they may overlap.
+    ``scored_ranges``, which may overlap, are used first, starting with the longest. ``parts`` (from
+    ``document_ranges``) fill the gaps. If a scored range extends beyond the documents or overlaps a longer one, only a
+    part of it counts.
 
     >>> parts, scored = document_ranges(1319, 500), [DocumentRange(first=0, last=200)]
     >>> [str(piece.counted) for piece in cover_documents(500, parts, scored)]
@@ -116,7 +108,7 @@ def _add_pieces(
 ) -> list[tuple[int, int]]:
     """Add the overlap of ``part`` with the missing documents to ``pieces``, and return the remaining gaps.
 
-    ``is_scored`` tells whether the part has been scored as a unit.
+    A part that is not scored yet is cut to the overlap; a scored one is kept whole.
     """
     gaps = []
     for begin, end in missing:
@@ -131,23 +123,17 @@ def _add_pieces(
 
 
 def order_documents(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
-    """Return all documents in the order in which they are scored.
+    """Return all documents in the order in which they are scored, shuffled across tasks.
 
-    The documents of all tasks are shuffled together. The same arguments always give the same order.
-
-    Args:
-        sizes: Number of documents of each task, by task name.
-        seed: Seed of the order.
-
-    Returns:
-        One pair for each document: the name of its task and its position in the data of that task.
+    Each document is a pair of task name and position in the task's data. The same arguments always give the same order.
+    ``sizes`` holds the number of documents by task name.
     """
     every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
     return sorted(every, key=lambda item: document_sort_key(item[0], item[1], seed))
 
 
 def document_sort_key(task: str, doc: int, seed: int = 0) -> bytes:
-    """Return a hash of a document. Sorting documents by this key puts them into a fixed random order."""
+    """Return a hash that identifies a document. Sorting documents by it yields a fixed random order."""
     return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 
@@ -156,8 +142,8 @@ def documents_of_range(
 ) -> dict[str, list[int]]:
     """Return the ascending positions of the documents in one range of the scoring order, by task.
 
-    ``sizes`` holds the number of documents of each task. ``only`` holds the documents to include, as pairs of task and
-    position in its data. None: all documents.
+    ``sizes`` holds the number of documents by task name. ``only`` holds the documents that belong to the order, as
+    pairs of task name and position. None: all documents.
     """
     every = order_documents(sizes, seed)
     counted = every if only is None else [document for document in every if document in only]

@@ -1,4 +1,4 @@
-"""Store the score of each document as a table, and pair two such tables document by document.
+"""Store the score of each document as a table, and pair the tables of two models document by document.
 
 Pairing gives a gate its power: the reference and the merge are scored on the same documents with the same prompts. A
 pair is formed only if document, prompt and target have equal hashes on both sides.
@@ -35,7 +35,7 @@ class DocumentScore(NamedTuple):
 
 
 def answer_of(sample: Mapping[str, Any]) -> str:
-    """Return the generated answer in a sample of lm-eval, or its likeliest choice; empty if that is not text."""
+    """Return the generated answer or the likeliest choice in a sample of lm-eval; empty if that is not text."""
     answers: Any = sample.get("filtered_resps") or ()
     arguments: Any = sample.get("arguments") or ()
     if not isinstance(answers, (list, tuple)) or not answers:
@@ -57,7 +57,7 @@ def answer_of(sample: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class PairedScores:
-    """Scores of the same documents by two models, in the order in which the merge was scored."""
+    """Scores of the same documents by two models, in the merge's scoring order."""
 
     documents: tuple[tuple[str, int], ...]  # (task, doc_id)
     reference: tuple[float, ...]
@@ -66,7 +66,7 @@ class PairedScores:
 
 
 def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None:
-    """Write scores to a parquet file with one row each and the columns of ``DocumentScore``."""
+    """Write scores to a parquet file with one row per score and the columns of ``DocumentScore``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

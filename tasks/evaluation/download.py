@@ -1,9 +1,9 @@
-"""Download the datasets of tasks into a local directory (``evaluate.data``) on a machine with a network.
+"""Download the datasets of tasks into a local directory (``evaluate.data``), on a machine with network access.
 
-Each dataset is downloaded whole, with the layout of the Hub, at the commit in ``datasets.json`` in the directory. With
-a copy of this file, every machine downloads the same data. A dataset without an entry is downloaded at its current
-commit, or at the revision that its task names, and gets an entry. It is moved to its final directory only when it is
-complete, because an incomplete dataset would be a different benchmark.
+Each dataset is downloaded whole, with the layout of the Hub. ``datasets.json`` in the directory pins its commit, so a
+copy of this file makes every machine download the same data. A dataset without an entry is downloaded at its current
+commit, or at the revision that its task requires, and gets an entry. A dataset is moved to its final directory only
+when it is complete, because an incomplete dataset would be a different benchmark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DATA_FILES = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.tsv", "*.txt", "*.g
 
 @dataclass(frozen=True)
 class FetchedDataset:
-    """Result for one dataset."""
+    """A dataset in the local directory, either downloaded or already there."""
 
     name: str
     revision: str  # commit; empty if the dataset was put there by other means
@@ -37,9 +37,7 @@ class FetchedDataset:
 
 
 def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Callable[[FetchedDataset], None]) -> None:
-    """Download every dataset that is missing or incomplete in ``root``.
-
-    ``on_dataset`` is called with each dataset when it is complete.
+    """Download every dataset that is missing or incomplete in ``root``, and call ``on_dataset`` with each complete one.
 
     Raises:
         InvalidInput: If the network is forbidden, a dataset is not on the Hub or not accessible, two tasks need
@@ -75,7 +73,7 @@ def fetch_datasets(datasets: Sequence[TaskDataset], root: Path, on_dataset: Call
 
 
 def _fetch(name: str, requested_revision: str, root: Path, revisions: dict[str, str]) -> FetchedDataset:
-    """Download one dataset. A pinned dataset that is present is checked again, which is cheap if it is complete."""
+    """Download one dataset. A pinned dataset that exists is verified, which is fast if it is complete."""
     from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 
     directory, access = root / name, hub_access(writing=False)

@@ -1,13 +1,13 @@
-"""Run lm-eval as a library: one task, one model, a score for every document.
+"""Run lm-eval as a library, to score one task with one model document by document.
 
-This package turns off lm-eval defaults that a gate cannot use:
+This package turns off lm-eval features that are unsuitable for a gate:
 
 * log-softmax in the model's own dtype, which rounds the likelihoods of a bf16 model by up to half a nat;
 * the request cache, whose key lacks the model, and the prompt cache, whose key lacks the data;
 * ``limit``, which takes the first documents instead of a random sample;
-* lookups in the git repository that lm-eval happens to run in;
+* lookups in the git repository that contains the working directory;
 * lm-eval's own progress bars;
-* the data cache, which never expires and whose path says nothing about the content.
+* the data cache, which never expires and whose path does not depend on the content.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ from mergegate.tasks.evaluation.task_setup import set_up_tasks
 
 @dataclass(frozen=True)
 class ScoringJob:
-    """One part of a task to score with one model.
+    """One part of a task to score with one model on ``device`` (``cpu`` or ``cuda``).
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-        journal: Location of the journal that stores answers as they arrive and from which a killed run resumes.
-            None: no journal.
+    The file at ``journal`` records answers as they arrive, so that an interrupted run can resume. None: no journal.
     """
 
     model: Model
@@ -64,13 +61,11 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
     """Score one part of the documents of a task.
 
     The result contains only metrics that are means over documents, because a gate needs the contribution of each
-    document. Choice tasks have an additional metric, the probability of the right answer
-    (``tasks.evaluation.choice_probability``).
-
+    document. Choice tasks have an additional metric, the probability of the right answer (see ``choice_probability``).
     ``on_progress`` is called with the number of answered requests and the total number.
 
     Raises:
-        InvalidInput: If the model or the task's data cannot be loaded, or the task has no such metric.
+        InvalidInput: If the model or the task's data cannot be loaded, or the task has no metric that is a mean.
     """
     task, scoring, part = job.task, job.scoring, job.part
     backend = find_backend(scoring.backend)
@@ -97,9 +92,9 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
 def score_loaded_documents(
     loaded_task: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> tuple[DocumentScore, ...]:
-    """Score selected documents of a loaded task with lm-eval's ``LM`` object. See ``score_documents``.
+    """Score selected documents of a loaded task with ``lm``, an ``LM`` object of lm-eval. See ``score_documents``.
 
-    ``documents`` holds ascending positions of documents by leaf, and ``model`` is the name of the model in messages.
+    ``documents`` holds the ascending positions of documents by leaf. ``model`` is the model's name in messages.
     """
     from lm_eval.evaluator import evaluate
 
@@ -161,11 +156,10 @@ def score_loaded_documents(
 
 @contextmanager
 def progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
-    """Replace lm-eval's progress bars, which are its only report of progress, by calls of ``on_progress``.
+    """Replace lm-eval's progress bars, its only way to report progress, by calls of ``on_progress``.
 
-    Args:
-        on_progress: Called with the number of finished requests and the total number.
-        drawn_by: Modules of the backend that draw bars, in addition to the modules that always do.
+    ``on_progress`` receives the number of finished requests and the total number. ``drawn_by`` lists the modules of the
+    backend that draw bars, in addition to lm-eval's own.
     """
     import lm_eval.api.model
     import lm_eval.api.task  # noqa: F401  # import it now so that its bars are replaced, too

@@ -1,7 +1,7 @@
 """Define the types of the files that lm-eval writes: a results file, and one line of a samples file.
 
-A file may come from anyone. Every value that a gate reads therefore has a type here, and the rest of the file is
-ignored. The shapes follow ``lm_eval.result_schema``; keys that some versions of lm-eval omit have a default.
+These files are untrusted, so every value that a gate reads has a type here; all other values are ignored. The shapes
+follow ``lm_eval.result_schema``. Keys that some versions of lm-eval omit have a default.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WrittenTask(_Written):
 
 
 class SampleCount(_Written):
-    """Number of documents of one task."""
+    """Number of documents in one task, and number of scored ones."""
 
     original: int  # documents in the task
     effective: int  # documents that were scored
@@ -104,8 +104,7 @@ class WrittenSample(_Written):
 def parse_written(model: type[M], text: bytes, location: str) -> tuple[M, Mapping[str, Any]]:
     """Parse a results file (``WrittenResults``) or a line of a samples file (``WrittenSample``).
 
-    Returns:
-        The typed value, and the same content as plain data.
+    The result is the typed value, and the same content as plain data.
 
     Raises:
         InvalidInput: If ``text`` is not JSON or has a value of the wrong type; the message names the key.
@@ -145,7 +144,7 @@ def parse_written(model: type[M], text: bytes, location: str) -> tuple[M, Mappin
 
 
 def _located(key_path: Sequence[str | int], content: object) -> tuple[tuple[str | int, ...], object]:
-    """Return the keys in ``key_path`` that exist in ``content``, and their value: pydantic appends names of types."""
+    """Return the part of ``key_path`` that exists in ``content``, without pydantic's names of types, and its value."""
     keys: tuple[str | int, ...] = ()
     for key in key_path:
         is_item = isinstance(content, list) and isinstance(key, int)

@@ -1,8 +1,8 @@
-"""Index the tasks that lm-eval ships: map a task, group or tag to the configurations in its YAML files.
+"""Index the tasks that lm-eval ships, to look up the YAML files of a task, group or tag by name.
 
 lm-eval's own index parses about 14,000 files, which takes more than seven seconds. This index finds names by scanning
-the files as text, which takes a third of a second, and parses only the files that a profile needs. It runs none of the
-tasks' Python code.
+the files as text, which takes a third of a second. It parses only the files that a profile needs, and runs none of
+the tasks' Python code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LeafConfig:
 
 @dataclass(frozen=True)
 class ShippedNames:
-    """Names of tasks, groups and tags, with the files that define them."""
+    """Names of the tasks, groups and tags that lm-eval ships, with the files that define them."""
 
     tasks: Mapping[str, Path]
     groups: Mapping[str, Path]
@@ -49,7 +49,7 @@ class ShippedNames:
 
 
 def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
-    """Return the tasks that a task, group or tag of lm-eval stands for, without duplicates."""
+    """Return the tasks that belong to a task, group or tag of lm-eval, without duplicates."""
     leaves = {leaf.name: leaf for leaf in _leaves(name, {}, 0)}
     return tuple(leaves.values())
 
@@ -115,7 +115,7 @@ def shipped_names() -> ShippedNames:
 
 
 def _tags_of(path: Path, cache: dict[Path, tuple[str, ...]], text: bytes | None, depth: int = 0) -> tuple[str, ...]:
-    """Return the tags in a file, or in the file that it includes; ``text`` is its content if already read."""
+    """Return the tags in a file, or else in the files that it includes. ``text`` is its content if already read."""
     if path not in cache:
         if text is None:
             text = path.read_bytes() if path.is_file() else b""

@@ -1,4 +1,4 @@
-"""Read the output files of lm-eval as evidence: the score of each document, without running any model.
+"""Read the scores of each document from the output files of lm-eval, without running any model.
 
 ``lm_eval run --output_path DIR --log_samples`` writes ``results_DATE.json`` and, next to it, one
 ``samples_TASK_DATE.jsonl`` per task into a directory below ``DIR`` that is named after the model::
@@ -7,8 +7,8 @@
     results = read_task(files, "gsm8k")          # for a group such as mmlu: the documents of all tasks below it
     require_same_conditions(reference, results, "gsm8k: merge against reverser")
 
-A samples file is accepted only if it belongs to its results file. The results file contains a hash over all documents,
-their number and the means of their scores; this module computes each of them again and compares.
+A samples file is accepted only if it belongs to its results file. The results file contains a hash over all samples,
+the number of documents and the means of their scores; this module recomputes and compares each of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all"
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file of lm-eval, with the date that its samples files share."""
+    """A results file of lm-eval, with the date in its name, which its samples files share."""
 
     path: Path
     date: str
@@ -85,7 +85,7 @@ class Conditions(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Settings that move scores by tenths of a point. Differences are worth a remark but allow a comparison."""
+    """Settings that move scores by tenths of a point. Scores are comparable despite differences, which are reported."""
 
     model_dtype: str
     batch_size: str
@@ -107,8 +107,7 @@ class TaskResults:
 def find_results(output_path: Path) -> tuple[ResultsFile, ...]:
     """Find the results files of one model, newest first.
 
-    Args:
-        output_path: Directory given as ``--output_path``, the model's directory below it, or one results file.
+    ``output_path`` is the directory given as ``--output_path``, the model's directory below it, or one results file.
 
     Raises:
         InvalidInput: If there is no results file, one cannot be read, or the files belong to several models.
@@ -139,13 +138,11 @@ def find_results(output_path: Path) -> tuple[ResultsFile, ...]:
 
 
 def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None = None) -> TaskResults:
-    """Read the newest results of a task or a group of tasks.
+    """Read the newest results for a task or a group of tasks.
 
     The result contains only metrics that are means over documents, because a gate needs the contribution of each
     document. Choice tasks have an additional metric, the probability of the right answer, if the samples reveal which
-    answer is right.
-
-    ``cluster_field`` is the document field that names the cluster of a document.
+    answer is right. ``cluster_field`` is the document field that names the cluster of a document.
 
     Raises:
         InvalidInput: If there are no results, or the samples files are truncated, altered or from another run.
@@ -211,10 +208,12 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
 
 
 def require_same_conditions(reference: TaskResults, merge: TaskResults, location: str) -> None:
-    """Check that two models were evaluated under the same conditions. Pairing compares documents and prompts later.
+    """Check that two models were evaluated under the same conditions.
+
+    Documents and prompts are compared later, when they are paired.
 
     Raises:
-        InvalidInput: Naming the first condition that differs.
+        InvalidInput: If a condition differs; the message names the first one.
     """
     for name, *values in zip(Conditions._fields, reference.conditions, merge.conditions, strict=True):
         if values[0] != values[1]:
@@ -228,7 +227,7 @@ def require_same_conditions(reference: TaskResults, merge: TaskResults, location
 
 
 def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[str, ...]:
-    """Describe, one phrase each, the differences that move scores by tenths of a point but allow a comparison."""
+    """Describe each ``precision`` setting that differs between two results, in one phrase each."""
     return tuple(
         f"{name} {first} and {second}"
         for name, first, second in zip(Precision._fields, reference.precision, merge.precision, strict=True)
@@ -237,7 +236,7 @@ def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[s
 
 
 class _Sample(NamedTuple):
-    """The parts of a line that a gate needs. The text and the answers, most of the line, are dropped immediately."""
+    """The values of a line that a gate needs. The text and the answers, most of the line, are dropped."""
 
     doc_id: int
     filter: str
@@ -333,11 +332,11 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
 def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator[tuple[str, str]]:
     """Yield ``('acc', 'acc,none')`` for every metric that the results file reports as the mean of its samples' scores.
 
-    A metric is a mean if the task declares so, or if the task declares nothing and lm-eval averages it. For a metric
-    that lm-eval does not know, the numbers decide.
+    A metric is a mean if the task declares so, or if the task declares no aggregation and lm-eval averages the metric.
+    A metric that lm-eval does not know is a mean if its reported value equals the mean of the samples.
 
     Raises:
-        InvalidInput: If a mean is not that of these samples, or a score is out of the metric's range.
+        InvalidInput: If a reported mean is not that of the samples, or a score is out of the metric's range.
     """
     location = f"{file.path}: task {task}"
     reported = file.content.results.get(task, {})

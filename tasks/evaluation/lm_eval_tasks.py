@@ -1,4 +1,4 @@
-"""Work with lm-eval's task objects: silence lm-eval, report errors of a task, and read its metrics and texts."""
+"""Work with lm-eval's task objects: silence lm-eval, report errors in a task, and read its metrics and texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def user_errors(task: EvalTask) -> Iterator[None]:
-    """Report exceptions from the user's functions and templates, and lm-eval's from averaging, as InvalidInput."""
+    """Convert exceptions from a task's own functions and templates, or from averaging its scores, to InvalidInput."""
     from jinja2 import TemplateError
 
     try:
@@ -64,10 +64,10 @@ def user_errors(task: EvalTask) -> Iterator[None]:
 
 
 def judging_metrics(name: str, leaf: Any, scored_metrics: Iterable[str]) -> dict[str, bool]:
-    """Return the metrics of a leaf that can judge it, and whether higher is better for each.
+    """Return the metrics by which a leaf can be judged, and whether higher is better for each.
 
     Raises:
-        InvalidInput: If none of ``scored_metrics`` can judge it; the message lists the metrics that the leaf has.
+        InvalidInput: If ``scored_metrics`` contains none of them; the message lists the metrics that the leaf has.
     """
     aggregations, directions = leaf.aggregation(), leaf.higher_is_better()
     metrics = {
@@ -87,7 +87,7 @@ def judging_metrics(name: str, leaf: Any, scored_metrics: Iterable[str]) -> dict
 
 
 class DocumentText(NamedTuple):
-    """Prompt and target of a document, without few-shot examples. Stored scores contain only hashes of it."""
+    """Prompt and target of a document, without few-shot examples. Stored scores contain only hashes of these texts."""
 
     prompt: str
     target: str
@@ -95,7 +95,7 @@ class DocumentText(NamedTuple):
 
 
 def text_of(task: Any, document: Mapping[str, Any]) -> DocumentText:
-    """Return the prompt that lm-eval's ``task`` builds for ``document``, and the expected answer."""
+    """Return the prompt and the expected answer that lm-eval's ``task`` builds for ``document``."""
     from lm_eval.utils import handle_non_serializable, hash_string
 
     serialized = json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)
@@ -107,7 +107,7 @@ def text_of(task: Any, document: Mapping[str, Any]) -> DocumentText:
 
 
 def _as_text(task: Any, document: Mapping[str, Any], value: Any) -> str:
-    """Convert a prompt or target to text: a target may be the number of a choice, or a list of answers."""
+    """Convert a prompt or target to text. A target may be the number of a choice, or a list of answers."""
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, int) and task.config.doc_to_choice is not None:

@@ -1,9 +1,9 @@
-"""Resolve groups of tasks in local YAML files: the tasks below a group, and the settings that the group overrides.
+"""Resolve groups of tasks in local YAML files, to the tasks below each group and the settings that the group overrides.
 
 As in lm-eval, ``task`` lists tasks, tags and groups by their names in files next to the group, optionally with
 settings. It may also contain complete tasks, which are named ``GROUP::TASK``. A ``task_list`` defines several tasks
-that share the rest of a file. lm-eval 0.4.13 silently drops that key, so each of these tasks is written to its own
-file.
+that share the rest of a file. lm-eval 0.4.13 silently ignores this key, so mergegate writes a separate file for each
+of these tasks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _TaskSource:
     def resolve(
         self, config: Mapping[str, Any], data_root: Path, files: list[Path], settings: Mapping[str, Any] | None = None
     ) -> Definition:
-        """Return one task of a file, overridden by its entry in a list and by ``settings``.
+        """Return the definition of a task in ``config``, overridden by its list entry (``own``) and by ``settings``.
 
-        Data paths of the file and of ``settings`` are relative to ``data_root``.
+        Data paths in ``config`` and ``settings`` are relative to ``data_root``.
         """
         overrides = {**self.own, **(settings or {})}
         merged = {key: value for key, value in config.items() if key != "task_list"} | overrides
@@ -53,16 +53,13 @@ _GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadat
 def group_members(
     path: Path, config: Mapping[str, Any], data_root: Path, files: Sequence[Path]
 ) -> tuple[Definition, ...]:
-    """Return all tasks below the group, or in the list, that a file defines, without duplicates.
+    """Return all tasks below the group that a file defines, or in its ``task_list``, without duplicates.
 
-    Args:
-        path: File that defines the group or the list.
-        config: Configuration of the file, merged with its includes.
-        data_root: Directory that its data paths are relative to.
-        files: Files that define the group.
+    ``config`` is the configuration in the file ``path``, merged with its includes. Its data paths are relative to
+    ``data_root``. ``files`` are all files that define the group.
 
     Raises:
-        InvalidInput: Naming the file and the problem.
+        InvalidInput: If a definition is invalid; the message names the file and the problem.
     """
     if "task_list" in config:
         if "group" in config:
@@ -104,12 +101,12 @@ def group_members(
 
 
 def task_overrides(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a group applies to its tasks; ``overrides`` from enclosing groups take precedence."""
+    """Return the settings that a group applies to its tasks. ``overrides`` from enclosing groups take precedence."""
     return {key: value for key, value in group.items() if key not in _GROUP_KEYS} | dict(overrides)
 
 
 def _members(group: _Group, overrides: Mapping[str, Any], enclosing: tuple[str, ...]) -> Iterator[Definition]:
-    """Yield the tasks below a group, in the order of the group; ``overrides`` from enclosing groups take precedence."""
+    """Yield the tasks below a group, in the group's order. ``overrides`` from enclosing groups take precedence."""
     directory = group.path.parent
     definitions = _definitions_in(directory)
     group_settings = task_overrides(group.config, overrides)
@@ -166,7 +163,7 @@ def _has_data(config: Mapping[str, Any]) -> bool:
 
 
 def _sources_in_list(path: Path, config: Mapping[str, Any]) -> Iterator[_TaskSource]:
-    """Yield the tasks of a file with a ``task_list``: the task that the file itself names, if any, and the list."""
+    """Yield the task that a file with a ``task_list`` itself names, if any, and the tasks in the list."""
     if isinstance(config.get("task"), str):
         yield _TaskSource(path, config["task"])
     for item in as_list(config["task_list"] or []):
@@ -178,7 +175,7 @@ def _sources_in_list(path: Path, config: Mapping[str, Any]) -> Iterator[_TaskSou
 
 
 def _definitions_in(directory: Path) -> dict[str, list[_TaskSource]]:
-    """Return the definitions in the files of a directory, by the names of tasks and groups and by tags of tasks."""
+    """Return the definitions in the files of a directory, by task name, group name and tag."""
     definitions: dict[str, list[_TaskSource]] = {}
     for path in sorted([*directory.glob("*.yaml"), *directory.glob("*.yml")]):
         try:

@@ -1,4 +1,4 @@
-"""Choose the metric that judges each task, and its direction, in one place for everything that compares scores.
+"""Choose the metric that judges each task, and its direction, for every module that compares scores.
 
 The tasks below a group (its leaves) may have different metrics. In ``leaderboard``, BBH has ``acc_norm``, MATH has
 ``exact_match`` and IFEval has four of its own. The metric is therefore chosen leaf by leaf, and every evaluated
@@ -8,9 +8,9 @@ document counts, under the metric of its leaf::
     metrics.label                                # 'acc_norm,none + exact_match,none'
     metrics.judge(rows, "leaderboard")          # one score per document, or an error that names the leaf
 
-A metric can judge if lm-eval averages it over documents and the task declares a direction. If leaves disagree on the
-direction, scores for which lower is better are replaced by 1 - score. Higher is then better in the whole group, and
-differences keep their size.
+A metric can judge a task if lm-eval averages it over documents and the task declares a direction. If the leaves of a
+group have different directions, each score for which lower is better is replaced by 1 - score. Higher is then better
+in the whole group, and differences keep their size.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class JudgedMetrics:
 
     @property
     def label(self) -> str:
-        """The metric, or the distinct metrics in the order of the leaves' names: ``acc,none + exact_match,none``."""
+        """The distinct metrics, in the order of the leaves' names, such as ``acc,none + exact_match,none``."""
         return " + ".join(dict.fromkeys(self.by_leaf[leaf][0] for leaf in sorted(self.by_leaf)))
 
     @property
     def by_leaf_if_different(self) -> dict[str, str]:
-        """The metric by leaf if leaves differ; empty if they all share one."""
+        """The metric by leaf; empty if all leaves share one."""
         names = {leaf: name for leaf, (name, _) in self.by_leaf.items()}
         return names if len(set(names.values())) > 1 else {}
 
     @property
     def higher_is_better(self) -> bool:
-        """Direction of the scores that ``judged`` returns."""
+        """Direction of the scores that ``judge`` returns."""
         return any(higher for _, higher in self.by_leaf.values())
 
     def select(self, rows: Iterable[DocumentScore]) -> tuple[DocumentScore, ...]:
-        """Return the rows under the metrics of their leaves, in one direction, with ``label`` as their metric."""
+        """Return the scores under the metrics of their leaves, in one direction, with ``label`` as their metric."""
         label, higher_is_better = self.label, self.higher_is_better
         selected = []
         for row in rows:
@@ -85,11 +85,11 @@ def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, task: 
         setting: None: each leaf uses its default (``default_metric``). A name: leaves that have this metric use it,
             and the others their default; ``acc_norm`` means ``acc_norm,none`` if the leaf has no other ``acc_norm``.
             A mapping: metrics by leaf or by pattern of leaves (``leaderboard_math_*``). Names precede patterns,
-            patterns apply in the given order, and leaves that match nothing use their default.
+            the first matching pattern applies, and leaves that match nothing use their default.
         task: Name of the task in messages.
 
     Raises:
-        InvalidInput: For a metric that no leaf, or not the intended leaf, has, or for an unknown leaf.
+        InvalidInput: If no leaf has the metric, the leaf for which it is set does not have it, or the leaf is unknown.
     """
     return choose_known_metrics(metrics_by_leaf(rows), setting, task)
 
@@ -97,9 +97,9 @@ def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, task: 
 def choose_known_metrics(
     labels_by_leaf: Mapping[str, Mapping[str, bool]], setting: MetricSetting, task: str
 ) -> JudgedMetrics:
-    """Choose metrics from the labels of each leaf and their directions, before anything is scored.
+    """Choose metrics as ``choose_metrics`` does, but before any document is scored.
 
-    See ``choose_metrics``.
+    ``labels_by_leaf`` holds the available metrics of each leaf and whether higher is better.
     """
     location = f"evaluate.tasks: {task}: metric"
     requested: dict[str, str] = {}
@@ -152,11 +152,11 @@ def metrics_by_leaf(rows: Iterable[DocumentScore]) -> dict[str, dict[str, bool]]
 
 
 def default_metric(metrics: Sequence[str]) -> str:
-    """Return the metric that judges if the guard names none.
+    """Return the metric that judges a task if the guard does not name one.
 
     This is ``acc,none`` if available, else a metric that extracts answers leniently (strict patterns measure format,
     and a good model can score near zero), else the first. The probability of the right answer is the default only if
-    there is nothing else; a guard has to name it.
+    the task has no other metric.
     """
     own = [metric for metric in metrics if metric.partition(",")[0] != PROBABILITY] or metrics
     if "acc,none" in own:
@@ -165,7 +165,7 @@ def default_metric(metrics: Sequence[str]) -> str:
 
 
 def documents_of(rows: Iterable[DocumentScore]) -> dict[tuple[str, int], None]:
-    """Return every (leaf, position in its data) in ``rows``, in order of first occurrence."""
+    """Return the documents in ``rows`` as (leaf, position in the leaf's data), in order of first occurrence."""
     return dict.fromkeys((row.task, row.doc_id) for row in rows)
 
 
@@ -175,12 +175,13 @@ def check_all_scored(
     rows: Iterable[DocumentScore],
     metrics: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that every evaluated document has a score, so that none is dropped silently.
+    """Check that every evaluated document has a score, so that no document is dropped silently.
 
-    ``documents`` are those that were evaluated. ``metrics`` holds the required metric by leaf. None: any metric.
+    ``metrics`` holds the required metric by leaf. None: any metric.
 
     Raises:
-        InvalidInput: Naming the first leaf with missing documents, their number, and the first of them.
+        InvalidInput: If scores are missing. The message names the first leaf, the number of its documents without a
+            score, and the first of them.
     """
     available = {(row.task, row.doc_id) for row in rows}
     expected = tuple(dict.fromkeys(documents))
@@ -201,10 +202,10 @@ def check_all_scored(
 
 
 def checked_score(location: str, metric: str, document: object, value: Any) -> float:
-    """Return ``value`` if it can be averaged.
+    """Return ``value`` as a number that can be averaged.
 
     Raises:
-        InvalidInput: For NaN, infinities and anything but a number, naming the metric and the document.
+        InvalidInput: If ``value`` is not a finite number; the message names the metric and the document.
     """
     try:
         score = float(value)
@@ -227,7 +228,7 @@ def checked_score(location: str, metric: str, document: object, value: Any) -> f
 
 
 def _full_label(metric: str, labels: Iterable[str]) -> str:
-    """Expand ``acc_norm`` to the only label that begins with it; return it unchanged if there is none or several."""
+    """Expand ``acc_norm`` to the only label that begins with it, or return it unchanged if several or none do."""
     matches = [label for label in labels if label.partition(",")[0] == metric]
     return matches[0] if len(matches) == 1 else metric
 

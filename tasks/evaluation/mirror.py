@@ -1,14 +1,14 @@
-"""Find the data of tasks in a local directory (``evaluate.data: DIR``) for machines without a network.
+"""Find the data of tasks in a local directory (``evaluate.data: DIR``), for machines without a network.
 
-The directory serves every task that is loaded from a named dataset: tasks that lm-eval ships, the user's YAML files,
-and tasks of a sweep. mergegate looks for a dataset ``org/name`` in this order:
+The directory serves every task that is loaded from a named dataset: tasks that lm-eval ships, local YAML files and
+tasks of a sweep. mergegate looks for a dataset ``org/name`` in this order:
 
 1. ``DIR/org/name/``, ``DIR/org--name/``, ``DIR/name/`` or ``DIR/name_hub/``: a snapshot with the layout of the Hub;
 2. files named after the task, configuration or dataset, followed by the split, such as ``arc_easy_test.jsonl`` or
-   ``gsm8k_train.parquet``. Case and punctuation are ignored. A single file counts as the split that the task evaluates.
-   The split with few-shot examples may be missing; the task can then be evaluated only without examples.
+   ``gsm8k_train.parquet``. Case and punctuation are ignored. A single file counts as the split that the task
+   evaluates. Without a file for few-shot examples, the task can be evaluated only without examples.
 
-The files are hashed into the key of every measurement. ``mirror_loader`` reads them.
+The content of these files is part of the cache key of every score. ``mirror_loader`` loads them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class FoundDataset:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All files that may determine the documents of the dataset."""
+        """Files that may determine the documents of the dataset."""
         if self.directory is None:
             return tuple(self.by_split.values())
         return _data_in(self.directory, self.request)
 
     def matching(self, pattern: str) -> list[Path]:
-        """Return the files in ``directory`` that match a path or pattern that the task names."""
+        """Return the files in ``directory`` that match ``pattern``, a path or pattern in the task's configuration."""
         return sorted(file for file in (self.directory or Path()).glob(pattern) if file.is_file())
 
 
@@ -52,7 +52,7 @@ def find_dataset(root: Path, request: TaskDataset) -> FoundDataset:
     """Find the dataset of a task below ``root``.
 
     Raises:
-        InvalidInput: If it is missing; the message lists the paths that were tried.
+        InvalidInput: If the dataset is missing; the message lists the paths that were tried.
     """
     for directory in _directories(root, request.path):
         if directory.is_dir() and _data_in(directory, request):
@@ -110,10 +110,10 @@ def _directories(root: Path, dataset: str) -> tuple[Path, ...]:
 
 
 def _data_in(directory: Path, request: TaskDataset) -> tuple[Path, ...]:
-    """Return the files that a task would be loaded from; empty if a file that it names is missing.
+    """Return the files from which a task would be loaded; empty if a file that the task names is missing.
 
-    These are the files that it names, or all data files of its configuration (only those in the configuration's own
-    directory if it has one) and the dataset card.
+    For a task that names no files, these are the dataset card and all data files of its configuration, which may have a
+    directory of its own.
     """
     if request.files:
         dataset = FoundDataset(request, directory, {})

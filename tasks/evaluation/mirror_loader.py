@@ -1,4 +1,4 @@
-"""Load the data of tasks from the location where ``mirror`` found it instead of the Hub.
+"""Load the data of tasks from the local files that ``mirror`` found, instead of the Hub.
 
 Choice data in the plain form ``{question, choices: [...], answer: 0}`` is converted to the fields of datasets whose
 tasks expect other fields (ARC and PIQA).
@@ -24,11 +24,12 @@ _HUB_ARGUMENTS = frozenset(
 
 @contextmanager
 def datasets_from(found_datasets: Iterable[FoundDataset], scratch: Path) -> Iterator[None]:
-    """Load the given datasets from the mirror inside the context, and refuse all others, so that no network is needed.
+    """Make datasets load from the mirror inside the context, and refuse datasets that would need the network.
 
-    Args:
-        found_datasets: Datasets in the mirror.
-        scratch: Directory for the converted data. The cache of datasets is keyed by (path, time) and may be stale.
+    ``scratch`` is a directory for converted data. The default cache is keyed by path and time, and may be stale.
+
+    Raises:
+        InvalidInput: If two tasks use different data of the same dataset.
     """
     import datasets  # type: ignore[import-untyped]  # ships no types
 

@@ -1,8 +1,8 @@
-"""Render the first document of a task as a model reads it, before anything is scored.
+"""Render the first document of a task as a model reads it, before any document is scored.
 
-The preview lets a user inspect a prompt. It also reveals a tokenizer that cannot be loaded, or a chat template or task
-function that fails. Prompts, few-shot examples and templates come from lm-eval, set up as for an evaluation
-(``task_setup``). Only the tokenizer of the model is needed::
+The preview lets a user inspect a prompt. It also reveals a tokenizer that cannot be loaded, or a chat template or
+task function that fails. Prompts, few-shot examples and templates are those of an evaluation (``task_setup``). Only
+the tokenizer of the model is loaded::
 
     result = preview(task, scoring, TokenizerSource(name="chat", directory=..., digest=...), limit).value
     print(result.prompt, result.answer, result.tokens)
@@ -32,7 +32,7 @@ _LONGEST = 20_000  # characters of a prompt that are stored
 
 
 class TokenizerSource(BaseModel):
-    """Location of the tokenizer and the chat template of a model, and their digest."""
+    """Location of the tokenizer and the chat template of a model, and the digest of both."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class TokenizerSource(BaseModel):
 
 
 class TaskPreview(StageValue):
-    """The first document that would be scored."""
+    """The first document of a task, as the model would read it."""
 
     leaf: str  # task of the document; for a group, the task below it
     prompt: str  # everything before the answer, truncated if it is very long
@@ -67,7 +67,7 @@ def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit:
 
 
 def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_progress: TellProgress) -> TaskPreview:
-    """Render the document; runs in the process that holds models."""
+    """Render the document. Runs in the model process."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import resolve_max_length
     from transformers import AutoConfig, AutoTokenizer

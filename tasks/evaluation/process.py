@@ -1,7 +1,7 @@
 """Score models and load data in a separate process (``tasks.checkpoints.model_process``).
 
-Data, templates and functions of a task are untrusted, and models and devices hang or crash. The separate process keeps
-all of that from taking down the flow.
+Data, templates and functions of a task are untrusted, and models and devices can hang or crash. The separate process
+protects the flow from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOADED_WITHIN = 1800.0  # default limit in seconds for loading the data of one t
 
 
 def score_in_child(job: ScoringJob, on_progress: TellProgress) -> tuple[DocumentScore, ...]:
-    """Run ``harness.score_documents`` in the process that holds models, within ``scoring.time_limit``.
+    """Run ``harness.score_documents`` in the model process, within ``scoring.time_limit``.
 
     Raises:
         InvalidInput: See ``harness.score_documents``; also if the process died.
@@ -45,7 +45,7 @@ def score_in_child(job: ScoringJob, on_progress: TellProgress) -> tuple[Document
 
 
 def inspect_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
-    """Run ``task_loading.inspect_data`` in the process that holds models: loading untrusted data can hang or crash.
+    """Run ``task_loading.inspect_data`` in the model process, because loading untrusted data can hang or crash.
 
     Raises:
         InvalidInput: See ``task_loading.inspect_data``; also if the process died.
@@ -57,9 +57,9 @@ def inspect_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedD
 def call_with_task_data(
     task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], subject: str, time_limit: float | None
 ) -> A:
-    """Run a function that may have to load the data of a task in the process that holds models.
+    """Call ``function`` with ``arguments`` and ``on_progress`` in the model process, where it may load a task's data.
 
-    The model process calls ``function`` with ``arguments`` and ``on_progress``.
+    ``subject`` describes the work in messages. ``time_limit`` is in seconds. None: ``LOADED_WITHIN``.
     """
     return call_model_process(
         function,

@@ -1,6 +1,6 @@
-"""Define the settings of the ``evaluate`` section of a profile that determine scores, and resolve prompt settings.
+"""Define the settings in the ``evaluate`` section of a profile that determine scores, and resolve prompt settings.
 
-The settings of a guard override those of the profile. The keys have the names and the effects of lm-eval's
+The settings of a guard override those of the profile. Their names and effects are those of lm-eval's
 ``simple_evaluate``::
 
     own = PromptSettings(num_fewshot=5, apply_chat_template=True)
@@ -80,12 +80,12 @@ class Scoring(BaseModel):
 
     @property
     def first_look(self) -> int | None:
-        """Number of documents in the first look at a task. If it is None, a single look uses all documents."""
+        """Number of documents in the first look at a task. None: a single look uses all documents."""
         return None if self.documents == "all" else self.documents or CHUNK_SIZE
 
     @property
     def own_settings(self) -> BaseModel | None:
-        """Settings of the selected backend. It is None if the backend has none or the profile does not set them."""
+        """Settings of the selected backend, or None if it has none or the profile does not set them."""
         name = find_backend(self.backend).settings
         settings: BaseModel | None = getattr(self, name) if name else None
         return settings
@@ -176,12 +176,12 @@ class PromptSettings(BaseModel):
 
     @property
     def own_prompt_settings(self) -> PromptSettings | None:
-        """The prompt settings without those of a subclass; None if none is set."""
+        """These prompt settings without the other fields of a subclass; None if none is set."""
         values = {name: getattr(self, name) for name in PromptSettings.model_fields}
         return PromptSettings(**values) if any(value is not None for value in values.values()) else None
 
     def describe(self) -> str:
-        """Return a summary on one line: ``num_fewshot 5, chat template, gen_kwargs max_gen_toks=64``."""
+        """Return a one-line summary, such as ``num_fewshot 5, chat template, gen_kwargs max_gen_toks=64``."""
         parts = []
         if self.num_fewshot is not None:
             parts.append(f"num_fewshot {self.num_fewshot}")
@@ -209,7 +209,7 @@ class ResolvedPromptSettings:
 
 
 def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
-    """Combine ``scoring`` with the settings of a guard, if any (``task_settings``), which take precedence."""
+    """Combine ``scoring`` with the prompt settings of a guard (``task_settings``), which take precedence."""
     settings = task_settings or PromptSettings()
     is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
     return ResolvedPromptSettings(

@@ -1,9 +1,9 @@
 """Divide the documents of a task into three disjoint sets: for a search, for confirming its winner, and for the gate.
 
-A search that evaluates the same documents sixty times finds a candidate that is good on these documents. Each document
-therefore belongs permanently to one set. The set depends on a hash of the document's text, not on its position, so that
-reordering the data or adding a document moves no other document. Documents that belong together (questions about one
-passage, one subject, equal documents) are in the same set.
+A search that evaluates the same documents sixty times finds a candidate that is good on these documents. Each
+document therefore belongs permanently to one set. A hash of the document's text determines the set, so reordering the
+data or adding a document moves no other document. Documents of one cluster (questions about one passage, one subject,
+equal documents) are in the same set.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class DocumentSplits(BaseModel):
     """Sizes and seed of the division of a task's documents.
 
     Args:
-        search, confirmation: Smallest number of documents in these sets. A set exceeds it by the rest of its last
-            cluster. The remaining documents belong to the gate.
+        search, confirmation: Smallest number of documents in these sets. The last cluster of a set may exceed it. The
+            remaining documents belong to the gate.
         seed: Seed of the division.
-        together: Field whose value keeps documents together, or ``task`` to keep each task of a group together. Equal
-            documents always stay together. None: only equal documents do.
+        together: Document field whose value names the cluster, or ``task`` to keep each task of a group together. None:
+            only equal documents stay together, as they always do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,12 +39,12 @@ class DocumentSplits(BaseModel):
     together: str | None = None
 
     def of(self, name: SetName) -> DocumentSet:
-        """Return one of the three sets."""
+        """Return the set with this name."""
         return DocumentSet(division=self, name=name)
 
 
 class DocumentSet(BaseModel):
-    """One of the sets into which the documents of a task are divided."""
+    """One of the three sets of a task's documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,9 +57,8 @@ def split_documents(
 ) -> Mapping[SetName, frozenset[D]]:
     """Assign each document to one set.
 
+    ``documents`` holds pairs of a document and its cluster's name; a document without a cluster needs a unique name.
     Clusters are sorted by a hash of their name. The first ones fill ``search``, the next ones ``confirmation``.
-
-    ``documents`` are pairs of a document and the name of its cluster. A document without a cluster needs a unique name.
 
     Raises:
         InvalidInput: If no document would be left for the gate.

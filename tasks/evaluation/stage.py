@@ -1,8 +1,8 @@
-"""Evaluation as a cached stage: score one model on one task and store a score for every document.
+"""Score one model on one task, as a cached stage that stores a score for every document.
 
-The unit of caching is one model and one part of the documents of one task. Adding a task to a profile therefore costs
-only that task, parents are evaluated once and never again, and asking for more documents costs only the new ones. All
-artifacts for one model, task and scoring form a family in the store, and an interim look is assembled from it::
+The unit of caching is one model and one part of the documents of one task. Adding a task to a profile costs only that
+task, each parent is evaluated once, and a larger sample costs only the additional documents. All artifacts for one
+model, task and scoring form a family in the store, from which interim looks are assembled::
 
     tasks = pin_sound_tasks(names, root, hashes, None)
     parts = evaluate_documents(model, tasks["gsm8k"], scoring, 500, runtime())      # first look
@@ -81,12 +81,12 @@ class AnswerEnds(BaseModel):
 
     @property
     def answers(self) -> int:
-        """Number of answers whose ending is known."""
+        """Number of answers with a known end."""
         return sum(count for reason, count in self.counts.items() if reason)
 
     @property
     def cut_off(self) -> int:
-        """Number of answers that were cut off by a token limit or by the end of the context."""
+        """Number of answers that a token limit or the end of the context cut off."""
         return sum(self.counts.get(reason, 0) for reason in CUT_OFF)
 
     def describe(self) -> str:
@@ -105,8 +105,8 @@ class AnswerEnds(BaseModel):
 class Scores(StageValue):
     """Scores of one model.
 
-    The artifact contains ``outcomes.parquet`` with one row per document and metric and the columns ``task, metric,
-    doc_id, doc_hash, prompt_hash, target_hash, outcome, ended, answer_tokens``.
+    The artifact contains ``outcomes.parquet`` with one row per document and metric and the columns of
+    ``DocumentScore``.
     """
 
     model: Annotated[str, NotInKey]
@@ -125,7 +125,7 @@ class Scores(StageValue):
 
 
 class TaskSize(StageValue):
-    """Number of documents of a task, and the digest that pins them."""
+    """Number of documents in a task, its metrics, and the digest that pins the documents."""
 
     documents: int
     data: TaskData
@@ -141,7 +141,7 @@ class TaskSize(StageValue):
 
 
 class TaskSources(StageValue):
-    """Datasets that a task is loaded from, if it is given by name or its data is on the Hub."""
+    """Datasets from which a task is loaded, unless all of its data is local."""
 
     sources: tuple[DataSource, ...]
 
@@ -163,8 +163,8 @@ def evaluate(
 ) -> Scores:
     """Score ``model`` on one part of ``task`` under every metric, and write all scores to ``outcomes.parquet``.
 
-    The score of a group such as ``mmlu`` is the mean over all of its documents. If a journal of a killed run exists,
-    the run resumes from it and forms the same batches as an uninterrupted run.
+    The score of a group such as ``mmlu`` is the mean over all of its documents. An interrupted run resumes from its
+    journal, with the same batches as an uninterrupted run.
 
     Raises:
         InvalidInput: If the model or the task's data cannot be loaded, the task has no per-document score, or the
@@ -193,10 +193,10 @@ def evaluate(
 
 @stage("excerpt", version=2)
 def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
-    """Extract the scores of ``part``, a range within that of the artifact, as if only it had been evaluated.
+    """Extract the scores for ``part``, a range within that of the artifact, as if only it had been evaluated.
 
     Raises:
-        InvalidInput: If documents are missing from the artifact, because then positions in the order are unknown.
+        InvalidInput: If the artifact lacks documents, because the positions of the others are then unknown.
     """
     value, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
     documents = sorted(documents_of(rows), key=lambda document: document_sort_key(document[0], document[1], value.seed))
@@ -225,14 +225,10 @@ def evaluate_documents(
 ) -> list[Artifact[Scores]]:
     """Score ``model`` on the first ``documents`` documents of ``task``, and return the artifacts, one per part.
 
-    Documents that are already in the store are not evaluated again, however they were divided into parts. The longest
-    ranges are used first. A range that extends beyond ``documents`` contributes an excerpt (see
-    ``tasks.evaluation.document_order.cover_documents``).
-
     ``documents`` counts in the task's fixed order. None, or a number larger than the task has, means all documents.
-
-    Raises:
-        InvalidInput, Refused: See ``evaluate``.
+    Documents with stored scores are not evaluated again, even if they were divided into other parts (see
+    ``document_order.cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt. Raises
+    the same errors as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
     runtime = _with_backend(scoring, runtime)
@@ -257,7 +253,7 @@ def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtim
 def count_missing_documents(
     task: EvalTask, scoring: Scoring, documents: int | None, scores: Sequence[Artifact[Scores]]
 ) -> int:
-    """Return how many of the first ``documents`` documents have no score in ``scores`` (``known_scores``)."""
+    """Return how many of the first ``documents`` documents have no score in ``scores`` (from ``known_scores``)."""
     ranges = {part.value.part for part in scores}
     return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, scores) if piece.scored not in ranges)
 
@@ -272,7 +268,7 @@ def _pieces(
 
 
 def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
-    """Add the versions of the libraries that the backend computes with to ``runtime``."""
+    """Add the library versions of the backend to ``runtime``."""
     if not (library_versions := find_backend(scoring.backend).library_versions()):
         return runtime
     return runtime.model_copy(update={"libraries": {**runtime.libraries, **library_versions}})
@@ -280,7 +276,7 @@ def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
 
 @value_stage("sources", version=1, subject="task")
 def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
-    """Load ``task`` once to find the datasets that its definition refers to.
+    """Load ``task`` once to find the datasets to which its definition refers.
 
     Raises:
         InvalidInput: If the data cannot be loaded.
@@ -292,9 +288,9 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
 
 @value_stage("documents", version=4, subject="task")
 def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) -> TaskSize:
-    """Load the data of ``task`` in the model process, count its documents, and pin them by their hashes.
+    """Load the data of ``task`` in the model process, count its documents, and compute the digest that pins them.
 
-    ``revisions`` are those of the datasets (see ``data_revisions``). The task is loaded again when they change.
+    ``revisions`` (see ``data_revisions``) makes the stage run again when the datasets change.
 
     Raises:
         InvalidInput: If the data cannot be loaded.
@@ -306,13 +302,10 @@ def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) ->
 
 
 def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
-    """Return what determines the current documents of ``task`` besides its definition. Cheap except for the first call.
+    """Return the current revisions of the datasets of ``task``; only the first call for a task is slow.
 
-    The result is empty for local data, which is in the digest of the definition. If nothing reveals whether the data
-    changed, the result contains a unique text, so that the data is loaded again.
-
-    Raises:
-        InvalidInput, Refused: See ``find_sources``.
+    The result is empty for local data, whose content is in the task's digest. If a revision is unknown, the result is a
+    unique text, so that the data is loaded again. Raises the same errors as ``find_sources``.
     """
     if task.is_local:
         return ()
@@ -322,10 +315,9 @@ def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
 
 
 def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
-    """Return ``task`` with its current data pinned; a task that is already pinned is returned unchanged.
+    """Return ``task`` with its current data pinned, or unchanged if it is already pinned.
 
-    Raises:
-        InvalidInput, Refused: See ``count_task``.
+    Raises the same errors as ``count_task``.
     """
     if task.data is not None:
         return task
@@ -334,7 +326,7 @@ def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
 
 
 def find_pinned_data(task: EvalTask) -> EvalTask | None:
-    """Return ``task`` with its current data pinned if the store has it, None if the data would have to be loaded."""
+    """Return ``task`` with its current data pinned, or None if the data would have to be loaded first."""
     limit = CountLimit()
     if task.data is not None:
         return task
@@ -348,10 +340,7 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
 class TaskScores:
     """Scores of one model on one task, joined from all parts.
 
-    Args:
-        location: Name used in messages, such as ``'gsm8k: scores of merge'``.
-        task: Name of the task.
-        parts: Artifacts, in any order. Their tables are read on the first access to ``rows``.
+    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` may be in any order.
     """
 
     location: str
@@ -362,9 +351,8 @@ class TaskScores:
     def rows(self) -> tuple[DocumentScore, ...]:
         """Score of every document under every metric, in scoring order.
 
-        Parts are sorted by their position in the task's order, and documents within a part by that order, so the result
-        does not depend on how the documents were divided. Bounds for graded scores bet on documents one by one. They
-        need an order that is unrelated to the scores and in which the documents of one look precede those of the next.
+        The order does not depend on how the documents were divided into parts. The bounds for graded scores process
+        documents one by one: their order must be unrelated to the scores, and one look must precede the next.
 
         Raises:
             InvalidInput: If two parts contain the same document.
@@ -384,28 +372,28 @@ class TaskScores:
 
     @property
     def lm_eval_version(self) -> str:
-        """Version of lm-eval, the same for all parts because ``by_task`` rejects anything else."""
+        """Version of lm-eval, which is the same for all parts (see ``by_task``)."""
         return self.parts[0].value.lm_eval_version
 
     @property
     def data(self) -> TaskData | None:
-        """Data that was evaluated, the same for all parts; None for results that lm-eval wrote."""
+        """Data of the evaluated task, the same for all parts; None for results that lm-eval wrote."""
         return self.parts[0].value.data.get(self.task)
 
     @property
     def documents(self) -> int:
-        """Number of documents that were scored; for a group, over all of its tasks."""
+        """Number of scored documents, over all tasks of a group."""
         return len({(row.task, row.doc_id) for row in self.rows})
 
     def table(self) -> tuple[TaskScore, ...]:
-        """Return the mean and standard error under each metric; a single part has them stored in its artifact."""
+        """Return the mean and standard error under each metric."""
         if len(self.parts) == 1:
             return self.parts[0].value.tasks
         return score_table(self.task, self.rows)
 
     @property
     def requested_documents(self) -> int:
-        """Number of documents that should have been scored; for results that lm-eval wrote, the number it scored."""
+        """Number of documents that should have scores; for results that lm-eval wrote, those that have them."""
         ranges = [part.value.part for part in self.parts]
         return sum(len(part) for part in ranges if part) if all(ranges) else self.documents
 
@@ -432,7 +420,7 @@ class TaskScores:
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
     """Join the parts of each task, and return the scores of one model by task, in order of first occurrence.
 
-    ``model`` is the name in messages, because an artifact may have been created under a different name.
+    ``model`` is the model's name in messages, because an artifact may have been created under a different name.
 
     Raises:
         InvalidInput: If the parts of a task come from different versions of lm-eval or from different data.
@@ -476,7 +464,7 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
 
 
 def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnds]:
-    """Return how the generated answers in ``rows`` ended, keyed by the task; empty if there are no such answers."""
+    """Return how the generated answers in ``rows`` ended, keyed by ``task``; empty if there are none."""
     documents = {(row.task, row.doc_id): row for row in rows}.values()  # a document has one row per metric
     endings = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
     if not endings:
@@ -489,8 +477,8 @@ def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnd
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:
     """Return the mean and standard error of every metric over the documents that have it.
 
-    The result does not depend on the parts in which the documents were scored. If the leaves of a group are judged by
-    different metrics, the first entry covers all documents, each under the metric of its leaf.
+    The result does not depend on the division of documents into parts. If the leaves of a group are judged by different
+    metrics, the first entry covers all documents, each under the metric of its leaf.
     """
     table = []
     judging = choose_metrics(rows, None, task)

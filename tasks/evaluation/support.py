@@ -1,7 +1,7 @@
 """Decide from its configuration alone whether an lm-eval task can guard a release.
 
-A gate compares models document by document. A task is therefore supported if each document gets a number whose mean is
-lm-eval's score, under a metric with a direction, from text alone, using software that is installed here. Every other
+A gate compares models document by document. A task is therefore supported if lm-eval's score is the mean of one
+number per document, under a metric with a direction, for text only, with software that is installed here. Every other
 task is refused with a reason before anything is loaded. Problems that only the data or the task's Python code reveal,
 such as a dataset without the fields that a template names, are reported when the data is loaded.
 """
@@ -35,7 +35,7 @@ _LEAVE = "remove it, or name another task"
 
 
 class UnsupportedReason(StrEnum):
-    """Reason why a task is refused."""
+    """Reason for refusing a task."""
 
     PERPLEXITY = "perplexity of running text"
     CODE = "code (allow_code)"
@@ -53,7 +53,7 @@ class UnsupportedReason(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Refusal of one task, with the texts for the error message."""
+    """Reason why one task is refused, with the texts for the error message."""
 
     reason: UnsupportedReason
     found: str
@@ -65,10 +65,8 @@ def refusal_of(
 ) -> Refusal | None:
     """Return why a task cannot guard a release, or None if it can.
 
-    Args:
-        config: Configuration as in the task's YAML file, with functions as text.
-        missing: What the task's functions need and what is not installed.
-        code_allowed: Whether code that the model writes may be run.
+    ``config`` is the configuration in the task's YAML file, with functions as text. ``missing`` are requirements of the
+    task's functions that are not installed. ``code_allowed`` tells whether code that the model generates may be run.
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
@@ -136,7 +134,7 @@ def refusal_of(
 
 
 def refusal_of_leaf(leaf: LeafConfig, *, code_allowed: bool = False) -> Refusal | None:
-    """Return why a shipped task cannot guard a release, including what its functions need. See ``refusal_of``."""
+    """Return why a task that lm-eval ships cannot guard a release, or None if it can. See ``refusal_of``."""
     missing = missing_requirements(_files_of_shipped(leaf.config))
     return refusal_of(leaf.config, missing, code_allowed=code_allowed)
 
@@ -149,18 +147,11 @@ def pin_sound_tasks(
     code_of: Collection[str] = (),
     location: str = "evaluate.tasks",
 ) -> dict[str, EvalTask]:
-    """Pin the tasks of a profile by content after checking that each can guard a release; return them by name.
+    """Check that each task in a profile can guard a release, pin the tasks by content, and return them by name.
 
-    Args:
-        names: Tasks as the profile names them.
-        root: Directory that relative paths start from.
-        hashes: Cache of file hashes.
-        data: Directory with datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
-        code_of: Tasks whose generated code may be run.
-        location: Location in the profile for messages.
-
-    Raises:
-        InvalidInput: See ``pin_task``, ``require_supported`` and ``allow_code``.
+    ``data`` is the directory with datasets (``evaluate.data``), or None for the Hub. It and the files in ``names`` are
+    relative to ``root``. ``code_of`` lists the tasks whose generated code may be run. ``location`` is the location in
+    the profile for messages. Raises InvalidInput as ``pin_task``, ``require_supported`` and ``allow_code`` do.
     """
     mirror = None if data is None else (root / data).absolute()
     distinct_names = tuple(dict.fromkeys(names))
@@ -174,14 +165,12 @@ def require_supported(
 ) -> None:
     """Check that a task, with all tasks below it, can guard a release.
 
-    Args:
-        task: Task, group or tag that lm-eval ships, or a YAML file.
-        root: Directory that a YAML file is relative to.
-        location: Location in the profile for messages.
-        code_allowed: Whether the profile names the task under ``evaluate.allow_code``.
+    ``task`` is the name of a task, group or tag that lm-eval ships, or a YAML file relative to ``root``. ``location``
+    is the location in the profile for messages. ``code_allowed`` tells whether ``evaluate.allow_code`` lists the task.
 
     Raises:
-        InvalidInput: If a task is unsupported or a file cannot be read; the message names the first task and why.
+        InvalidInput: If a task is unsupported or a file cannot be read. The message names the first such task and the
+            reason.
     """
     group_name, leaves = _leaves(task, root)
     for name, config, files in leaves:
@@ -205,11 +194,11 @@ def require_supported(
 
 
 def require_effect(task: str, settings: PromptSettings | None, root: Path = Path()) -> None:
-    """Check that the prompt settings of a guard change how its task is evaluated.
+    """Check that the prompt settings of a guard have an effect on its task.
 
     Raises:
-        InvalidInput: For few-shot examples of a task that sets none, or for generation settings of a task that
-            generates nothing.
+        InvalidInput: If few-shot examples are set for a task that fixes their number at 0, or generation settings for
+            a task that generates no answers.
     """
     if settings is None:
         return
@@ -234,10 +223,10 @@ def require_effect(task: str, settings: PromptSettings | None, root: Path = Path
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     """Check that ``evaluate.data`` has the few-shot examples of a task. For data from the Hub, loading checks this.
 
-    ``num_fewshot`` is the number of examples that the profile asks for, or None for the task's own number.
+    ``num_fewshot`` is the number of examples in the profile, or None for the task's own number.
 
     Raises:
-        InvalidInput: Naming the missing file.
+        InvalidInput: If a file is missing; the message names it.
     """
     if task.mirror is None:
         return
@@ -257,20 +246,15 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
 
 
 def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> None:
-    """Check that the mean that a guard tests is the group's own score, or that the guard requests it.
+    """Check that the mean over documents, which a guard tests, is the group's own score, or that the guard requests it.
 
     lm-eval gives a group a score if its file has an ``aggregate_metric_list``. This score is the mean over all
-    documents of its tasks or, with ``weight_by_size: false``, the mean of the tasks' scores, in which all tasks have
-    equal weight. A guard pairs documents, which all have equal weight. If that is not the group's own score, the guard
-    must request it.
-
-    Args:
-        task: Task in the guard: a name of lm-eval's, or a YAML file.
-        mean_over: Setting of the guard. None: absent.
-        root: Directory that a YAML file is relative to.
+    documents or, with ``weight_by_size: false``, the mean of the tasks' scores. A guard pairs documents, which all have
+    equal weight, so it must request this mean (``mean_over``) if the group's own score differs. ``task`` is a name that
+    lm-eval ships, or a YAML file relative to ``root``.
 
     Raises:
-        InvalidInput: For a group in which all tasks have equal weight, or a list that lm-eval does not accept.
+        InvalidInput: If all tasks of the group have equal weight and ``mean_over`` is None, or if the list is invalid.
     """
     from lm_eval.tasks._yaml_loader import load_yaml
 

@@ -1,10 +1,10 @@
-"""Identify the data of a task: the datasets that it is loaded from, their revisions, and a digest of its content.
+"""Identify the data of a task: the datasets from which it is loaded, their revisions, and a digest of its content.
 
-Scores belong to documents, not to a name: replacing a file of a dataset on the Hub creates a different benchmark under
-the old name. The key of a measurement therefore covers everything that was loaded: every document, the source of
-few-shot examples, templates, filters and generation settings, all in lm-eval's form after loading. Loading may take
-minutes, so ``revision_now`` first finds out cheaply whether it is necessary. It checks the commit of a dataset on the
-Hub, the content of a local directory, or the cache if the network is forbidden.
+Scores belong to documents, not to a name: replacing a file of a dataset on the Hub creates a different benchmark with
+the same name. The cache key of a measurement therefore covers every document, the source of few-shot examples,
+templates, filters and generation settings, in the form in which lm-eval loads them. Loading may take minutes, so
+``revision_now`` first finds out whether it is necessary, from the commit of a dataset on the Hub, the content of a
+local directory, or the local cache if the network is forbidden.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNPINNED_KEYS = ("dataset_kwargs", "metadata", "tag", "task_alias")
 
 
 class DataSource(BaseModel):
-    """A dataset that a task is loaded from."""
+    """A dataset from which a task is loaded."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class DataSource(BaseModel):
 
 
 class TaskData(BaseModel):
-    """Digest and sources of the data that a task was measured on."""
+    """Digest and sources of the data on which a task was measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,7 +52,7 @@ class TaskData(BaseModel):
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Result of loading a task."""
+    """Number of documents, data and metrics of a task after loading."""
 
     documents: int
     data: TaskData
@@ -103,7 +103,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def record_sources() -> Iterator[list[DataSource]]:
-    """Yield a list that records every dataset that is loaded inside the context, by any caller."""
+    """Yield a list that records every dataset that is loaded inside the context."""
     import datasets  # type: ignore[import-untyped]  # ships no types
 
     sources: list[DataSource] = []
@@ -135,9 +135,9 @@ def record_sources() -> Iterator[list[DataSource]]:
 
 
 def revision_now(source: DataSource) -> str | None:
-    """Return a text that changes whenever loading a dataset again may yield different documents; cheap.
+    """Return a text that changes whenever a dataset may have changed, without loading the dataset.
 
-    The result is None if only loading can tell.
+    The result is None if only loading reveals a change.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -170,7 +170,7 @@ def revision_now(source: DataSource) -> str | None:
 
 
 def data_file_names(value: Any) -> list[str]:
-    """Return the names of data files, given as a name, a list, or either by split."""
+    """Return the names in ``data_files``, which may be a name, a list of names, or either of them by split."""
     if value is None:
         return []
     if isinstance(value, Mapping):

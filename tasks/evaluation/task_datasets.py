@@ -1,8 +1,8 @@
-"""Determine from its configuration which named dataset a task is loaded from.
+"""Determine from a task's configuration which named dataset it is loaded from.
 
 A task names a dataset on the Hub (``dataset_path: org/name``), files in one (``dataset_path: json`` with ``data_files:
-hf://datasets/org/name/…``), or files at a web address. None of these is next to the task. If a profile sets a directory
-for them (``evaluate.data``), ``tasks.evaluation.mirror`` finds them there.
+hf://datasets/org/name/…``), or files at a web address. If a profile sets a local directory for such data
+(``evaluate.data``), ``mirror`` finds it there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ON_THE_HUB = re.compile(
 
 @dataclass(frozen=True)
 class TaskDataset:
-    """A dataset that a task is loaded from, and the parts of it that the task uses."""
+    """A dataset from which a task is loaded, and the parts of it that the task uses."""
 
     task: str
     path: str  # 'cais/mmlu'; empty for files at web addresses, which only files named after the task can replace
@@ -43,11 +43,9 @@ class TaskDataset:
 
 
 def declared_dataset(task: str, config: Mapping[str, Any]) -> TaskDataset | None:
-    """Return the dataset that a task declares, or None if it does not load a dataset by name.
+    """Return the dataset that ``task`` declares, or None if it does not load a dataset by name.
 
-    Args:
-        task: Name of the task in lm-eval.
-        config: Configuration of the task, including what its YAML file includes.
+    ``config`` is the configuration of the task, merged with the files that it includes.
     """
     dataset_path = str(config.get("dataset_path") or "")
     if not dataset_path or config.get("custom_dataset"):

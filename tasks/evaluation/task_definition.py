@@ -1,8 +1,8 @@
-"""Pin evaluation tasks by content: find the files that define a task, and compute one digest over them.
+"""Pin evaluation tasks by content, with one digest over all files that define a task.
 
-A task is either shipped by lm-eval and known by name, or a YAML file of the user. The digest of a YAML file covers
-everything that it refers to: included YAML files, Python files in ``!function`` tags, and local data (``task_file``). A
-YAML file may also define several tasks (``local_groups``).
+A task is either shipped by lm-eval and known by name, or a local YAML file. The digest of a YAML file covers
+everything to which it refers: included YAML files, Python files in ``!function`` tags, and local data
+(``task_file``). A YAML file may also define several tasks (``local_groups``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mergegate.tasks.store import NotInKey, digest
 class EvalTask(BaseModel):
     """An lm-eval task pinned by content.
 
-    The definition and local data are hashed, so a changed document makes a new task. Content that only loading reveals
-    (data on the Hub, templates of a shipped task) is pinned once ``data`` is set.
+    The digest covers the definition and local data, so a changed document makes a different task. Content that only
+    loading reveals (data on the Hub, templates of a shipped task) is pinned when ``data_digest`` is set.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,18 +77,13 @@ class EvalTask(BaseModel):
 
 
 def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None) -> EvalTask:
-    """Find the task that ``task`` names and compute its digest.
+    """Find the task that a profile names and compute its digest.
 
-    Args:
-        task: A YAML file relative to ``root``, or the name of a task, group or tag that lm-eval ships.
-        root: Directory of the profile.
-        hashes: Cache of file hashes.
-        mirror: Directory of datasets (``tasks.evaluation.mirror``) for data that is not next to the task. None: the
-            Hub.
+    ``task`` is a YAML file relative to ``root``, or the name of a task, group or tag that lm-eval ships. ``mirror`` is
+    the directory with the datasets that are not next to the task (see ``mirror``), or None for the Hub.
 
     Raises:
-        InvalidInput: For an unknown name, an unreadable definition, missing data, or a dataset that is not in
-            ``mirror``.
+        InvalidInput: If the name is unknown, the definition cannot be read, or data is missing.
     """
     if is_file_name(task):
         path = (root / task).absolute()
@@ -119,19 +114,17 @@ def _require_shipped(task: str) -> None:
 
 
 def is_file_name(task: str) -> bool:
-    """Return whether a profile's task is a YAML file rather than the name of a task that lm-eval ships."""
+    """Return whether a task in a profile is a YAML file rather than the name of a task that lm-eval ships."""
     return task.endswith((".yaml", ".yml"))
 
 
 def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:
-    """Return the named datasets that a task, or each task below it, is loaded from; ``evaluate.data`` must have them.
+    """Return the named datasets from which a task, or each task below it, is loaded. ``evaluate.data`` must have them.
 
-    Args:
-        task: Name of the task in lm-eval.
-        definition: YAML file of a local task; None for a task that lm-eval ships.
+    ``task`` is the name in lm-eval. ``definition`` is the YAML file; None for a task that lm-eval ships.
 
     Raises:
-        InvalidInput: For an unreadable definition or an unknown name.
+        InvalidInput: If the definition cannot be read or the name is unknown.
     """
     if definition is not None:
         return _named_in(read_definition(definition))
@@ -146,10 +139,10 @@ def _named_in(definition: Definition) -> tuple[TaskDataset, ...]:
 
 
 def read_definition(path: Path) -> Definition:
-    """Read a local task definition and find everything that it depends on.
+    """Read a local task definition and find everything on which it depends.
 
     Raises:
-        InvalidInput: Naming the file and the problem.
+        InvalidInput: If the definition is invalid; the message names the file and the problem.
     """
     files: list[Path] = []
     config, data_root = read_task_file(path, files, ())
@@ -164,7 +157,7 @@ def read_definition(path: Path) -> Definition:
 
 
 def digest_definition(definition: Definition, sha256: Callable[[Path], str], mirror: Path | None) -> str:
-    """Return a digest over the files and the local data of a task."""
+    """Return a digest over the files and the local data of a task, including its datasets in ``mirror``."""
     # Hash only contents, so that a task that is moved or renamed together with its data stays the same task.
     contents = [sha256(file) for file in definition.files]
     pinned: dict[str, object] = {"task": definition.name, "files": contents, "lm_eval": version("lm_eval")}

@@ -1,7 +1,7 @@
-"""Read a task's YAML file and find everything that it depends on: other YAML files, Python files and data.
+"""Read a task's YAML file and find the files on which it depends: other YAML files, Python files and data.
 
-This module runs no code of the task. Relative data paths are relative to the YAML file that names them, whereas lm-eval
-resolves them relative to its working directory.
+This module runs no code of the task. Relative data paths are relative to the YAML file that contains them, whereas
+lm-eval resolves them relative to its working directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_CODE_BYTES = 1 << 20
 
 
 class Function(str):
-    """Name under a ``!function`` tag: a module next to the YAML file or an installed one, and its attribute."""
+    """Text under a ``!function`` tag: a module, next to the YAML file or installed, and an attribute of this module."""
 
     @property
     def file(self) -> Path:
@@ -55,7 +55,7 @@ class Definition:
 
     @property
     def is_local(self) -> bool:
-        """Whether all data is on this machine, so that loading needs no network and no cache."""
+        """Whether all data is on this machine, so that loading needs neither a network nor a cache."""
         if self.members:
             return all(member.is_local for member in self.members)
         return (self.data_files is not None and not any("://" in text for text in texts_in(self.data_files))) or Path(
@@ -71,7 +71,7 @@ def resolve_definition(
     files: list[Path],
     **group_settings: Any,
 ) -> Definition:
-    """Resolve the data of one task and return its definition; appends local data to ``files``."""
+    """Make the data paths of one task absolute and return its definition. Appends local data files to ``files``."""
     dataset_path = str(config.get("dataset_path") or "")
     kwargs = config.get("dataset_kwargs") or {}
     if not isinstance(kwargs, Mapping):
@@ -90,10 +90,10 @@ def resolve_definition(
 
 
 def local_imports(path: Path, directory: Path) -> tuple[Path, ...]:
-    """Return the files in ``directory``, or next to ``path``, that a module imports; packages with all their modules.
+    """Return the files in ``directory``, or next to ``path``, that the module ``path`` imports.
 
     They affect a task as much as its functions do, so they are pinned with it. Imports whose names are known only at
-    run time (``importlib``) are not found; such a file must be named in the YAML file.
+    run time (``importlib``) are not found; the YAML file must name such files.
 
     Raises:
         InvalidInput: If ``path`` is not a plain file, or not Python.
@@ -125,7 +125,7 @@ def local_imports(path: Path, directory: Path) -> tuple[Path, ...]:
 
 
 def modules_of(config: object, directory: Path) -> list[Path]:
-    """Return the local files of the functions that a configuration names, and the local files that they import."""
+    """Return the local files of the functions that a configuration names, and the local files that these import."""
     queue = [
         directory / text.file
         for text in texts_in(config)
@@ -153,7 +153,7 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def function_dumper(directory: Path) -> type[yaml.SafeDumper]:
-    """Return a YAML dumper that refers to functions in ``directory``, which (or a link to it) is next to the file."""
+    """Return a YAML dumper for a file that will be next to ``directory`` and refers to the functions in it."""
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
@@ -168,7 +168,11 @@ def function_dumper(directory: Path) -> type[yaml.SafeDumper]:
 
 
 def read_task_file(path: Path, files: list[Path], including: tuple[Path, ...]) -> tuple[dict[str, Any], Path]:
-    """Return the merged configuration and the directory that its data paths are relative to; appends to ``files``."""
+    """Return the merged configuration of a YAML file, and the directory for its relative data paths.
+
+    The YAML file, its includes and its local Python modules are appended to ``files``. ``including`` holds the files
+    that led to this one.
+    """
     location = str(path)
     if path in including:
         raise InvalidInput(location, found="a file that includes itself", expected="includes without a cycle")
@@ -176,7 +180,7 @@ def read_task_file(path: Path, files: list[Path], including: tuple[Path, ...]) -
     remedy = f"it is included by {including[-1]}" if including else "paths are relative to the profile"
 
     class Loader(StrictLoader):
-        """Load plain data; a function is recorded by name and not imported."""
+        """Loader of plain data that records functions by name instead of importing them."""
 
         text_keys = False
 
@@ -230,5 +234,5 @@ def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> A
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list as it is, and any other value as a list of one."""
+    """Return ``value`` itself if it is a list, else a list that contains it."""
     return value if isinstance(value, list) else [value]

@@ -1,9 +1,9 @@
 """Load the documents of a task through lm-eval: from local files, the Hub, or a directory of datasets.
 
-lm-eval resolves names with an index that takes seven seconds to build, and caches data under a path that says nothing
-about its content. This module therefore writes each task to a definition of its own, with the absolute paths of its
-data and without a cache. The last loaded task stays in memory. Datasets that a task is loaded from are recorded, and
-``LoadedTask.digest`` pins all documents, examples, templates and settings.
+lm-eval resolves names with an index that takes seven seconds to build, and caches data under a path that does not
+depend on its content. This module therefore writes a separate definition for each task, with absolute data paths and
+without a cache. The last loaded task stays in memory. ``LoadedTask.digest`` pins all documents, examples, templates
+and settings.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """lm-eval's task objects for one task, by name, and the original settings that scoring overrides in them."""
+    """lm-eval's task objects for one task, and the original values of the settings that scoring overrides in them."""
 
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]
@@ -68,7 +68,7 @@ class LoadedTask:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of documents of each leaf, by name."""
+        """Number of documents in each leaf, by name."""
         return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
 
 
@@ -76,7 +76,7 @@ _last_loaded: tuple[tuple[str, Path | None, ProgramLimits | None], LoadedTask] |
 
 
 def load_task(task: EvalTask) -> LoadedTask:
-    """Load a task, or return the last loaded task if it is the same.
+    """Load a task, or return it from memory if it is the last loaded one.
 
     Raises:
         InvalidInput: If the task cannot be loaded, or its data differs from the pinned data.
@@ -123,7 +123,7 @@ def load_task(task: EvalTask) -> LoadedTask:
 
 
 def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
-    """Return lm-eval's task objects by name: a single task, or all tasks below a group."""
+    """Return lm-eval's task objects by name."""
     from lm_eval.tasks import TaskManager
 
     _cache_templates()
@@ -172,11 +172,11 @@ def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
 
 
 def _write_local_definitions(task: EvalTask, path: Path, scratch: Path) -> dict[str, Path]:
-    """Write definitions that include the user's and load the data next to them without a cache; return them by name.
+    """Write definitions that include local YAML files but load their data without a cache; return their paths by task.
 
-    A group becomes one definition per task. lm-eval's own groups only add a mean over tasks, which is not used.
-    datasets caches what it reads in the user's home directory under (path, mtime), so a file replaced by one with the
-    same mtime would yield stale data. Reading a few megabytes of jsonl again is fast.
+    datasets caches data in the user's home directory under (path, mtime), so a replaced file with the same mtime would
+    yield stale data. A group becomes one definition per task, because lm-eval's groups only add a mean over tasks,
+    which mergegate does not use.
     """
     definition = read_definition(path)
     if digest_definition(definition, sha256_file, task.mirror) != task.digest:  # reads every byte
@@ -203,10 +203,9 @@ def _write_local_definitions(task: EvalTask, path: Path, scratch: Path) -> dict[
 
 @lru_cache(maxsize=1)
 def _cache_templates() -> None:
-    """Cache compiled templates.
+    """Cache compiled templates in lm-eval.
 
-    lm-eval compiles a template for every document that it renders, which takes ten times as long as rendering. The
-    cached template yields the same text.
+    lm-eval compiles a template for every document that it renders, which takes ten times as long as rendering.
     """
     from lm_eval import utils
 
@@ -227,14 +226,11 @@ def _lm_eval_index() -> Any:
 
 
 def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> LoadedData:
-    """Load ``task``, count its documents and pin them, and return both with the metrics that it will have.
+    """Load ``task``, count and pin its documents, and determine its metrics.
 
     For a group, all tasks below it count; for a task with a document set, only the documents in the set. If the
-    datasets changed since the task was last loaded, it is loaded again.
-
-    Returns:
-        The metrics are all metrics that are means, once for each filter of the answers. Scoring may produce fewer of
-        them but never others.
+    datasets changed since the task was last loaded, it is loaded again. The metrics are all those that are means, once
+    for each filter of the answers. Scoring may produce fewer metrics but never others.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded, or a leaf has no metric that can judge it.
@@ -268,7 +264,7 @@ def inspect_data(task: EvalTask, on_progress: TellProgress | None = None) -> Loa
 
 
 def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
-    """Return the documents in the task's document set as (leaf, position), None if the task uses all documents."""
+    """Return the documents in the task's document set as (leaf, position), or None if the task uses all documents."""
     if task.only is None:
         return None
     if task.only not in loaded_task.sets:
@@ -292,10 +288,9 @@ def evaluated_documents(loaded_task: LoadedTask, task: EvalTask, seed: int) -> I
 def clusters_in_order(
     task: EvalTask, cluster_field: str, seed: int, on_progress: TellProgress | None = None
 ) -> tuple[str, ...]:
-    """Return the cluster of each document in the task's document set, in scoring order.
+    """Return the cluster of each document in the task's document set, in the scoring order of ``seed``.
 
     ``cluster_field`` is the document field that names the cluster, or ``task`` to cluster by the tasks of a group.
-    ``seed`` is the seed of the scoring order.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded, or a document lacks the field.
@@ -316,7 +311,7 @@ def _cluster_name(leaf: Any, name: str, document: Mapping[str, Any], cluster_fie
 
 
 def cluster_of(task: str, document: Mapping[str, Any], cluster_field: str) -> str:
-    """Return the value of ``cluster_field``, or its digest if it is a long text such as a passage."""
+    """Return the value of ``cluster_field`` in a document, or a digest of a value that is long, such as a passage."""
     if cluster_field not in document:
         raise InvalidInput(
             f"evaluate.tasks: {task}: cluster_by",
@@ -329,12 +324,12 @@ def cluster_of(task: str, document: Mapping[str, Any], cluster_field: str) -> st
 
 
 def document_texts(task: EvalTask, positions: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:
-    """Return the texts of the documents at ``positions`` (listed by leaf), keyed by (leaf, position).
+    """Return the texts of documents by (leaf, position). ``positions`` lists the documents by leaf.
 
     Documents that no longer exist are left out.
 
     Raises:
-        InvalidInput: The data of the task cannot be loaded.
+        InvalidInput: If the data of the task cannot be loaded.
     """
     with quiet():
         leaves = load_task(task).leaves

@@ -1,4 +1,4 @@
-"""Find the packages and NLTK data that the functions of a task need and that are not installed."""
+"""Find the packages and NLTK data that the functions of a task require but that are not installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LM_EVAL_TASKS = "lm_eval.tasks."
 
 
 class Requirements(NamedTuple):
-    """Packages, and NLTK data such as ``tokenizers/punkt_tab`` or only ``punkt_tab``."""
+    """Required packages, and required NLTK data, such as ``tokenizers/punkt_tab`` or only ``punkt_tab``."""
 
     packages: tuple[str, ...] = ()
     nltk_data: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ NO_REQUIREMENTS = Requirements()
 
 
 def missing_requirements(files: Sequence[Path]) -> Requirements:
-    """Return what the modules in ``files`` need and what is not installed."""
+    """Return the requirements of the modules in ``files`` that are not installed."""
     needs = [_requirements_of(file) for file in files]
     packages = {name for need in needs for name in need.packages if importlib.util.find_spec(name) is None}
     resources = {name for need in needs for name in need.nltk_data} if "nltk" not in packages else set()
@@ -58,7 +58,7 @@ def _requirements_of(file: Path) -> Requirements:
     lm_eval = importlib.util.find_spec("lm_eval")
     queue, visited = [file], set[Path]()
     packages: set[str] = set()
-    # A module finds or downloads NLTK data.
+    # NLTK data that a module looks up or downloads, by function.
     resources: dict[str, set[str]] = {"nltk.data.find": set(), "nltk.download": set()}
     while queue:
         path = queue.pop()
@@ -87,7 +87,7 @@ def _requirements_of(file: Path) -> Requirements:
 
 
 def _required_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the modules that must be importable for a module to be importable.
+    """Yield the modules that the statements in ``body`` cannot do without.
 
     These are the modules imported outside of functions, except in a ``try`` whose handlers continue without them.
     """
@@ -104,7 +104,7 @@ def _required_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def install_command(packages: Sequence[str]) -> str:
-    """Return the command that installs ``packages``, using an extra of lm-eval if one provides all of them."""
+    """Return the command that installs ``packages``, with an extra of lm-eval if one provides all of them."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

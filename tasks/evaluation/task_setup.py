@@ -1,7 +1,7 @@
 """Prepare lm-eval's task objects for an evaluation: few-shot examples, generation settings and random state.
 
-Task objects stay loaded between parts and are changed in place. Every evaluation therefore sets everything again,
-because the same task may have been evaluated with other settings in between.
+Task objects stay loaded between parts and are changed in place. Every evaluation sets everything again, because the
+preceding one may have used other settings.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are t
 def set_up_tasks(
     loaded_task: LoadedTask, documents: Mapping[str, list[int]], lm: Any, prompting: ResolvedPromptSettings, seed: int
 ) -> dict[str, Any]:
-    """Prepare the task objects of lm-eval for the evaluation of selected documents.
+    """Prepare lm-eval's task objects for an evaluation of selected documents, and return them by name.
 
-    This sets the few-shot examples, the generation settings and the state of the random generators. The objects of the
-    loaded task are changed in place, and those of the tasks in ``documents`` are returned, by name.
-
-    ``documents`` holds the ascending positions of the documents, by name of the lm-eval task. lm-eval must then
-    evaluate each document once, in this order. ``lm`` is lm-eval's ``LM`` object, of which only the tokenizer and the
-    context length are read.
+    The few-shot examples and generation settings are changed in place, and the random generators are seeded.
+    ``documents`` holds the ascending positions of the documents by leaf. lm-eval must then evaluate each one once, in
+    this order. ``lm`` is lm-eval's ``LM``, of which only the tokenizer and the context length are read.
 
     Raises:
-        InvalidInput: The chat template is missing, there are fewer examples than requested, or answers may be longer
+        InvalidInput: If the chat template is missing, there are fewer examples than requested, or answers may be longer
             than the context of the model.
     """
     import numpy as np
@@ -67,7 +64,7 @@ def set_up_tasks(
 
 
 def _generation_settings(loaded_task: LoadedTask, name: str, prompting: ResolvedPromptSettings) -> dict[str, Any]:
-    """Return the generation settings of a leaf task. Settings of the profile take precedence."""
+    """Return the generation settings of a leaf. Settings of the profile take precedence."""
     own = deepcopy(loaded_task.generation[name] or {})
     if any(
         key in prompting.gen_kwargs for key in BUDGET_NAMES
@@ -84,13 +81,11 @@ def room_for_prompt(
 ) -> int | None:
     """Return how many tokens of a prompt fit into a model's context together with the longest answer.
 
-    ``name`` is a leaf with generated answers, and ``context`` is the model's context length in tokens.
-
-    Returns:
-        At least 1; None if the context length is unknown.
+    ``name`` is a leaf with generated answers, and ``context`` is the model's context length in tokens. The result is at
+    least 1, or None if the context length is unknown.
 
     Raises:
-        InvalidInput: If a budget is not a number of tokens, or leaves no token for the prompt.
+        InvalidInput: If a token limit is not a positive integer, or leaves no token for the prompt.
     """
     settings = _generation_settings(loaded_task, name, prompting)
     key = next((key for key in BUDGET_NAMES if settings.get(key) is not None), "max_gen_toks")
@@ -130,13 +125,12 @@ def require_known_generation(
 ) -> None:
     """Check the generation settings of a profile and a task.
 
-    The backend must accept the settings that the profile names, if it knows which ones it accepts. Neither the profile
-    nor the task may contain arguments of lm-eval's model classes.
-
-    ``task_settings`` holds the generation settings of each leaf, or None for a leaf that generates nothing.
+    If the backend declares the settings that it accepts, those in the profile must be among them. Neither the profile
+    nor the task may set arguments of lm-eval's model classes. ``task_settings`` holds the generation settings of each
+    leaf, or None for a leaf that generates nothing.
 
     Raises:
-        InvalidInput: Naming the first setting that is not accepted.
+        InvalidInput: If a setting is not accepted; the message names the first one.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -170,7 +164,7 @@ def require_known_generation(
 
 
 def _fix_examples(loaded_task: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
-    """Give every document the few-shot examples that it has in a full evaluation, independent of its part.
+    """Give every document the few-shot examples that it has in a full evaluation.
 
     lm-eval's sampler draws the examples of all documents from one random stream, so the prompt of a document would
     depend on which other documents are evaluated.

@@ -1,8 +1,8 @@
-"""Estimate the time that a document of a task takes: measured on scored models, or guessed from the task's definition.
+"""Estimate the time per document of a task, measured on scored models or guessed from the task's definition.
 
-The estimates determine the order in which tasks run, so that tasks that decide soonest run first, and the forecast of a
-scheduled run. They affect no score and no verdict. For the order they are rounded to powers of two, so that other load
-on the machine does not change it from run to run.
+The estimates determine the order in which tasks run, so that tasks that decide soonest run first, and the forecast of
+a scheduled run. They affect no score and no verdict. For the order, they are rounded to powers of two, so that other
+load on the machine does not change it from run to run.
 """
 
 from __future__ import annotations
@@ -22,23 +22,14 @@ GENERATED = 30.0  # cost of a generated answer relative to a choice, from GSM8K 
 
 
 class DocumentCost(NamedTuple):
-    """Average cost of one document of a task for a model.
+    """Average cost of one document of a task for a model."""
 
-    Args:
-        readings: Number of times that its prompt is read, each time with a different answer.
-        written: Number of tokens that the model generates.
-    """
-
-    readings: float
-    written: float
+    readings: float  # number of times that the model reads the prompt, each time with a different answer
+    written: float  # number of tokens that the model generates
 
 
 def estimate_document_cost(task: EvalTask) -> DocumentCost:
-    """Estimate the cost of a document of a task from its definition.
-
-    The definition of a shipped task is in lm-eval. Defaults replace the number of choices or the length of an answer if
-    the definition does not state it.
-    """
+    """Estimate the cost of a document from its task's definition, with defaults for values that are not in it."""
     leaves = read_definition(task.definition).leaves if task.definition else shipped_leaves(task.name)
     costs = []
     for config in (leaf.config for leaf in leaves):
@@ -59,12 +50,11 @@ def estimate_document_cost(task: EvalTask) -> DocumentCost:
 def document_seconds(
     tasks: Sequence[EvalTask], scores_by_task: Mapping[str, Sequence[Artifact[Scores]]]
 ) -> dict[str, float]:
-    """Return the cost of a document of each task, by task.
+    """Return the cost of one document of each task.
 
     The unit is seconds if all tasks were measured, else documents of a choice task. Measurements and guesses are never
-    mixed, so that a run that is killed before everything is measured resumes in the same order. The smallest of several
-    measurements counts, because the first one includes the time to load a model. A guess is the kind of the task: a
-    choice or a generated answer. A shipped task counts as a choice task, as most of them are.
+    mixed, so that a run that is interrupted before everything is measured resumes in the same order. A guess depends
+    only on whether a task generates answers; a task that lm-eval ships counts as a choice task, as most of them are.
     """
     measured = {task.name: measured_seconds(scores_by_task.get(task.name, ())) for task in tasks}
     if all(measured.values()):
@@ -78,6 +68,9 @@ def document_seconds(
 
 
 def measured_seconds(measurements: Sequence[Artifact[Scores]]) -> float | None:
-    """Return the seconds per document, the smallest of several measurements; None if there are none."""
+    """Return the seconds per document, or None without measurements.
+
+    This is the smallest measurement, because the first one includes the time to load a model.
+    """
     values = [scores.value for scores in measurements]
     return min((value.seconds / len(value.part) for value in values if value.seconds and value.part), default=None)

@@ -1,12 +1,12 @@
 """Convert a task to tokens, for callers that score many models on the same documents in memory.
 
 lm-eval provides the documents, prompts, few-shot examples (set up as in the evaluation stage), requests, and the
-division of context and answer into tokens. Numbers that are computed from these tokens therefore equal those of the
-evaluation to the last digit. This module runs only in the process that holds models::
+boundary between context and answer. Numbers that are computed from these tokens therefore equal those of the
+evaluation to the last digit. This module runs only in the model process::
 
     tokenized = tokenize_task(task, scoring, loaded)
     tokenized.documents[0].pairs[0].continuation                    # tokens of the first answer
-    tokenized.outcomes(loaded, "exact_match,none", range(100))      # answers that lm-eval generates
+    tokenized.outcomes(loaded, "exact_match,none", range(100))      # scores of answers that lm-eval generates
 """
 
 from __future__ import annotations
@@ -39,38 +39,23 @@ class PromptTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """A document in the tokens of one model.
+    """A document in the tokens of one model."""
 
-    Args:
-        leaf: Task of the document; for a group, the task below it.
-        doc_id: Position in that task's data.
-        pairs: One per choice in a choice task, else one per right answer.
-        right: Positions of the right answers in ``pairs``; empty if the label is not among the choices.
-        is_choice: Whether ``pairs`` also contains wrong answers.
-    """
-
-    leaf: str
-    doc_id: int
-    pairs: tuple[PromptTokens, ...]
-    right: frozenset[int]
-    is_choice: bool
+    leaf: str  # task of the document; for a group, the task below it
+    doc_id: int  # position in that task's data
+    pairs: tuple[PromptTokens, ...]  # prompt with each choice, or with each right answer if there are no choices
+    right: frozenset[int]  # positions of the right answers in ``pairs``; empty if the label is not among the choices
+    is_choice: bool  # whether ``pairs`` also contains wrong answers
 
 
 @dataclass(frozen=True)
 class TokenizedTask:
-    """The documents in a task's document set, in scoring order.
-
-    Args:
-        task: Task that was tokenized.
-        scoring: Settings that determine the prompts.
-        order: (leaf, position) of each document.
-        documents: Documents as tokens; empty if tokens were not requested.
-    """
+    """The documents in a task's document set, in scoring order."""
 
     task: EvalTask
     scoring: Scoring
-    order: tuple[tuple[str, int], ...]
-    documents: tuple[TokenizedDocument, ...]
+    order: tuple[tuple[str, int], ...]  # (leaf, position) of each document
+    documents: tuple[TokenizedDocument, ...]  # empty if tokens were not requested
     _loaded: LoadedTask
 
     def outcomes(
@@ -78,14 +63,11 @@ class TokenizedTask:
     ) -> list[float]:
         """Return lm-eval's scores of some documents under ``metric``, negated if lower is better.
 
-        Args:
-            loaded_model: Model that lm-eval generates the answers with.
-            metric: lm-eval's label. Empty: the task's default metric.
-            part: Positions in ``order``.
-            alive: Called whenever answers arrive.
+        ``metric`` is lm-eval's label, or empty for the task's default metric. ``part`` holds positions in ``order``.
+        ``alive`` is called whenever answers arrive.
 
         Raises:
-            InvalidInput: For a metric that the task does not have.
+            InvalidInput: If the task does not have the metric.
         """
         positions: dict[str, list[int]] = {}
         for leaf, document in sorted(self.order[index] for index in part):
@@ -101,13 +83,9 @@ class TokenizedTask:
 
 
 def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *, tokens: bool = True) -> TokenizedTask:
-    """Load a task and convert it to the tokens of a model.
+    """Load a task, or a document set of it, and convert it to the tokens of a model.
 
-    Args:
-        task: Task, or a document set of it.
-        scoring: Few-shot examples, chat template and longest request.
-        loaded_model: Model whose tokenizer and context length apply.
-        tokens: Whether to convert the documents to tokens.
+    The tokenizer and the context length are those of ``loaded_model``. If ``tokens`` is false, the task is only loaded.
 
     Raises:
         InvalidInput: If the task's data cannot be loaded, the task has no right answers, or an answer is longer than
@@ -131,14 +109,13 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *
 
 
 def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-    """Replace lm-eval's progress bars, which are of no use in a short trial, by calls of ``alive``."""
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
 def _tokenize_leaf(
     name: str, leaf: Any, positions: Sequence[int], lm: Any, prompting: ResolvedPromptSettings
 ) -> dict[tuple[str, int], TokenizedDocument]:
-    """Return the documents at ``positions``, ascending, by (leaf, position)."""
+    """Return the documents at ``positions`` (ascending) as tokens, by (leaf, position)."""
     leaf.build_all_requests(
         samples=list(positions),
         system_instruction=prompting.system_instruction,
@@ -186,7 +163,7 @@ def _tokenize_leaf(
 def _pairs(
     name: str, leaf: Any, instances: Sequence[Any], is_chat: bool
 ) -> tuple[list[tuple[str, str]], frozenset[int], bool]:
-    """Return (context, answer) of each choice or right answer, the right positions, and whether they are choices."""
+    """Return (context, answer) for each choice or right answer, the right positions, and whether they are choices."""
     document, prompt = instances[0].doc, instances[0].args[0]
     if (choices := choices_of(leaf, document)) is not None:
         count, right = choices

@@ -1,6 +1,7 @@
-"""Propose remedies: changes of the recipe to try after a refusal, with a reason. Pure functions of measurements.
+"""Propose remedies: changes of the recipe to try after a refusal, each with a reason. All functions are pure.
 
-A remedy is a recipe change in the form that a profile's ``remedies`` accept (see ``merge_core.recipe.overrides``)::
+A remedy is a recipe change in the form of an entry of ``remedies`` in a profile (see
+``merge_core.recipe.overrides``)::
 
     {merge_method: ties, density: 0.3}
 """
@@ -28,9 +29,9 @@ from mergegate.tasks.gate import GateVerdict
 CHANCE = 0.5
 # Sign conflict above which a remedy makes sense. Task vectors from one kind of training share most of their signs.
 _HIGH_CONFLICT = 0.35
-# A merge that moved farther than any parent is in a region where no parent was.
+# Ratio of the distances of the merge and of the farthest parent from the origin, above which the merge moved too far.
 _TOO_FAR = 1.05
-# Cosine below which vectors are opposed; a value around zero means that they are unrelated.
+# Cosine below which task vectors oppose each other. Values around zero mean that they are unrelated.
 _OPPOSED = -0.02
 # Densities to try. The TIES paper uses 0.2 (arXiv 2306.01708, section 4).
 _DENSITIES = (0.5, 0.3, 0.2, 0.1)
@@ -42,7 +43,7 @@ _EQUAL_DISTANCE = 1.01
 
 
 class Remedy(BaseModel):
-    """Recipe change that may help, and the reason to think so."""
+    """Recipe change that may help, and the reason why."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,35 +55,23 @@ class Remedy(BaseModel):
         return flow_yaml(self.change)
 
     def block(self) -> str:
-        """Return the change as YAML for a profile: the key ``remedies`` with this change as its only item."""
+        """Return the change as YAML for a profile, as the only item of the key ``remedies``."""
         item = yaml.safe_dump([self.change], sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000)
         return f"remedies:\n{textwrap.indent(item, '  ')}".rstrip()
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Measurements from which remedies are derived.
+    """Measurements from which remedies are derived."""
 
-    Args:
-        recipe: Recipe as plain data, a single document.
-        names: Names of the models at the ends of the task vectors, in order.
-        refs: The same models in the recipe's notation.
-        origin: Start of the task vectors: name, and the model in the recipe's notation.
-        has_base: Whether the origin is the recipe's base. If not, it is its first model, a parent like the others.
-        tally: Tally of the whole network.
-        verdict: Verdict of the gate.
-        named_base: For a recipe without base, the base that the cards of all its models name, in the recipe's notation.
-            None if they name none or several.
-    """
-
-    recipe: Mapping[str, Any]
-    names: tuple[str, ...]
-    refs: tuple[str, ...]
-    origin: tuple[str, str]
-    has_base: bool
-    tally: Tally
+    recipe: Mapping[str, Any]  # recipe as plain data, a single document
+    names: tuple[str, ...]  # names of the models at the ends of the task vectors, in order
+    refs: tuple[str, ...]  # the same models in the recipe's notation
+    origin: tuple[str, str]  # model at the start of the task vectors: its name, and its notation in the recipe
+    has_base: bool  # whether the origin is the recipe's base; if not, it is the first model, a parent like the others
+    tally: Tally  # interference statistics of the whole network
     verdict: GateVerdict
-    named_base: str | None = None
+    named_base: str | None = None  # if the recipe has no base: see ``explain.stage.named_base``
 
 
 def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
@@ -131,10 +120,7 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
 
 
 def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    """Propose methods that resolve conflicts, in place of one in which opposed task vectors cancel; or a lower density.
-
-    With a lower density, fewer changes overlap.
-    """
+    """Propose methods that resolve conflicts where ``diagnosis`` shows opposed changes, or a lower density."""
     method, conflict = _method(diagnosis), diagnosis.tally.conflict
     if conflict is None or conflict < _HIGH_CONFLICT:
         return
@@ -161,7 +147,7 @@ def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
 
 
 def _raise_weight(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    """Propose more weight for the parent whose skill was lost, if the merge is farther from it than from the others."""
+    """Propose more weight for the parent whose skill was lost, if no other parent is farther from the merge."""
     models, tally = diagnosis.recipe.get("models"), diagnosis.tally
     distances = {name: tally.merge_distance(index) for index, name in enumerate(diagnosis.names)}
     refs = dict(zip(diagnosis.names, diagnosis.refs, strict=True))
@@ -192,7 +178,7 @@ def _raise_weight(diagnosis: Diagnosis) -> Iterator[Remedy]:
 
 
 def _use_named_base(diagnosis: Diagnosis) -> Iterator[Remedy]:
-    """Propose changes of the common base in place of an average, because such changes need not share one weight."""
+    """Propose a method that combines changes from the common base, to replace an average of the models."""
     lost = [guard for guard in diagnosis.verdict.guards if guard.outcome == "fail"]
     if not lost or diagnosis.has_base or diagnosis.named_base is None or not _method(diagnosis).traits.adds_up:
         return
@@ -223,16 +209,11 @@ def drop_tried_remedies(
     earlier_recipes: Iterable[Mapping[str, Any]],
     contents: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Remedy, ...]:
-    """Return the remedies whose merge of ``recipe`` differs from every recipe that was tried.
+    """Return the remedies that change ``recipe`` to a recipe that was not tried yet.
 
-    If a method normalizes weights, recipes with proportional weights are the same merge: .9 and .9 equal .5 and .5.
-
-    Args:
-        remedies: Proposed remedies.
-        recipe: Recipe that the remedies change, as plain data.
-        earlier_recipes: Recipes as plain data, including the failed one. With ``contents``, in the form of
-            ``normalize_recipe``.
-        contents: Content digests of the models of ``recipe``, by their name in the recipe.
+    ``earlier_recipes`` are the recipes that were tried, including the failed one. ``contents`` are the content digests
+    of the models in ``recipe``, by name; with them, ``earlier_recipes`` must be the results of ``normalize_recipe``. If
+    a method normalizes weights, recipes with proportional weights are equal: .9 and .9 are the same as .5 and .5.
     """
     tried_recipes = [_canonical_recipe(earlier) for earlier in earlier_recipes]
     return tuple(
@@ -244,7 +225,7 @@ def drop_tried_remedies(
 
 
 def normalize_recipe(recipe: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
-    """Return a recipe as plain data that names models by content, so that recipes of two directories are comparable."""
+    """Return a recipe that names models by content digest, so that recipes in different directories are comparable."""
 
     def rename(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -277,7 +258,7 @@ def _canonical_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def relative_movement(tally: Tally) -> float | None:
-    """Return how far the merge moved from the origin, divided by the distance of the parent that moved farthest."""
+    """Return the distance of the merge from the origin, divided by that of the parent that moved farthest."""
     farthest = max(tally.norm(vector) for vector in range(tally.vectors))
     return tally.gram[-1][-1] ** 0.5 / farthest if tally.has_merge and farthest else None
 
@@ -287,14 +268,14 @@ def _method(diagnosis: Diagnosis) -> Method:
 
 
 def _weight(entry: Mapping[str, Any]) -> float | None:
-    """Return the weight of one model of a recipe; None if it is not a single number of its own."""
+    """Return the weight of one model in a recipe; None unless it is a single number."""
     parameters = entry.get("parameters")
     weight = parameters.get("weight") if isinstance(parameters, Mapping) else None
     return float(weight) if isinstance(weight, (int, float)) else None
 
 
 def _numbers(value: object, key: str, inside: bool = False) -> Iterator[float]:
-    """Yield every number that a recipe assigns to parameter ``key``, in any form: scalars, gradients, filters."""
+    """Yield every number that a recipe assigns to parameter ``key`` in scalars, gradients and filters."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(inner, key, inside or name == key)

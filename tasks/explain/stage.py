@@ -1,4 +1,4 @@
-"""Explain a merge: how its parents' weights interfere and, after a refusal, the lost documents and remedies to try.
+"""Explain a merge: how its parents' weights interfere and, after a refusal, which documents it lost and what may help.
 
 Two cached stages read weights and documents again. Everything else is derived from existing results::
 
@@ -65,7 +65,7 @@ class Flip(BaseModel):
 
 
 class Flips(StageValue):
-    """Documents that the merge lost and won on one task. ``flips.jsonl`` has every lost document in full."""
+    """Number of documents that the merge lost and won on one task. ``flips.jsonl`` has every lost document in full."""
 
     task: str
     metric: str
@@ -78,7 +78,7 @@ class Flips(StageValue):
 
 
 class LostDocuments(BaseModel):
-    """Flips against one reference, under the reference's name in this run."""
+    """Documents that the merge lost to the model named ``reference``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,7 +87,7 @@ class LostDocuments(BaseModel):
 
 
 class Explanation(BaseModel):
-    """Explanation of a merge from its weights and documents."""
+    """Explanation of a verdict on a merge from its weights and documents."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -101,7 +101,7 @@ class Explanation(BaseModel):
 
 @stage("explain", version=1)
 def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) -> Weights:
-    """Measure, layer by layer, how the task vectors of ``parents`` agree and how far the merge moved.
+    """Measure, layer by layer, how the task vectors of ``parents`` agree and how far the merge moved from ``origin``.
 
     Raises:
         InvalidInput: If a checkpoint is unreadable or has no tensors in common with the others.
@@ -147,8 +147,8 @@ def flips(
 ) -> Flips:
     """Find the documents of ``task`` that the merge lost to its reference, with their text.
 
-    ``metric`` is one metric, or the metric by task below the group if they differ. ``reference`` and ``merge`` are the
-    parts of the scores on this task.
+    ``metric`` is one metric, or a metric for each task below the group. ``reference`` and ``merge`` are the scores of
+    the two models on this task, one artifact per part.
 
     Raises:
         InvalidInput: If the task's data can no longer be loaded.
@@ -216,15 +216,13 @@ def explain_merge(
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     tasks: Sequence[EvalTask],
 ) -> Explanation:
-    """Return everything that explains a verdict. This never stops a run; missing parts are left out and logged.
+    """Return everything that explains a verdict. Parts that cannot be computed are left out and logged.
 
-    Args:
-        pinned_recipe: Recipe of the merge with pinned parents.
-        merge: The merge as a model.
-        recipe: The same recipe as plain data, for remedies. None if it has several documents.
-        verdict: Verdict to explain.
-        scores: Scores by model, with the merge under its own name; any number of parts per task.
-        tasks: Tasks that were scored.
+    ``recipe`` is the pinned recipe as plain data, or None if it has several documents; remedies need it. ``scores``
+    holds the scores by model, with the merge under its own name and any number of parts per task.
+
+    Raises:
+        ChangedInput: If an input file changed during the run.
     """
     # Task vectors begin at the base or, without a base, at the first model. They end at all other models.
     origin = next((parent for parent in pinned_recipe.parents if parent.is_base), pinned_recipe.parents[0])
@@ -266,8 +264,8 @@ def explain_merge(
 def named_base(models: Iterable[Path], directory: Path) -> str | None:
     """Return the base that the cards of all models name, in the form that a recipe in ``directory`` would use.
 
-    Returns None if a card names no base or several, if the cards differ, or if the base is one of the models.
-    ``models`` are directories.
+    ``models`` are directories. The result is None if a card names no base or several, if the cards differ, or if the
+    base is one of the models.
     """
     directories = [model_directory.resolve() for model_directory in models]
     candidates = set()

@@ -1,4 +1,4 @@
-"""The judge: two models answer the same prompts, and an LLM decides whose answers are better.
+"""Judge a merge by its answers: two models answer the same prompts, and an LLM decides whose answers are better.
 
 ::
 
@@ -7,9 +7,8 @@
     judged.verdict.outcome, judged.verdict.reason
     for judgment in judge_recorded_pairs(pairs, judging, server): ...      # answers that users received
 
-The judge is optional and off by default. For practice and limits of LLM judges see Zheng et al. 2023 (arXiv
-2306.05685). Shi et al. 2024 (arXiv 2406.07791) describe the position bias, which is why every pair is shown in both
-orders.
+The judge is off by default. For practice and limits of LLM judges see Zheng et al. 2023 (arXiv 2306.05685). The judge
+sees every pair in both orders because of the position bias (Shi et al. 2024, arXiv 2406.07791).
 """
 
 from mergegate.tasks.judge.comparison import ORDERS, SCORES, JudgeVerdict, Judgment, Order, settle

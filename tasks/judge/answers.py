@@ -1,7 +1,7 @@
 """Generate one model's answers to every prompt with greedy decoding, as a cached stage in the model process.
 
-A parent answers only once, ever; each new merge answers again. The model's own generation defaults (temperatures,
-penalties) are set aside, so that both models decode in the same way. Each model still stops at its own end tokens.
+A parent answers only once; each new merge answers again. The model's own generation defaults (temperatures,
+penalties) are ignored, so that both models decode in the same way. Each model still stops at its own end tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE = "answers.jsonl"
 
 
 class AnswerSummary(StageValue):
-    """Answers of one model. The artifact holds ``answers.jsonl``: ``id``, ``answers`` and ``cut_off`` by turn."""
+    """Counts of one model's answers. ``answers.jsonl`` has ``id``, ``answers`` and ``cut_off`` of each conversation."""
 
     model: Annotated[str, NotInKey]
     prompts: int
@@ -48,7 +48,7 @@ class ConversationAnswers:
 
 @stage("answer", version=1, subject="model")
 def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, runtime: Runtime) -> AnswerSummary:
-    """Answer every prompt with ``model``, turn by turn, in ``answers.jsonl``.
+    """Answer every prompt with ``model``, turn by turn, and write ``answers.jsonl``.
 
     Raises:
         InvalidInput: If the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
@@ -72,7 +72,7 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
 
 
 def read_answers(directory: Path) -> dict[str, ConversationAnswers]:
-    """Return the answers of an artifact of this stage, by prompt."""
+    """Return the answers in an artifact of this stage, by prompt ID."""
     lines = (json.loads(line) for line in (directory / FILE).read_text(encoding="utf-8").splitlines())
     rows = (ConversationAnswers(row["id"], tuple(row["answers"]), tuple(row["cut_off"])) for row in lines)
     return {row.id: row for row in rows}
@@ -135,7 +135,7 @@ def _answer_all(
 def _generate(
     loaded_model: LoadedModel, batch: Sequence[_Question], token_limit: int, location: str
 ) -> list[tuple[str, bool]]:
-    """Return the greedy answer to each question, and whether it ended at the token limit or the end of the context."""
+    """Return the greedy answer to each question, and whether it reached the token limit or the end of the context."""
     import torch
     import transformers
 

@@ -1,9 +1,10 @@
-"""Turn judgments into a verdict: how often the merge's answers win, and whether that is enough. Pure functions.
+"""Turn judgments into a verdict: how often the merge's answers win, and whether this is enough. All functions are pure.
 
-The judge sees every pair of answers in both orders. A win counts only if it survives the swap; everything else is a
-tie. A prompt scores 1, 1/2 or 0 (the mean of its turns). Prompts are the independent units, and their interval is that
-of graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``), applied to the
-points by which the win rate falls short of even. A judge that contradicts itself too often decides nothing.
+The judge sees every pair of answers in both orders. A win counts only if the judge decides the same in both; all
+other pairs are ties. A prompt scores 1, 1/2 or 0 (the mean of its turns). Prompts are the independent units, with the
+interval for graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``),
+applied to the points by which the win rate falls short of even. The verdict is inconclusive if the judge contradicts
+itself too often.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
 
 
 class Judgment(BaseModel):
-    """The judge's reply on one pair of answers in one order; a line of ``judgements.jsonl``."""
+    """The judge's decision on one pair of answers in one order, which is a line of ``judgements.jsonl``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,12 +43,12 @@ class Judgment(BaseModel):
 
     @property
     def key(self) -> tuple[str, int, Order]:
-        """Prompt, turn and order, which identify a judgment of a run."""
+        """Prompt, turn and order, which identify a judgment in a run."""
         return self.prompt, self.turn, self.order
 
 
 class Pair(NamedTuple):
-    """One pair of answers after both orders."""
+    """One pair of answers, with the winner after both orders."""
 
     prompt: str
     turn: int
@@ -103,7 +104,7 @@ class JudgeVerdict(BaseModel):
         return self.outcome == "pass" or (self.outcome == "inconclusive" and self.on_inconclusive != "block")
 
     def as_verdict(self) -> Verdict:
-        """Return this decision as a ``Verdict``, the shape that all stages share."""
+        """Return this decision as a ``Verdict``, the form that all stages share."""
         return Verdict(
             name="judge",
             outcome=self.outcome,
@@ -123,11 +124,9 @@ class AnswerStatistics(NamedTuple):
 
 
 def settle(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
-    """Combine judgments into pairs of answers after both orders.
+    """Combine the judgments in both orders into one result for each pair of answers.
 
-    Args:
-        judgments: Judgments, one for each pair and order.
-        identical: ``(prompt, turn)`` of pairs that were not judged because both answers are equal.
+    ``identical`` holds ``(prompt, turn)`` of the pairs that were not judged because both answers are equal.
     """
     by_pair: dict[tuple[str, int], list[Judgment]] = defaultdict(list)
     for judgment in judgments:
@@ -147,7 +146,7 @@ def answers_verdict(
     identical: Sequence[tuple[str, int]],
     rule: JudgeRule,
 ) -> JudgeVerdict:
-    """Return the verdict on all judgments of one merge against one reference.
+    """Return the verdict on all judgments of one merge against one reference. For ``identical``, see ``settle``.
 
     Raises:
         InvalidInput: If there are too few prompts for a decision.
@@ -214,7 +213,6 @@ def answers_verdict(
 
 
 def _winner(winners: Sequence[Winner | None]) -> Winner:
-    """Return the winner of a pair, which must win in both orders."""
     return winners[0] if winners[0] is not None and _is_consistent(winners) else "tie"
 
 

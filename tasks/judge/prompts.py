@@ -1,8 +1,8 @@
-"""Load the prompts that both models answer: the user's jsonl or MT-Bench's questions, pinned by content.
+"""Load the prompts that both models answer: a jsonl file or MT-Bench's questions, pinned by content.
 
 A line is ``{"prompt": "…"}`` or ``{"turns": ["…", "…"]}``. Optional keys are ``id`` (or MT-Bench's ``question_id``),
-``category`` and ``reference``, which is a text or a list with one text per turn. MT-Bench has its reference answers in
-a second file.
+``category`` and ``reference``, which is a text or a list with one text per turn. MT-Bench has its reference answers
+in a second file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mergegate.tasks.store import NotInKey
 
 
 class Prompts(BaseModel):
-    """File of prompts pinned by content, and the sample that is used."""
+    """File of prompts pinned by content, and the size and seed of the sample."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +60,7 @@ class Prompt:
 
 
 def pin_prompts(settings: JudgeSettings, root: Path, hashes: HashMemo) -> JudgePrompts:
-    """Return the prompts and reference answers with their sha256; relative paths are relative to ``root``.
+    """Return the prompts and reference answers with their sha256. Relative paths are relative to ``root``.
 
     Raises:
         InvalidInput: If a file is missing or malformed.

@@ -1,8 +1,7 @@
 """Send pairs of answers to the judge, one request per pair and order, and yield each judgment as it arrives.
 
-Callers store the judgments in their own way: a stage in its artifact, the shadow in its ledger. The shadow compares
-recorded answers to one user question. A question is a whole conversation that both sides share, so each pair is one
-turn.
+Callers store the judgments: the judge stage in its artifact, and the shadow evaluation in its ledger. The shadow
+evaluation compares recorded answers. Both answers belong to the same conversation, so each pair is one turn.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
 
 
 class JudgeQuestion(NamedTuple):
-    """One question for the judge: a pair of answers in one order."""
+    """One question to the judge: a pair of answers in one order."""
 
     order: Order
     exchange: JudgedTurn
@@ -49,10 +48,8 @@ def ask_judge(
 ) -> Iterator[Judgment]:
     """Yield the judgment on each question, in the order of completion.
 
-    Without questions, no server needs to be running. Closing the iterator stops all further requests.
-
-    At most ``server.concurrency`` questions are in flight beyond the judgments already yielded, even if the consumer is
-    slow. If the process is killed, only these are lost and repeated.
+    At most ``server.concurrency`` requests are running or not yet yielded, so an interruption loses only these. Closing
+    the iterator stops all further requests. Without questions, no server is needed.
 
     Raises:
         InvalidInput: If the server cannot be reached.
@@ -122,7 +119,7 @@ def judge_recorded_pairs(
     server: JudgeServer,
     judged_orders: Collection[tuple[str, Order]] = (),
 ) -> Iterator[Judgment]:
-    """Yield the judgment on each pair in each order as it arrives. Equal answers are not sent to the judge.
+    """Yield the judgment on each pair in each order as it arrives. Pairs of equal answers are skipped.
 
     ``judged_orders`` holds ``(id, order)`` of earlier judgments, which are not requested again.
 

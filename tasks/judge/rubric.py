@@ -1,8 +1,7 @@
-"""Build the judge's prompt from the rubric and parse its reply. Pure functions of text.
+"""Build the judge's prompt from the rubric and parse its reply. All functions are pure.
 
-The reply is JSON with the reasoning first, because a verdict written before its reasons is not based on them. Servers
-that cannot enforce a schema may reply in any form. The parser accepts any clear verdict; anything else is not a
-judgment.
+The reply is JSON with the reasoning first, because a verdict written before its reasons is not based on them. A
+server that cannot enforce a schema may reply in any form. The parser accepts any clear verdict and rejects the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Reply with one JSON object: first "reasoning" (what each answer gets right and w
 
 
 class JudgeVote(NamedTuple):
-    """The judge's vote on A and B in the order in which they were shown."""
+    """The judge's vote on answers A and B."""
 
     reasoning: str
     dimensions: Mapping[str, Choice]
@@ -44,7 +43,7 @@ class JudgeVote(NamedTuple):
 
 
 class JudgedTurn(NamedTuple):
-    """One turn to judge: the conversations so far, each with its own earlier answers."""
+    """One turn to judge, with the conversation so far of both models, each with its own earlier answers."""
 
     prompt: Prompt
     turn: int
@@ -55,7 +54,7 @@ class JudgedTurn(NamedTuple):
 def messages(
     exchange: JudgedTurn, dimensions: Mapping[str, str], instructions: str = INSTRUCTIONS
 ) -> list[dict[str, str]]:
-    """Return the judge's prompt: rubric, question, reference answer if there is one, and both answers."""
+    """Return the judge's prompt: rubric, question, reference answer if available, and both answers."""
     rubric = "\n".join(f"- {name}: {question}" for name, question in dimensions.items())
     names = ", ".join(f'"{name}"' for name in dimensions)
     system = instructions.replace("{dimensions}", rubric).replace("{names}", names)
@@ -75,7 +74,7 @@ def messages(
 
 
 def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
-    """Return the schema of a reply, as ``response_format`` of a chat completion; properties in writing order."""
+    """Return the schema of a reply as ``response_format`` of a chat completion, with properties in writing order."""
     choice = {"type": "string", "enum": list(CHOICES)}
     properties = {"reasoning": {"type": "string"}, **dict.fromkeys(dimensions, choice), "verdict": choice}
     schema = {
@@ -90,8 +89,8 @@ def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
 def parse_reply(reply: str, dimensions: Mapping[str, str]) -> JudgeVote | None:
     """Return the judge's vote, or None if the reply does not state one clearly.
 
-    The parser tries, in this order: JSON that is the entire reply; the last JSON object in it (after thoughts, or in a
-    code fence); the verdict of slightly malformed JSON; the last ``verdict: A`` or ``[[A]]`` of plain text.
+    The parser tries, in this order: JSON that is the entire reply; the last JSON object in the reply (after thoughts,
+    or in a code fence); the verdict in slightly malformed JSON; the last ``verdict: A`` or ``[[A]]`` in plain text.
     """
     text = re.sub(r"<think>.*?</think>", "", reply, flags=re.DOTALL).strip()
     decoder, objects, position = json.JSONDecoder(strict=False), list[object](), 0

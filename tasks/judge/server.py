@@ -1,8 +1,7 @@
 """Request chat completions from the judge's server in OpenAI's protocol, with retries.
 
-Connections and retries are those of all servers (``tasks.http``). This module adds the judge's requests and the meaning
-of its responses. The API key comes from the environment and goes into one header. It never appears in a message, record
-or artifact.
+``tasks.http`` provides connections and retries. The API key comes from the environment and goes into one header. It
+never appears in a message, record or artifact.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ _LOCATION = "judge.url"
 
 
 class Reply(NamedTuple):
-    """Completion: its text, and the name of the model that wrote it, as reported by the server."""
+    """Text of a completion, and the name of the model that wrote it, as reported by the server."""
 
     text: str
     model: str
 
 
 class ChatServer:
-    """Connection to the judge's server that several threads may share. A context manager that closes its connections.
+    """Connection to the judge's server that several threads may share. Use it as a context manager to close it.
 
-    Args:
-        sleep, now: Functions of ``time``, replaceable in tests that must not wait.
+    ``sleep`` and ``now`` replace the functions of ``time`` in tests.
 
     Raises:
         InvalidInput: If the environment variable for the key is not set.
@@ -90,7 +88,6 @@ class ChatServer:
         return self._read(plain, model)
 
     def _post(self, body: Mapping[str, Any]) -> Answer:
-        """Return the response to a request, with retries as long as they may help."""
         try:
             answer: Answer = self._retrying(self._http.request, "/chat/completions", body)
             problem = f"{answer.status}: {answer.message}"

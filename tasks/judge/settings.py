@@ -1,4 +1,4 @@
-"""Define the ``judge`` section of a profile: settings of answers, judgments and verdict, and of the server."""
+"""Define the ``judge`` section of a profile: settings for answers, judgments, the verdict and the server."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class JudgeRule(BaseModel):
 
     @property
     def upper_limit(self) -> float:
-        """Non-inferiority margin in points: the shortfall that must be ruled out to pass."""
+        """Non-inferiority margin: the largest upper bound of the shortfall that passes, in points."""
         return self.margin if self.margin is not None else self.max_shortfall + MARGIN_ABOVE_MAX_DROP
 
 

@@ -1,7 +1,7 @@
-"""Run the stage ``judge``: show every pair of answers to the judge in both orders, and record each judgment as a line.
+"""Run the stage ``judge``: send every pair of answers to the judge in both orders, and record each judgment as a line.
 
-A judgment costs money or minutes, so none is requested twice. Equal answers are a tie without a request, and a stage
-that was interrupted (for example because the server went away) resumes with the remaining pairs.
+A judgment costs money or minutes, so none is requested twice. Equal answers are a tie without a request. A stage
+that was interrupted (for example because the server became unavailable) resumes with the remaining pairs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfini
 
 
 class Judgments(StageValue):
-    """All judgments of one run.
+    """All judgments in one run.
 
-    The artifact holds ``pairs.jsonl`` (one line per prompt: its turns, references and both models' answers) and
+    The artifact contains ``pairs.jsonl`` (one line per prompt: its turns, references and both models' answers) and
     ``judgements.jsonl`` (one ``Judgment`` per line).
     """
 
@@ -45,7 +45,7 @@ class Judgments(StageValue):
 
 
 class JudgedAnswers(NamedTuple):
-    """Verdict with its evidence."""
+    """Verdict on a merge's answers, and the judgments on which it is based."""
 
     verdict: JudgeVerdict
     judgments: Artifact[Judgments]
@@ -54,7 +54,7 @@ class JudgedAnswers(NamedTuple):
 def judge_models(
     reference: Model, merge: Model, prompts: JudgePrompts, settings: JudgeSettings, runtime: Runtime
 ) -> JudgedAnswers:
-    """Generate both models' answers, have them judged, and decide.
+    """Generate both models' answers, send them to the judge, and decide.
 
     Answers and judgments are cached by content, so a changed threshold needs no new requests.
 
@@ -92,7 +92,7 @@ def judge(
 ) -> Judgments:
     """Judge every pair of answers in both orders.
 
-    ``instructions`` is the text of the rubric. It is part of the key because it affects judgments.
+    ``instructions`` is the text of the rubric, which is part of the cache key.
 
     Raises:
         InvalidInput: If the server cannot be reached.

@@ -1,9 +1,9 @@
-"""Measure the ensemble of a merge's parents on held-out text, as a cached stage: an estimate of the possible gain.
+"""Measure the ensemble of a merge's parents on held-out text, as a cached stage, to estimate how much a merge can gain.
 
-The ensemble averages the probabilities that the parents assign to each token. It needs one forward pass per parent, and
-merging the weights approximates it with a single pass (Wortsman et al. 2022, arXiv 2203.05482, section 4). The share of
-the ensemble's gain that a merge keeps therefore distinguishes a poor merge from parents that do not complement each
-other::
+The ensemble averages the probabilities that the parents assign to each token. It needs one forward pass per parent;
+merging the weights approximates it with a single pass (Wortsman et al. 2022, arXiv 2203.05482, section 4). The share
+of the ensemble's gain that a merge retains therefore distinguishes a poor merge from parents that do not complement
+each other::
 
     ensemble = ensemble_likelihoods(parents, documents, windows, runtime())
     ensemble_gain_share([likelihoods[name].value for name in parents], ensemble.value, likelihoods["merge"].value)
@@ -51,10 +51,8 @@ def ensemble_likelihoods(
 ) -> Likelihoods:
     """Measure every held-out document under the mean of the models' next-token probabilities.
 
-    The artifact has the same form as that of ``perplexity``. The models run one after another, and only one number per
-    token is kept of each. If a journal of a killed run exists, the run resumes from it.
-
-    ``models`` are the parents without the base, at least two.
+    The artifact has the same form as that of ``perplexity``. The models, which are the parents without the base (at
+    least two), run one after another. An interrupted run resumes from its journal.
 
     Raises:
         InvalidInput: See ``perplexity``; also if the models do not divide text into the same tokens and windows.
@@ -131,17 +129,11 @@ def _measure_together(
 
 
 def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:
-    """Return the share of the ensemble's gain over the better parent that the merge keeps, in nats per token.
+    """Return the share of the ensemble's gain over the best parent, in nats per token, that the merge retains.
 
-    1 means as good as the ensemble, 0 as good as the better parent, and a negative value is worse than that.
-
-    Args:
-        parents: Likelihoods of the ensemble's members.
-        together: Likelihood of the ensemble.
-        merge: Likelihood of the merge.
-
-    Returns:
-        None if the ensemble gains nothing, a likelihood is not finite, or the tokens differ.
+    1 means as good as the ensemble, 0 as good as the best parent, and a negative value worse than that. The result is
+    None if the ensemble gains nothing, a likelihood is not finite, or the tokens differ. ``together`` is the likelihood
+    of the ensemble.
     """
     values = (*parents, together, merge)
     if any((value.vocabulary, value.tokens) != (together.vocabulary, together.tokens) for value in values):

@@ -1,11 +1,11 @@
-"""Measure documents with a model, window by window, in the process that holds models.
+"""Measure the likelihood of documents under a model, window by window, in the model process.
 
-A document is read in windows of ``max_length`` tokens, and every token is scored once. The first window begins with the
-begin-of-text token, or with the end-of-text token if the tokenizer has no other; without both, the first token is not
-scored. Each further window begins with the token that precedes its first scored token. The last, shorter window is
-extended to the left with preceding context. These are the windows of lm-eval's rolling log-likelihood.
+A document is read in windows of ``max_length`` tokens, and every token is scored once. The first window begins with
+the begin-of-text token, or with the end-of-text token if the tokenizer has no other; without both, the first token is
+not scored. Each further window begins with the token that precedes its first scored token. The last, shorter window
+is extended to the left with preceding context. These are the windows of lm-eval's rolling log-likelihood.
 
-The journal stores each batch of windows, so that a killed run resumes with the next batch.
+The journal stores each batch of windows, so that an interrupted run resumes with the next batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SLICE = 512  # number of positions per log-softmax
 
 
 class WindowSettings(BaseModel):
-    """How documents are read; equal for all models and part of the key."""
+    """How documents are divided into windows and read. Equal for all models, and part of the cache key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,7 +40,7 @@ class WindowSettings(BaseModel):
 
 
 class DocumentLikelihood(NamedTuple):
-    """One row of ``documents.parquet``."""
+    """Likelihood of one document, a row of ``documents.parquet``."""
 
     doc_id: int  # position in the file
     loglik: float  # nats; NaN or infinite for a broken model
@@ -66,8 +66,8 @@ def measure(
 ) -> TextMeasurement:
     """Compute the log-likelihood of every held-out document under ``model``.
 
-    A killed run resumes from the journal at ``location``. ``on_progress`` is called with the number of scored tokens
-    and their total.
+    An interrupted run resumes from the journal at ``location``. ``on_progress`` is called with the number of scored
+    tokens and their total.
 
     Raises:
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
@@ -98,7 +98,7 @@ def measure(
 
 
 class TextWindow(NamedTuple):
-    """A part of a document that is scored in one pass."""
+    """Part of a document that is scored in one pass."""
 
     row: int  # index of its document
     start: int  # index of its first target among the document's scored tokens
@@ -110,9 +110,8 @@ class TextWindow(NamedTuple):
 class TokenizedText:
     """Held-out documents in the windows of one model, for callers that score many models on them.
 
-    Args:
-        documents: Positions in the file of the documents that have tokens to score, ascending.
-        batch_size: Number of windows in a batch.
+    ``documents`` are the ascending positions in the file of the documents with tokens to score. ``batch_size`` is the
+    number of windows in a batch.
     """
 
     documents: tuple[int, ...]
@@ -121,7 +120,7 @@ class TokenizedText:
     _reading: Reading
 
     def likelihoods(self, loaded_model: LoadedModel, part: range) -> list[float]:
-        """Return the log-likelihood of some documents in nats per token; ``part`` is a range of ``documents``."""
+        """Return the log-likelihood per token, in nats, of the documents at positions ``part`` of ``documents``."""
         rows = [self._rows[position] for position in part]
         selected = set(rows)
         windows = [window for window in self._reading.windows if window.row in selected]
@@ -163,7 +162,7 @@ def divide_documents(
     """Divide documents into the windows in which ``model`` reads them.
 
     Raises:
-        InvalidInput: If the tokenizer does not belong to the weights, or finds no token in any document.
+        InvalidInput: If the tokenizer does not belong to the weights, or produces no token for any document.
     """
     length = min(windows.max_length, loaded_model.context or windows.max_length)
     cut_windows: list[TextWindow] = []
@@ -226,7 +225,7 @@ def document_rows(
 
 
 def read_batch(loaded_model: LoadedModel, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
-    """Return the log-likelihoods of each window's targets: nats, float64, [targets]."""
+    """Return the log-likelihoods of each window's targets, in nats: float64, ``[targets]``."""
     import torch
 
     network = loaded_model.network

@@ -1,4 +1,4 @@
-"""Define the ``perplexity`` section of a profile: the held-out text and the allowed drift."""
+"""Define the ``perplexity`` section of a profile: the held-out text and the limits on drift."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Percentage = Annotated[float, BeforeValidator(_percentage, json_schema_input_typ
 
 
 class DriftLimits(BaseModel):
-    """Limits on how much the perplexity of a merge may exceed that of its better parent."""
+    """Limits on how much the perplexity of a merge may exceed that of its best parent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -89,6 +89,6 @@ class PerplexitySettings(BaseModel):
 
     @property
     def limits(self) -> DriftLimits:
-        """Settings that judge the likelihoods."""
+        """Settings by which the likelihoods are judged."""
         warn = self.warn_increase if self.warn_increase is not None else min(0.02, self.max_increase)
         return DriftLimits(max_increase=self.max_increase, warn_increase=warn, reference=self.reference)

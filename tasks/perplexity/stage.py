@@ -1,9 +1,8 @@
 """Measure the log-likelihood of each document of held-out text under one model, as a cached stage.
 
-mergegate computes this itself instead of using lm-eval, for three reasons. Every document has exactly one begin-of-text
-token (with tokenizers that add their own, lm-eval scores P(BOS | BOS)). Sums use float32 log-softmax (in bf16, the
-likelihood of a document is rounded to whole nats). The number of tokens and bytes of each document is recorded for the
-paired comparison.
+mergegate does not use lm-eval for this, for three reasons. Every document must have exactly one begin-of-text token
+(with tokenizers that add their own, lm-eval scores P(BOS | BOS)). Sums must use float32 log-softmax (bf16 rounds the
+likelihood of a document to whole nats). The paired comparison needs the number of tokens and bytes of each document.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FILE = "documents.parquet"
 class Likelihoods(StageValue):
     """Likelihood of the held-out text under one model.
 
-    ``documents.parquet`` has the columns ``doc_id, loglik (nats), tokens, bytes``.
+    The artifact contains ``documents.parquet`` with the columns ``doc_id, loglik (nats), tokens, bytes``.
     """
 
     model: Annotated[str, NotInKey]
@@ -45,7 +44,7 @@ class Likelihoods(StageValue):
 
 
 def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) -> HeldOutText:
-    """Return the held-out documents with their sha256; a relative path is relative to ``root``.
+    """Return the held-out documents with their sha256. A relative path is relative to ``root``.
 
     Raises:
         InvalidInput: If the file is missing, or a document does not match the settings.
@@ -60,11 +59,10 @@ def perplexity(
 ) -> Likelihoods:
     """Measure the log-likelihood of every held-out document under ``model``, and write ``documents.parquet``.
 
-    If a journal of a killed run exists, the run resumes from it.
+    An interrupted run resumes from its journal.
 
     Raises:
-        InvalidInput: If the model cannot be loaded, the documents are unreadable or missing, or the process that holds
-            models died.
+        InvalidInput: If the model cannot be loaded, the documents are unreadable or missing, or the model process died.
     """
     keep_only_journal(out)
     journal = JournalLocation(
@@ -109,7 +107,7 @@ def write_documents(path: Path, rows: Sequence[DocumentLikelihood]) -> None:
 
 
 def read_documents(directory: Path) -> tuple[DocumentLikelihood, ...]:
-    """Read the documents of an artifact of this stage."""
+    """Read the likelihoods of all documents from an artifact of this stage."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(directory / FILE) as file:  # read_table would import pandas

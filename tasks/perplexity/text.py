@@ -1,4 +1,4 @@
-"""Pin held-out documents by content, and read them only if the file still matches."""
+"""Pin held-out documents by content, and read them only if the file has not changed since."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, str], ...]:
     """Return ``(doc_id, text)`` of the first ``limit`` documents that are not empty.
 
-    If ``documents`` names a document set, only its members count. The text of a conversation joins its messages.
+    If ``documents`` specifies a document set, only its members count. The text of a conversation joins its messages.
 
     Raises:
         InvalidInput: If the file changed after it was pinned, a line is malformed, or there is no document.
@@ -68,7 +68,7 @@ def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, st
 
 
 def read_documents_verbatim(documents: HeldOutText, limit: int | None) -> tuple[OwnDocument, ...]:
-    """Return the same documents as :func:`read_texts`, in the form that they have in the file."""
+    """Return the same documents as :func:`read_texts`, in their original form: texts or conversations."""
     return tuple(document for _, document in _selected(documents, limit))
 
 
@@ -94,17 +94,11 @@ def _selected(documents: HeldOutText, limit: int | None) -> list[tuple[int, OwnD
 
 @dataclass(frozen=True)
 class TextSetting:
-    """Names of the settings that refer to a file of documents, for messages.
+    """Names of the settings that refer to a file of documents, for messages."""
 
-    Args:
-        location: Location of the setting with the path.
-        field: Setting that names the field of a jsonl line.
-        relative_to: File that a path is relative to.
-    """
-
-    location: str
-    field: str = _FIELD_SETTING
-    relative_to: str = "profile"
+    location: str  # location of the setting that contains the path
+    field: str = _FIELD_SETTING  # setting that contains the name of the document field in a jsonl line
+    relative_to: str = "profile"  # file to which a path is relative
 
 
 def pin_text(
@@ -112,12 +106,8 @@ def pin_text(
 ) -> HeldOutText:
     """Hash a file of documents and check its lines.
 
-    Args:
-        path: jsonl file with one document per line, or plain text with one per paragraph.
-        field: Field of a jsonl line.
-        hashes: Cache of file hashes.
-        setting: Names of the settings that refer to the file, for messages.
-        conversations: Whether a document may be a list of messages.
+    The file at ``path`` is jsonl with one document per line, in ``field``, or plain text with one per paragraph. If
+    ``conversations`` is true, a document may be a list of messages.
 
     Raises:
         InvalidInput: If the file is missing or empty, or a document does not match the settings.
@@ -154,7 +144,7 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
 
 
 def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> OwnDocument:
-    """Return the document in the field of a line of JSON, or raise InvalidInput if there is none."""
+    """Return the document in a line of JSON, or raise InvalidInput if there is none."""
     field = text.field
     document = parse_line(line, text.path, number)
     value: Any = document.get(field)

@@ -1,7 +1,7 @@
-"""Answer lm-eval's requests about a model, with one file per backend and a registry that finds backends by name.
+"""Answer lm-eval's requests to a model, with one module per backend and a registry that finds backends by name.
 
-All backends tokenize a prompt in the same way. A tokenizer that adds a begin-of-text token adds one, unless the prompt
-(from a chat template) already begins with it. Log-probabilities are sums of float32 log-softmax.
+All backends tokenize a prompt in the same way: a tokenizer that adds a begin-of-text token does so unless the prompt,
+for example from a chat template, already begins with one. Log-probabilities are sums of float32 log-softmax.
 """
 
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend

@@ -1,12 +1,12 @@
-"""Define the contract of a backend: it opens a model for lm-eval and declares its properties.
+"""Define the interface of a backend, which opens a model for lm-eval and declares its own properties.
 
-A backend in another package is a ``Backend`` object under the entry point ``mergegate.backends``::
+Another package adds a backend by registering a ``Backend`` object under the entry point ``mergegate.backends``::
 
     # pyproject.toml of that package:  [project.entry-points."mergegate.backends"]  mine = "my_package:MINE"
     MINE = Backend("mine", "our own engine", opened, libraries=("my-engine",))
 
-Models are scored in a separate process, so the package must be installed or on ``PYTHONPATH``. Changes of ``sys.path``
-in the main program have no effect there.
+Models are scored in a separate process, so that package must be installed or on ``PYTHONPATH``. Changes of
+``sys.path`` in the main program have no effect there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ AnswerReason = Literal["stop", "eos", "length", "context", ""]
 class AnswerEnd(NamedTuple):
     """How a generated answer ended.
 
-    An ``LM`` that knows how answers end has an attribute ``answer_ends``. This is a deque of the ends of the answers
-    that the ``LM`` will report to its cache hook next, in the same order. Without the attribute, the ends are unknown.
+    An ``LM`` with an attribute ``answer_ends`` reports this for each answer. The attribute is a deque of the ends of
+    the answers that the ``LM`` will pass to its cache hook next, in the same order.
     """
 
     # stop: a stop string; eos: an end-of-text token; length: the token limit of an answer; context: the end of the
@@ -41,11 +41,11 @@ CUT_OFF = ("length", "context")  # reasons for which an answer is incomplete
 
 
 class BackendScoring(Protocol):
-    """The settings that a backend receives; implemented by ``Scoring``."""
+    """Settings that a backend receives. ``Scoring`` implements this protocol."""
 
     @property
     def dtype(self) -> str:
-        """``auto`` for the dtype of the checkpoint, or a dtype of torch."""
+        """A torch dtype, or ``auto`` for the dtype of the checkpoint."""
 
     @property
     def batch_size(self) -> int:
@@ -53,11 +53,11 @@ class BackendScoring(Protocol):
 
     @property
     def max_length(self) -> int | None:
-        """Largest number of tokens in a request; None: the model's own limit."""
+        """Largest number of tokens in a request. None: the limit of the model."""
 
     @property
     def own_settings(self) -> object:
-        """Value of the field that ``Backend.settings`` names; None if absent."""
+        """Value of the field that ``Backend.settings`` names, or None if the profile does not set it."""
 
 
 # (model, scoring, device) -> lm-eval's ``LM``, which answers requests while the context is open and has the model's
@@ -68,28 +68,27 @@ Opened = Callable[["Model", BackendScoring, str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Backend:
-    """An implementation that answers lm-eval's requests about a model.
+    """An implementation that answers lm-eval's requests to a model.
 
     Args:
-        name: Name in ``evaluate.backend`` and in every key.
+        name: Name in ``evaluate.backend`` and in every cache key.
         summary: One-line description for users.
         opened: Opens a model, see ``Opened``. It must import heavy modules only when called, because processes that
             score nothing also look up backends.
-        settings: Field of ``Scoring`` with settings of this backend; empty: none.
-        needs_settings: Whether these settings are required.
-        libraries: Distributions, besides torch and transformers, that affect its numbers. Their versions are in the key
-            of its scores. Missing ones are omitted; ``opened`` then raises an error with a remedy.
-        frees_memory: Whether closing or replacing a model releases its memory. If not, only the end of the process
-            does, and each model gets its own process.
+        settings: Field of ``Scoring`` with the settings of this backend. Empty: it has no settings.
+        needs_settings: Whether the profile must contain these settings.
+        libraries: Distributions, besides torch and transformers, that affect the scores. Their versions are part of the
+            cache key. Missing distributions are omitted; ``opened`` then raises an error that says how to install them.
+        frees_memory: Whether closing or replacing a model releases its memory. If not, each model gets its own process.
         loads_here: Whether the weights are loaded into this machine's memory in ``Scoring.dtype``, as in transformers.
             The preflight check of the machine uses this.
-        draws_progress: Modules in which it calls ``tqdm``; mergegate replaces these progress bars.
-        network: Whether it needs network access; if not, its process has none.
-        environment: Environment variables that it needs beyond the usual ones of libraries. The functions of a task
-            see them, too.
-        computes_in: Methods of its ``LM`` that compute one batch each. Answers are recorded batch by batch, so that a
-            killed part resumes with the same batches. Empty: answers do not depend on other requests.
-        generation_settings: Returns the names of the generation settings that it accepts. None: the engine itself
+        draws_progress: Modules in which the backend calls ``tqdm``. mergegate replaces these progress bars.
+        network: Whether the backend needs network access. If not, its process has none.
+        environment: Environment variables that the backend needs in addition to the usual ones of libraries. The
+            functions of a task can read them, too.
+        computes_in: Methods of the ``LM`` that compute one batch each. Answers are recorded batch by batch, so that an
+            interrupted part resumes with the same batches. Empty: answers do not depend on other requests.
+        generation_settings: Returns the names of the generation settings that the backend accepts. None: the engine
             checks them.
     """
 
@@ -108,7 +107,7 @@ class Backend:
     generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 
     def library_versions(self) -> dict[str, str]:
-        """Return the versions of ``libraries`` that are installed."""
+        """Return the installed versions of ``libraries``."""
         versions = {}
         for name in self.libraries:
             try:

@@ -1,14 +1,14 @@
-"""Backend ``hf``: transformers in the scoring process, where tokens that requests share are processed once.
+"""Run the backend ``hf``: transformers in the scoring process, computing tokens that requests share only once.
 
-lm-eval runs the model over prompt and answer of every request, padded to the longest of the batch, and takes the
-log-softmax at every position. ``SharedPrefixLM`` extends its ``HFLM``. It packs requests into rows
-(:mod:`.token_rows`), and only positions with a requested next token go through the output head. The results equal those
-of whole sequences except for the last digits, which also depend on the batch size.
+lm-eval runs the model over the prompt and answer of every request, padded to the longest of the batch, and takes the
+log-softmax at every position. ``SharedPrefixLM`` extends its ``HFLM``: it packs requests into rows
+(:mod:`.token_rows`), and only positions whose next token is requested go through the output head. The results equal
+those of separate sequences except for the last digits, which also depend on the batch size.
 
-This requires a network in which only positions and the attention mask determine what a token sees. Most networks are
-like that. Networks that carry a state from token to token (Mamba, RWKV) or count positions themselves (BLOOM) are not.
-Each network is therefore tested first: sequences in a row must have the same logits as each sequence alone, for any
-company in the row. Sequences for which windowed attention or scaled rotary embeddings would differ are left to lm-eval.
+This works only for a network in which positions and the attention mask alone determine what a token attends to. Most
+networks qualify. Networks that carry a state from token to token (Mamba, RWKV) or count positions themselves (BLOOM)
+do not. Each network is therefore tested first: a sequence must have the same logits in a row as alone, whatever else
+is in the row. lm-eval's own code scores sequences long enough for windowed attention or scaled rotary embeddings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 PROBE_TOKENS = (5, 9, 6, 8, 7)
 # Generation settings that choose a token from the logits of a single sequence.
 _SINGLE_SEQUENCE = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
-# Settings of a model's own generation configuration that would have another effect if an answer is generated in steps.
+# Settings in a model's generation configuration whose effect would change if an answer is generated in steps.
 _COUNTED = (
     "cache_implementation",
     "min_length",
@@ -63,11 +63,11 @@ RequestTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of
 
 @cache
 def shared_prefix_type() -> type[Any]:
-    """Return the ``SharedPrefixLM`` class; imports lm-eval."""
+    """Return the class ``SharedPrefixLM``, defining it on the first call so that lm-eval is imported only on demand."""
     from lm_eval.models import huggingface
 
     class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
-        """An ``HFLM`` that processes likelihood requests in rows, and generates after a shared prefix, where exact."""
+        """An ``HFLM`` that computes tokens shared by several requests once, wherever this does not change results."""
 
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
 
@@ -101,7 +101,7 @@ def shared_prefix_type() -> type[Any]:
             return [answers[number] for number in range(len(requests))]
 
         def answer_row(self, row: SharedRow, requests: Sequence[RequestTokens]) -> list[tuple[float, bool]]:
-            """Compute one batch: the log-probability of each continuation in nats, and whether it is the argmax."""
+            """Return the log-probability of each continuation in one row, in nats, and whether it is the argmax."""
             import torch
 
             target_indices = [
@@ -118,7 +118,7 @@ def shared_prefix_type() -> type[Any]:
             return results
 
         def row_logits(self, row: SharedRow, indices: Any) -> torch.Tensor:
-            """Return the logits after the tokens at ``indices``, ``[indices, vocabulary]``."""
+            """Return the logits that follow the tokens at ``indices`` of ``row``, ``[indices, vocabulary]``."""
             import torch
 
             logit_indices = torch.from_numpy(indices).to(self.device)
@@ -197,7 +197,7 @@ def shared_prefix_type() -> type[Any]:
             return set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
 
         def _texts(self, ids: list[int]) -> tuple[str, str]:
-            """Return the text of an answer as generation compares it with stop strings, and as it is scored."""
+            """Return the text of an answer with special tokens (searched for stop strings) and without (scored)."""
             return self.tok_decode(ids, skip_special_tokens=False), self.tok_decode(ids)
 
         @property
@@ -274,13 +274,9 @@ def answer_end(
 ) -> AnswerEnd:
     """Return how one answer of a batch ended.
 
-    Args:
-        ids: Tokens generated after the prompt. Tokens after the end of the answer are ignored: padding, or tokens that
-            were generated because other answers of the batch were not finished.
-        eos: Tokens that end an answer.
-        stop: Texts that end an answer.
-        texts: Decodes tokens in each way in which stop strings are searched.
-        budget: Largest number of tokens in an answer.
+    ``ids`` are the tokens after the prompt. Tokens after the end of the answer, such as padding, are ignored. ``eos``
+    and ``stop`` are the tokens and texts that end an answer, ``texts`` decodes tokens into the texts in which ``stop``
+    is searched, and ``budget`` is the largest number of tokens in an answer.
     """
     last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
     before = list(ids if last is None else ids[: last - 1])
@@ -312,7 +308,7 @@ def max_shared_length(config: Mapping[str, Any]) -> int:
 
 
 def _are_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether logits are equal up to rounding errors of many layers; a wrong position moves them far more."""
+    """Return whether logits are equal up to rounding errors of many layers; a wrong position changes them far more."""
     import torch
 
     if actual.shape != expected.shape:
@@ -328,7 +324,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
 
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
-    """Return lm-eval's ``LM`` for a model that is in memory."""
+    """Return lm-eval's ``LM`` for a model in memory."""
     return shared_prefix_type()(
         pretrained=loaded_model.network,
         tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it

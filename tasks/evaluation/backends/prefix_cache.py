@@ -1,15 +1,15 @@
 """Compute the key-value cache of a batch of prompts, with the shared prefix computed once and without padding.
 
-lm-eval pads prompts on the left to the longest of the batch and processes them together. This module packs them into
-rows (:mod:`.token_rows`) after their shared prefix, and copies the resulting keys and values to the positions that they
-would have with padding. Attention and position ids are unchanged::
+lm-eval pads prompts on the left to the longest of the batch and processes them together. This module packs the parts
+after the shared prefix into rows (:mod:`.token_rows`), and copies the resulting keys and values to the positions that
+they would have with padding. Attention and position ids are unchanged::
 
     . . A B C x        A B C              "A B C" is computed once, for both
     A B C y z w   →          y z          one row after it; x and w are computed with the first generated token
 
-The cache has spare room, so that adding a token does not copy the existing ones. ``DynamicCache`` of transformers
-copies every layer for each new token. For sixteen sequences of 560 tokens and a model of 135 M parameters, copying took
-a fifth of the time per token, and far more when memory bandwidth was scarce.
+The cache has spare room, so that adding a token does not copy the existing ones. transformers' ``DynamicCache``
+copies every layer for each new token. For sixteen sequences of 560 tokens and a model of 135 M parameters, copying
+took a fifth of the time per token, and far more when memory bandwidth was scarce.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ _ROOM = 256
 
 
 def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
-    """Return the number of tokens that all prompts of a batch share, or 0 if it is too small to be useful.
+    """Return the number of tokens that all prompts of a batch share, or 0 if too few to be worth sharing.
 
-    At least one token of each prompt is not counted.
-
-    Args:
-        tokens: Token ids, padded on the left, ``[prompts, length]``.
-        mask: 1 for tokens of the prompt, 0 for padding, ``[prompts, length]``.
+    The last token of a prompt never counts as shared. ``tokens``, ``[prompts, length]``, is padded on the left.
+    ``mask`` has the same shape: 1 for tokens of the prompt, 0 for padding.
     """
     first, *further = _without_padding(tokens, mask)
     common = min((shared_beginning(first, prompt) for prompt in further), default=0)
@@ -44,13 +41,10 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
 
 
 def cache_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
-    """Return the key-value cache of all tokens of the prompts but the last of each, with room for generated tokens.
+    """Return the key-value cache of all tokens except the last one of each prompt, with room for generated tokens.
 
-    For ``tokens`` and ``mask``, see ``common_start``. A row has ``row_tokens`` tokens, unless a single prompt is
-    longer.
-
-    Returns:
-        A cache of ``length - 1`` tokens with zeros at padded positions.
+    The cache has ``length - 1`` tokens, with zeros at padded positions. For ``tokens`` and ``mask``, see
+    ``common_start``. A row has at most ``row_tokens`` tokens, unless a single prompt is longer.
     """
     import torch
 
@@ -93,7 +87,7 @@ def _without_padding(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]
 
 
 def growing_cache() -> Any:
-    """Return an empty cache of transformers for networks whose layers keep the keys and values of all tokens."""
+    """Return an empty transformers cache with spare room, for layers that keep the keys and values of all tokens."""
     from transformers.cache_utils import Cache
 
     return Cache(layer_class_to_replicate=_growing_layer_type())
@@ -104,13 +98,13 @@ def _growing_layer_type() -> type[Any]:
     from transformers.cache_utils import DynamicLayer
 
     class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-        """A layer whose ``keys`` and ``values``, ``[batch, heads, length, size]``, are views of longer tensors."""
+        """Cache layer whose ``keys`` and ``values``, ``[batch, heads, length, size]``, are views of longer tensors."""
 
         keys: torch.Tensor
         values: torch.Tensor
 
         def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-            """Allocate memory for tensors of this shape, with no tokens yet."""
+            """Allocate empty keys and values that have the shape of these states except for their length."""
             self.dtype, self.device = key_states.dtype, key_states.device
             self._memory = [_longer(states[:, :, :0], 0) for states in (key_states, value_states)]
             self._show(0)
@@ -132,7 +126,7 @@ def _growing_layer_type() -> type[Any]:
             return self.keys, self.values
 
         def batch_select_indices(self, indices: torch.Tensor) -> None:
-            """Remove all sequences except these."""
+            """Remove all sequences except those at ``indices``."""
             self._memory = [memory[indices] for memory in self._memory]
             self._show(self.keys.shape[-2])
 
@@ -143,7 +137,7 @@ def _growing_layer_type() -> type[Any]:
 
 
 def _longer(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a copy with memory for ``length`` tokens and some spare room."""
+    """Return a copy of ``states`` in memory for ``length`` tokens and some spare room."""
     batch, heads, count, size = states.shape
     memory = states.new_empty((batch, heads, length + _ROOM, size))
     memory[:, :, :count] = states

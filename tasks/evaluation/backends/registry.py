@@ -1,4 +1,4 @@
-"""Find backends by name: built-in ones, and those of other packages under the entry point ``mergegate.backends``."""
+"""Find backends by name, both built-in ones and those that other packages add as ``mergegate.backends``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, server.B
 
 
 def find_backend(name: str) -> Backend:
-    """Return the backend with a name. Other packages are loaded only if the name is not built in.
+    """Return the backend ``name``. Other packages are loaded only if the name is not built in.
 
     Raises:
         InvalidInput: If no backend has the name (the message lists all names), or an installed package registers an
-            object that is not a ``Backend``, or a name that is taken.
+            object that is not a ``Backend`` or whose name is taken.
     """
     backend = _OWN.get(name) or added_backends().get(name)
     if backend is None:
@@ -35,7 +35,7 @@ def find_backend(name: str) -> Backend:
 
 @cache
 def added_backends() -> Mapping[str, Backend]:
-    """Return the backends of other packages, by name. Raises InvalidInput as ``find_backend`` does."""
+    """Return the backends that other packages add, by name. Raises InvalidInput as ``find_backend`` does."""
     backends: dict[str, Backend] = {}
     for point in entry_points(group=GROUP):
         backend = point.load()

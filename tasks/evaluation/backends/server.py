@@ -1,4 +1,4 @@
-"""Backend ``served``: a running server with OpenAI's completions API, over HTTP."""
+"""Run the backend ``served``: an existing server with OpenAI's completions API, over HTTP."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ServerSettings(BaseModel):
     concurrency: int = Field(default=8, ge=1, description="Number of concurrent requests. Default: 8.")
 
     def at(self, name: str) -> ModelEndpoint:
-        """Return the address of a model of this run; its name on the server defaults to its name in the run.
+        """Return the address of a model in this run. Its name on the server defaults to its name in the run.
 
         Raises:
-            InvalidInput: If no address is configured for it.
+            InvalidInput: If no address is configured for the model.
         """
         entry = self.models.get(name, name)
         if isinstance(entry, ModelEndpoint):
@@ -65,7 +65,7 @@ class ServerSettings(BaseModel):
 
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
-    """Yield lm-eval's client for completions servers, set to send tokens, after checking the server with a request."""
+    """Yield lm-eval's client for completions servers, configured to send tokens, after a test request."""
     import transformers
 
     server = scoring.own_settings
@@ -138,10 +138,10 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
 
 def _ends_in(answer: Any) -> list[AnswerEnd]:
-    """Return how the answers in a server's response ended, in the order of their prompts."""
+    """Return how the answers in a server's response ended, in the order of the prompts."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     usage = answer.get("usage")
-    # The count covers all choices.
+    # The token count is the sum over all choices, so it is the length of an answer only if there is one.
     token_count = usage.get("completion_tokens") if isinstance(usage, Mapping) and len(choices) == 1 else None
     ends = []
     for choice in choices:
@@ -156,8 +156,8 @@ def _ends_in(answer: Any) -> list[AnswerEnd]:
 def _require_prompt_scores(client: Any, model: Model, endpoint: ModelEndpoint, url: str) -> None:
     """Check that the server returns log-probabilities of a prompt.
 
-    A server without this feature answers with meaningless numbers. Every model would then score at chance level, and
-    every merge would seem as good as its parents.
+    A server without this feature returns meaningless numbers. Every model would then score at chance level, and every
+    merge would seem as good as its parents.
     """
     import requests
 

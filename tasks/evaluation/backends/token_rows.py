@@ -1,8 +1,8 @@
 """Pack token sequences into rows in which a shared prefix occurs once.
 
-A row is a flattened tree. Each token attends only to its ancestors and has the position that it has in its own
-sequence. The network therefore processes few-shot examples, the question before several answers, and the common
-beginning of several answers once per row, and nothing is padded::
+A row is a flattened tree. Each token attends only to its ancestors, at its position in its own sequence. The network
+therefore processes few-shot examples, the question before several answers, and the common beginning of several
+answers once per row, without padding::
 
     the sky is blue        tokens     the sky is blue red the sea is
     the sky is red    →    positions   0   1   2   3   3   1 ...
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# A row may be this many times as long as a sequence that shares more than half of its tokens with the previous one.
+# A row may grow to this multiple of a sequence's length if most of its tokens are shared with the previous sequence.
 _LONGER = 3
 
 
 @dataclass(frozen=True)
 class SharedRow:
-    """One row.
+    """Several token sequences in one row, with shared tokens stored once.
 
     Args:
         tokens: Token ids, ``[length]``.
         positions: Position of each token in its own sequence, ``[length]``.
         sees: Whether the token at the first index attends to the token at the second, ``[length, length]``.
         sequences: Indices of the sequences in the row.
-        paths: Indices of the tokens of each of these sequences in the row.
+        paths: For each of these sequences, the indices of its tokens in the row.
     """
 
     tokens: NDArray[np.int64]
@@ -47,12 +47,9 @@ class SharedRow:
 def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[SharedRow]:
     """Pack sequences into rows, sorted by their tokens, so that sequences with a long shared prefix are neighbors.
 
-    Each sequence occurs in exactly one row. Packing the sequences that remain after any row yields the same further
-    rows.
-
-    Args:
-        sequences: Token ids; no sequence may be empty.
-        length: Number of tokens in a row. A single sequence, or a few that share most of their tokens, may exceed it.
+    Each sequence, which must not be empty, occurs in exactly one row of about ``length`` tokens. A single sequence, or
+    a few that share most of their tokens, may exceed the length. Packing again without the sequences in the first rows
+    yields the remaining rows unchanged.
     """
     order = sorted(range(len(sequences)), key=lambda number: (tuple(sequences[number]), number))
     row: list[int] = []
@@ -71,7 +68,7 @@ def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[Shar
 
 
 def row_inputs(network: Any, row: SharedRow, start: int = 0) -> dict[str, torch.Tensor | None]:
-    """Return a row as inputs of a transformers network, after ``start`` cached tokens that the whole row sees."""
+    """Return a row as inputs of a transformers network, after ``start`` cached tokens that the whole row attends to."""
     import torch
 
     mask = None  # for a single sequence, for which networks are fastest

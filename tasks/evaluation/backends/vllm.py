@@ -1,4 +1,4 @@
-"""Backend ``vllm``: vLLM in the scoring process, which requires both packages in one environment."""
+"""Run the backend ``vllm``: vLLM in the scoring process, which requires vllm and mergegate in one environment."""
 
 from __future__ import annotations
 
