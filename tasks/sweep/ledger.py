@@ -124,7 +124,7 @@ def open_ledger(
 
 
 def study_key(space: Space, settings: SweepSettings) -> str:
-    """Return the key of a search, a digest of its recipe and of its settings except budget, confidence and documents."""
+    """Return the key of a search, a digest of its recipe and settings, without budget, confidence and documents."""
     relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "optuna_storage"})
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
