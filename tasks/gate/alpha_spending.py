@@ -49,7 +49,7 @@ def _record_path(anchor: str) -> Path:
 
 
 def damaged_anchor_records() -> list[Damaged]:
-    """Return the unreadable anchor files. The refusals of their anchors are counted from zero again."""
+    """Return the anchor files that cannot be read. The refusals of their anchors are counted from zero again."""
     states = (read_state(record, _parse_digests) for record in sorted((home() / "anchors").glob("*.json")))
     return [damage for damage in states if isinstance(damage, Damaged)]
 

@@ -31,7 +31,7 @@ DocumentValues = Mapping[tuple[str, ...], float]
 
 
 class PastGuardOutcome(NamedTuple):
-    """Guard that the merge of an earlier run did not fail.
+    """Comparison of an earlier merge with its reference, for a guard that did not fail.
 
     Args:
         documents: Number of documents on which merge and reference were compared.

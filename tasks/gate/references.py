@@ -105,7 +105,7 @@ def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...
 def reference_models(
     guard: Guard, models: Iterable[str], merged_name: str, parents: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the models that can be the guard's reference: one model, several parents, or no model if it is missing.
+    """Return the models that can be the guard's reference. The result is empty if the named model was not evaluated.
 
     ``models`` are all evaluated models, including the merge and releases. A 'best parent' guard can have every parent
     in ``parents`` as its reference. Default: all parents.

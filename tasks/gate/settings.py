@@ -218,5 +218,5 @@ class EvaluateSettings(EvaluationSettings, GateRule):
 
     @property
     def gate_rule(self) -> GateRule:
-        """These settings without those of the evaluation."""
+        """Rule of the gate: the settings that :class:`GateRule` defines."""
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})

@@ -19,7 +19,7 @@ _dry_pass: ContextVar[bool] = ContextVar("dry pass", default=False)
 
 
 class WorkRequired(BaseException):
-    """The dry pass has reached work to do.
+    """Raised when a dry pass finds work to do.
 
     Like KeyboardInterrupt, this is not an ``Exception``, so that no handler on the way catches it.
     """

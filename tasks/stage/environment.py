@@ -65,7 +65,7 @@ def formats_without_units(device: str, processor: str | None = None) -> frozense
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Return the installed versions, such as ``{'torch': '2.13.0'}``, without importing the packages.
+    """Return the version of each installed package, such as ``{'torch': '2.13.0'}``, without importing it.
 
     A local build tag (``+cpu``) is part of the version.
     """

@@ -93,7 +93,7 @@ class StageReport:
 
 @contextmanager
 def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport]:
-    """Report the start and the end of the block as a stage, to which ``advance`` in the block refers.
+    """Report the block as a stage: its start, its end, and the progress that ``advance`` reports inside it.
 
     ``subject`` may be empty. ``key`` is that of the stage's artifact, and empty for a stage without one.
     """

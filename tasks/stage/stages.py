@@ -167,7 +167,7 @@ class DeclaredStage(Generic[P, V, A]):
             return None
 
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Return the key of the artifact for these inputs, which need not be in the store."""
+        """Return the key of the artifact for these inputs, whether or not it is in the store."""
         return self._bind(args, kwargs).key
 
     @cached_property

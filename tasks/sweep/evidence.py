@@ -71,7 +71,7 @@ def pin_sweep(
     hashes: HashMemo,
     data: Path | None = None,
 ) -> SweepEvidence:
-    """Pin all tasks of the objective and the constraints by content.
+    """Pin all tasks of the objective and the constraints, and split their documents into sets.
 
     Args:
         settings: Settings of the search.

@@ -175,7 +175,7 @@ class BaseDistance:
         self._shapes = {tensor.name: tensor.shape for shard in self._plan.shards for tensor in shard.stored}
 
     def begin(self, plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
-        """Start a candidate, and return those tensors of the base that it has too, in the candidate's order."""
+        """Start a candidate, and return the tensors that the base shares with it, in the candidate's order."""
         self._base_square = self._change_square = 0.0
         stored = [tensor for shard in plan.shards for tensor in shard.stored]
         self._common = {

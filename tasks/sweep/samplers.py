@@ -37,7 +37,7 @@ _CONSTRAINTS = "constraints"
 
 
 class TrialResult(NamedTuple):
-    """Point with its scores."""
+    """Point of the search space, with the scores of its candidate."""
 
     point: Point
     scores: tuple[float, ...]  # One number per objective; more is better. NaN counts as worst.
@@ -282,7 +282,7 @@ class OptunaSearch:
 
 
 def import_optional(package: str, extra: str = "sweep") -> Any:
-    """Import and return ``package``, which the optional dependencies ``extra`` of mergegate install.
+    """Import and return ``package``, which ``pip install mergegate[extra]`` installs.
 
     Raises:
         InvalidInput: The package is not installed.
