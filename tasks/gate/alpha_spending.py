@@ -1,15 +1,14 @@
-"""Spend the allowed error of comparisons with an anchor over all merges that it has refused.
+"""Tighten the comparison with an anchor after each merge that fails it, so that retries do not add up to a pass.
 
-Each of many runs may lose a little against yesterday's release. The anchor is a release that does not change, and all
-runs together may not lose more against it than one run may. Every run compares with the anchor on the same documents,
-so a team that retries with other merges until one passes has selected that merge by these documents. At 95 % each time,
-a hundred runs that lose half a point each end 5 to 17 points below the anchor. mergegate therefore records refusals and
-makes each one tighten the next comparison::
+An anchor is a release that stays the same over many runs. All runs together may lose no more against it than one run
+may. They compare with the anchor on the same documents, so a team that retries until a merge passes selects that merge
+by these documents: at 95 % each time, a hundred runs that lose half a point each end 5 to 17 points below the anchor.
+mergegate therefore counts refusals and spends only a part of the allowed error ``alpha`` on each comparison::
 
-    alpha / ((refusals + 1) * (refusals + 2))         1/2, 1/6, 1/12, … of alpha; all of them sum to alpha
+    alpha / ((refusals + 1) * (refusals + 2))         1/2, 1/6, 1/12, … of alpha, which sum to alpha
 
-Runs that pass cost nothing. Each anchor has one file with the digests of the merges that it refused. Without this file
-(another machine, a new home directory) counting starts again.
+A merge that passes does not count. Each anchor has a file under the project's home directory with the digests of the
+merges that it refused. On another machine, or in a new home directory, counting starts again.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from mergegate.tasks.stage import home
 
 
 def anchor_confidence(confidence: float, refusals: int) -> float:
-    """Return the one-sided confidence of a comparison with an anchor that has refused this many merges."""
+    """Return the one-sided confidence for comparing with an anchor that has refused ``refusals`` merges."""
     return 1 - (1 - confidence) / ((refusals + 1) * (refusals + 2))
 
 
 def count_refusals(anchor: str, except_merge: str = "") -> int:
-    """Return the number of merges that the anchor with this digest has refused.
+    """Return the number of merges that the anchor with the digest ``anchor`` has refused.
 
-    ``except_merge`` is the digest of a merge that does not count, because it is being judged again.
+    The merge with the digest ``except_merge`` does not count, for a merge that is judged again.
     """
     return len(_read_refusals(_record_path(anchor)) - {except_merge})
 
 
 def record_refusal(anchor: str, merge: str) -> None:
-    """Record that the anchor refused a merge, both given by digest. Recording the same merge again changes nothing."""
+    """Record the digest of a merge that the anchor refused. Recording the same merge again changes nothing."""
     record = _record_path(anchor)
     state_directory(record.parent, private=True)
     with hold_lock(record.parent):
@@ -50,7 +49,7 @@ def _record_path(anchor: str) -> Path:
 
 
 def damaged_anchor_records() -> list[Damaged]:
-    """Return the unreadable anchor records; with them, counting would start again."""
+    """Return the anchor files that cannot be read. The refusals of their anchors are counted from zero again."""
     states = (read_state(record, _parse_digests) for record in sorted((home() / "anchors").glob("*.json")))
     return [damage for damage in states if isinstance(damage, Damaged)]
 

@@ -1,23 +1,23 @@
-"""Compute intervals for a population of clusters, such as subjects or passages. Pure functions.
+"""Compute the interval of a drop whose independent units are clusters of documents, such as subjects or passages.
 
-Two questions about a group of tasks have different answers. *The same subjects, new questions*: subjects are strata of
-fixed weights, each document represents others of its subject, and the interval over documents is valid (it even counts
-the differences between subjects as noise, which is conservative). *New subjects*: the loss of one subject is a single
-observation, however many questions it has. This module answers the second question, and treats passages the same way.
+A verdict on a group of tasks can cover *new questions* on the same subjects. Subjects are then strata with fixed
+weights, and the interval over documents is valid (it counts the differences between subjects as noise, which is
+conservative). A verdict can also cover *new subjects*. The loss on one subject is then a single observation, however
+many questions the subject has. This module computes the second kind of interval. All functions are pure.
 
-The drop is the mean over documents, so a cluster has the weight of its documents: ``w_g = n_g / n``. With ``S_g`` the
-sum of a cluster's deviations from the mean, the squared error is CR2 by Bell & McCaffrey (2002, Surv. Methodol.
+The drop is the mean over documents, so a cluster's weight is its share of the documents: ``w_g = n_g / n``. ``S_g`` is
+the sum of a cluster's deviations from the mean. The squared error is CR2 by Bell & McCaffrey (2002, Surv. Methodol.
 28:169), which is unbiased if clusters do not differ::
 
     se^2 = sum_g S_g^2 / (1 - w_g) / n^2
 
-The ratio of the actual error to this estimate does not follow Student's t. The estimate is too small if clusters differ
-and have unequal sizes, and a sample that misses rare bad clusters also has an error that misses them. Satterthwaite's
-degrees of freedom correct the first problem in part and the second not at all. The quantile is therefore simulated for
-the given weights and several kinds of clusters, and the largest quantile wins: normal effects; exponential effects,
-which are skewed; no effects, only noise of documents; and a share of the clusters (a fifth or more) that falls while
-the others do not change. With fewer than 14 clusters, more than 5 % of samples contain no falling cluster, and no
-analysis of the sample can detect that.
+The ratio of the actual error to this estimate does not follow Student's t. The estimate is too small if clusters of
+unequal size differ, or if the sample misses rare bad clusters. Satterthwaite's degrees of freedom correct the first
+problem in part and the second not at all. The quantile is therefore simulated for the given weights and several kinds
+of clusters, and the largest one is used: clusters with normal effects; with exponential (skewed) effects; without
+effects, so that only documents vary; and clusters of which a share (a fifth or more) falls while the others do not
+change. With fewer than 14 clusters, more than 5 % of samples contain none of the falling clusters, and no analysis of
+such a sample can detect them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.statistics import Difference
 
-FALLING = (0.2, 0.25, 0.3, 0.4)  # Shares of the clusters that fall.
-MIN_CLUSTERS = 14.0  # Fewest clusters of equal size whose samples nearly always contain one of the falling fifth.
+FALLING = (0.2, 0.25, 0.3, 0.4)  # Simulated shares of clusters that fall.
+MIN_CLUSTERS = 14.0  # With this many equal clusters, 95 % of samples contain a falling one.
 
 _NUMBERS = 4_000_000  # Target number of draws for each kind of clusters.
 _SAMPLES = (20_000, 100_000)  # Fewest and most samples.
@@ -42,26 +42,25 @@ _AT_ONCE = 1_000_000  # Numbers per batch, 8 MB.
 
 
 def effective_clusters(sizes: Sequence[int]) -> float:
-    """Return the number of equal clusters that carry as much information if clusters differ: ``1 / sum(w_g^2)``.
+    """Return the number of equal clusters with as much information as clusters of these sizes: ``1 / sum(w_g^2)``.
 
-    It never exceeds the number of clusters. See Carter, Schnepel & Steigerwald (2017, Rev. Econ. Stat. 99:698), with
-    clusters of one variance and fully correlated documents.
+    It never exceeds the number of clusters. See Carter, Schnepel & Steigerwald (2017, Rev. Econ. Stat. 99:698), here
+    with equal variances and fully correlated documents.
     """
     total = sum(sizes)
     return 1.0 / sum((size / total) ** 2 for size in sizes)
 
 
 def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
-    """Check that the clusters suffice to draw conclusions about other clusters.
+    """Check that there are enough clusters to draw conclusions about other clusters.
 
     Args:
-        clusters: Name of the cluster of each document. It is an empty string if the cluster is unknown.
-        by: ``task``, or the name of the field that contains the cluster.
-        task: Name of the guard, for messages.
+        clusters: Name of each document's cluster, or an empty string if it is unknown.
+        by: ``task``, or the document field that contains the cluster.
+        task: Name of the guard's task, for messages.
 
     Raises:
-        InvalidInput: The cluster of a document is unknown, there is only one cluster, or a few clusters contain most of
-            the documents.
+        InvalidInput: A document's cluster is unknown, or the clusters count as fewer than 14 of equal size.
     """
     location = f"evaluate.tasks: {task}: cluster_by"
     if not clusters or "" in clusters:
@@ -92,7 +91,7 @@ def check_clusters(clusters: Sequence[str], by: str, task: str) -> None:
 def clustered_difference(
     differences: Sequence[float], clusters: Sequence[str], plain: Difference, confidence: float
 ) -> Difference:
-    """Return the interval if clusters, not documents, are the independent units.
+    """Return the interval of the mean difference if clusters, not documents, are the independent units.
 
     It is never narrower than ``plain``, because an error estimated from few clusters can be small by chance.
 
@@ -100,7 +99,7 @@ def clustered_difference(
         differences: Reference minus merge for each document, in [-1, 1].
         clusters: Cluster of each document, with at least 2 different values.
         plain: Interval without clusters, on the same documents at the same confidence.
-        confidence: One-sided confidence in each direction at this look.
+        confidence: One-sided confidence of each bound at this look.
     """
     values = np.asarray(differences, dtype=np.float64)
     n, mean = len(values), float(values.mean())
@@ -108,18 +107,17 @@ def clustered_difference(
     sizes = np.bincount(members)
     sums = np.bincount(members, weights=values - mean)
     error = float(cluster_errors(sums / sizes, sizes))
-    # Identical clusters have an error of zero, and then the interval over documents is the wider one.
+    # If all clusters have the same mean, the error is zero and the interval over documents is the wider one.
     half = min(2.0, critical_value(tuple(sorted(sizes.tolist())), confidence) * error) if error > 0 else 0.0
     low, high = max(-1.0, mean - half), min(1.0, mean + half)
     return Difference(mean, min(plain.low, low), max(plain.high, high), max(plain.variance, n * error**2))
 
 
 def cluster_errors(deviations: NDArray[np.float64], sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return standard errors of weighted means by CR2, vectorized over samples.
+    """Return the CR2 standard error of the weighted mean for each of many samples.
 
-    Args:
-        deviations: Deviation of each cluster's mean from the weighted mean; ``[..., clusters]``.
-        sizes: Number of documents of each cluster.
+    ``deviations`` (``[..., clusters]``) are the deviations of the clusters' means from the weighted mean, and ``sizes``
+    are the clusters' numbers of documents.
     """
     weights = np.asarray(sizes, dtype=np.float64) / np.sum(sizes)
     errors: NDArray[np.float64] = np.sqrt((deviations**2) @ (weights**2 / (1 - weights)))
@@ -128,15 +126,13 @@ def cluster_errors(deviations: NDArray[np.float64], sizes: Sequence[int] | NDArr
 
 @lru_cache(maxsize=1024)
 def critical_value(sizes: tuple[int, ...], confidence: float) -> float:
-    """Return how many standard errors the mean may be below or above the truth; one-sided.
+    """Return how many standard errors the sample mean may be from the true mean at a one-sided ``confidence``.
 
-    The value is the order statistic of the simulated ratios that errs on the safe side by two standard deviations of
-    their count. It is infinite, or practically so, if ``confidence`` is higher than can be simulated or than so few
-    clusters allow. An early look that needs such confidence decides nothing.
+    The value is a quantile of the simulated ratios, on the safe side by two standard deviations of the count of ratios
+    beyond it. It is (practically) infinite if ``confidence`` is too high for the simulation or for so few clusters. A
+    look at that confidence decides nothing.
 
-    Args:
-        sizes: Number of documents of each cluster, ascending.
-        confidence: One-sided confidence, in (0, 1).
+    ``sizes`` holds the number of documents of each cluster, in ascending order so that results are cached.
     """
     largest = 0.0
     for ratios in _ratios(sizes):
@@ -150,10 +146,7 @@ def critical_value(sizes: tuple[int, ...], confidence: float) -> float:
 
 @lru_cache(maxsize=64)
 def _ratios(sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], ...]:
-    """Return the sorted ratios of the actual error to the CR2 estimate, for each kind of clusters, from a fixed seed.
-
-    The kinds are normal, noise, exponential, and shares that fall.
-    """
+    """Simulate samples of each kind of clusters, and return the sorted ratios of actual error to CR2 estimate."""
     rng = np.random.default_rng(0)
     clusters = len(sizes)
     samples = int(np.clip(_NUMBERS // clusters, *_SAMPLES))

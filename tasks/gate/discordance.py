@@ -1,12 +1,12 @@
 """Estimate on how many documents a merge that is as good as its reference will differ from it.
 
-The estimate comes from the first source that has data: merges of recent runs, other models of the family that are about
-as good, or the guess in the profile.
+The first source with data provides the estimate: merges of recent runs, evaluated models with a similar score, or
+``evaluate.discordance`` of the profile.
 
-Models of different skills differ on far more documents than such a merge will, because part of that comes from one
-being better, which an equal merge is not. A pair of models therefore counts only documents that are lost in one
-direction and won in the other, and only if neither model has less than half the score of the other. The smallest value
-of several pairs wins, because a merge is between its parents.
+Two models of different skill differ on more documents than an equal merge and its reference, because the better one
+also wins documents. The estimate removes this part: each document that the weaker model wins is paired with one that it
+loses, and the other losses do not count. Models with less than half or more than twice the score of the reference are
+ignored. Of several models, the one nearest to the reference is used, because a merge is between its parents.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mergegate.tasks.gate.settings import BEST_PARENT, Guard
 from mergegate.tasks.store import Artifact
 
 MIN_DOCUMENTS = 20  # Smallest number of documents from which a share is estimated.
-_MAX_RUNS = 5  # Number of most recent runs that count.
+_MAX_RUNS = 5  # Number of recent runs to use.
 _COMPARABLE = 0.5  # Smallest comparable score, as a share of the better score.
 
 DocumentValues = Mapping[tuple[str, ...], float]
 
 
 class PastGuardOutcome(NamedTuple):
-    """Guard of an earlier run that its merge did not fail.
+    """Comparison of an earlier merge with its reference, for a guard that did not fail.
 
     Args:
         documents: Number of documents on which merge and reference were compared.
@@ -47,15 +47,15 @@ class PastGuardOutcome(NamedTuple):
 class Discordance(BaseModel):
     """Expected share of the documents of a task on which a merge and its reference disagree.
 
-    For graded scores it is the mean squared difference, which is the same number if scores are 0 or 1.
+    For graded scores it is the mean squared difference. For scores of 0 or 1 the two are equal.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float  # In (0, 1].
-    documents: int = 0  # Number of documents that were counted; 0 means that the share is a guess.
-    models: tuple[str, ...] = ()  # Pair of models that was compared.
-    nights: int = 0  # Number of runs whose merges were counted.
+    documents: int = 0  # Number of compared documents; 0 if the share is an assumption.
+    models: tuple[str, ...] = ()  # The two compared models; empty for merges of earlier runs.
+    nights: int = 0  # Number of earlier runs whose merges were compared.
 
     def __str__(self) -> str:
         """Return ``7 % of answers differ (from math and base on 400 documents, without the difference in skill)``."""
@@ -73,12 +73,10 @@ class Discordance(BaseModel):
 
 
 def find_past_discordance(guard: Guard, outcomes: Sequence[PastGuardOutcome]) -> Discordance | None:
-    """Return how much recent merges differed from the same reference on the same task, or None without such merges.
+    """Return the discordance of recent merges with the guard's reference on its task, or None with too few documents.
 
-    The estimate adds one document that counts as half different. No difference in 100 documents does not prove that
-    there will never be one.
-
-    ``outcomes`` are those of earlier runs of the profile, oldest first.
+    One document that counts as half different is added, because no difference in 100 documents does not prove that
+    there will never be one. ``outcomes`` come from earlier runs of the profile, oldest first.
     """
     matching = [
         outcome
@@ -94,15 +92,15 @@ def find_past_discordance(guard: Guard, outcomes: Sequence[PastGuardOutcome]) ->
 
 
 def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Scores]]], guess: float) -> Discordance:
-    """Return how much the guard's reference differs from the model nearest to it, on documents that both share.
+    """Return the discordance of the guard's reference with the evaluated model that differs least from it.
 
-    ``scores`` holds all stored scores on the guard's task, by model. The share is ``guess`` if no other model that is
-    about as good has scores of ``MIN_DOCUMENTS`` documents.
+    ``scores`` holds the stored scores on the guard's task, by model. If no model with a similar score shares at least
+    ``MIN_DOCUMENTS`` documents with the reference, the result is ``guess``.
     """
     by_model = {name: scored for name, parts in scores.items() if (scored := _read_scores(guard, parts))}
     if not by_model:
         return Discordance(share=guess)
-    # For the best parent, or a release without scores here, the best model that has scores serves as the reference.
+    # If the guard names 'best parent' or a model without scores, the best model with scores is the reference.
     means = {name: fmean(scored.values()) for name, scored in by_model.items()}
     reference = guard.guarded_by if guard.guarded_by in by_model else max(means, key=means.__getitem__)
     reference_scores = by_model.pop(reference)
@@ -114,7 +112,7 @@ def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Sc
         sums = [math.fsum(values[document] for document in shared) for values in (reference_scores, scored)]
         if min(sums) < _COMPARABLE * max(sums):
             continue
-        # Documents that are lost in one direction and won in the other, plus one as in ``find_past_discordance``.
+        # Count as many losses as wins, plus half a document as in ``find_past_discordance``.
         differences = [reference_scores[document] - scored[document] for document in shared]
         won = math.fsum(change**2 for change in differences if change > 0)
         lost = math.fsum(change**2 for change in differences if change < 0)
@@ -127,7 +125,7 @@ def estimate_discordance(guard: Guard, scores: Mapping[str, Sequence[Artifact[Sc
 
 
 def _read_scores(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[str, ...], float]:
-    """Return the score in [0, 1] of each document under the guard's metric; empty if there is none."""
+    """Return each document's score by the guard's metric, in [0, 1]. Empty if the model has no such scores."""
     rows: dict[tuple[str, int, str], DocumentScore] = {}
     for part in parts:
         for row in read_document_scores(part.directory / SCORES_FILE):
@@ -137,7 +135,7 @@ def _read_scores(guard: Guard, parts: Sequence[Artifact[Scores]]) -> dict[tuple[
     low, high = guard.score_range
     try:
         rows_of_metric = choose_metrics(rows.values(), guard.metric, guard.task).select(rows.values())
-    except InvalidInput:  # The gate reports this error; the estimate only goes without these scores.
+    except InvalidInput:  # The gate reports this error. The estimate works without these scores.
         return {}
     return {
         (row.task, str(row.doc_id), row.doc_hash, row.prompt_hash): (row.outcome - low) / (high - low)

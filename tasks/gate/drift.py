@@ -1,7 +1,7 @@
-"""Judge perplexity drift: the merge against the parent that predicts the held-out text best. Pure functions.
+"""Judge perplexity drift: how much worse the merge predicts held-out text than the best parent. Pure functions.
 
-The rule is that of a regression guard, with the ratio of perplexities in place of the drop and a single limit as both
-threshold and margin. All documents are scored in one step, because that takes seconds.
+The rule is that of a regression guard (``tasks.gate.regression``), applied to the ratio of the two perplexities, with
+one limit as both threshold and margin. Scoring all documents takes seconds, so there are no interim looks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BROKEN_RATIO = 2.0  # Ratio of perplexities above which a merge counts as broken
 
 
 class DriftVerdict(BaseModel):
-    """Perplexity of the merge relative to the better parent on the same documents."""
+    """Perplexity of the merge relative to the parent that predicts the same documents best."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reference: str  # Name of the better parent.
+    reference: str  # Name of this parent.
     documents: int
     unit: Literal["token", "byte"]  # Bytes if tokenizers differ.
     ratio: float | None  # None if the merge's likelihood is not finite.
@@ -34,18 +34,18 @@ class DriftVerdict(BaseModel):
     max_ratio: float  # For example 1.05.
     warn_ratio: float  # For example 1.02.
     outcome: Outcome
-    broken: bool  # Not finite or more than twice as high, so the costly tasks are not worth running.
+    broken: bool  # Not finite, or above BROKEN_RATIO: the costly tasks are not worth running.
     warning: bool
     reason: str
 
     @property
     def word(self) -> str:
-        """Result in one of four words."""
+        """Verdict in a word, from :func:`verdict_word`."""
         return verdict_word(self.outcome, shown_worse=self.low is not None and self.low > 1)
 
 
 class ModelLikelihoods(NamedTuple):
-    """Likelihoods of one model for the drift check."""
+    """Likelihoods of one model, in total and by document."""
 
     value: Likelihoods
     documents: tuple[DocumentLikelihood, ...]

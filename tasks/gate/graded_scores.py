@@ -1,29 +1,29 @@
 """Bound the mean of graded scores at every sample size and at all interim looks together. Pure functions.
 
-Student's interval of a mean assumes that the sample looks like its population. Graded scores violate this: if 3 % of
-the documents lose everything and the others gain a little, a sample without such a document looks better *and* more
-certain than the truth, and a merge at its margin is published in one case out of five. The only certain fact is the
-range of a score. The bound is therefore a betting bound (Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B 86:1). To
-refute that the mean difference is ``m`` or more, a player starts with 1 and bets that each document in turn comes out
-below ``m``::
+Student's interval of a mean assumes that the sample looks like its population. Graded scores may not. If a merge
+loses 3 % of the documents completely and gains a little on the others, a sample without a lost document makes the merge
+look better *and* the estimate more certain than they are. A merge at its margin is then published in one of five runs.
+Only the range of a score is certain, so the bound is a betting bound (Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B
+86:1). To refute that the mean difference is ``m`` or more, a player starts with 1 and bets that the difference ``D_t``
+of each document in turn is below ``m``::
 
     W_t = W_(t-1) * (1 + bet_t * (m - D_t)),      D_t in [-1, 1],    0 <= bet_t < 1 / (1 - m)
 
-``bet_t`` may depend on everything before ``t``. While the mean is ``m`` or more, the expected value of ``W`` does not
-grow, and the chance that it ever reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939). The bound is the smallest
-mean at and above which every mean is refuted, on a grid that is fixed before any document is scored.
+``bet_t`` may depend on all documents before ``t``. If the true mean is ``m`` or more, the wealth ``W`` does not grow on
+average, and the chance that it ever reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939). On a grid that is fixed
+in advance, the bound is the smallest value such that it and all larger values are refuted.
 
-The bet decides how wide the bound is, never whether it holds. Our bet pays off when a test with normal scores would
-reject at one of the planned looks (``tasks.gate.sequential``). If scores were a Brownian motion, the value of this
-promise would be ``V(t, S_t)``, the chance that the path ``S`` still crosses a bound. A player who owns ``alpha * W =
-V`` now and bets the slope ``d log V / dS`` per standard deviation ends at ``1 / alpha`` exactly on the paths that
-cross. The bet is computed from the current wealth, so it corrects what earlier bets have missed. The idea comes from
-STaR-Bets (Voráček & Orabona 2025, arXiv 2505.22422), which uses ``sqrt(2 ln(1 / p) / documents left)`` as the slope. At
-a single look the slope is ``phi(z) / (p * sqrt(documents left))`` with ``p = alpha * W`` and ``z`` its normal quantile.
-As a result, the bound comes close to the normal one, spends its error as the looks do, and one process serves all of
-them, so no look needs a second correction.
+The bets decide how tight the bound is, never whether it is valid. They aim at the outcome of a test for normal scores:
+wealth ``1 / alpha`` if that test rejects at one of the planned looks (``tasks.gate.sequential``). For normal scores,
+the sum ``S`` of the differences is a Brownian motion, and ``V(t, S_t)`` is the chance that it still crosses the bound
+of a look. A player with ``alpha * W = V`` who bets the slope ``d log V / dS`` per standard deviation ends at
+``1 / alpha`` exactly if ``S`` crosses. Each bet is computed from the current wealth, which corrects the errors of
+earlier bets. The idea comes from STaR-Bets (Voráček & Orabona 2025, arXiv 2505.22422), whose slope is
+``sqrt(2 ln(1 / p) / documents left)``. For a single look, the slope here is ``phi(z) / (p * sqrt(documents left))``
+with ``p = alpha * W`` and the normal quantile ``z`` of ``p``. The bound is close to that of the normal test, and it
+holds at all looks together without a further correction.
 
-Documents must arrive in the order in which they were scored, which is random and independent of their scores.
+Differences must be in the order in which the documents were scored, which is random and independent of the scores.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import Difference, documents_needed, normal_quantile
 
-_TARGET_FACTOR = 1.1  # The target is this multiple of 1 / alpha, because discrete steps fall a little short.
-_MAX_BET_SHARE = 0.95  # Share of the largest possible bet, so that no single document can take everything.
-_PRIOR_VARIANCE = 0.25  # Variance of a difference before any document is scored; counts as one document.
+_TARGET_FACTOR = 1.1  # Bets aim at this multiple of 1 / alpha, because discrete steps fall a little short.
+_MAX_BET_SHARE = 0.95  # Largest bet, as a share of the bet with which one document could take everything.
+_PRIOR_VARIANCE = 0.25  # Assumed variance of a difference, weighted like one document.
 _LARGEST_BET = 1e3
 
 _LOG_P = np.linspace(math.log(1e-7), math.log(1 - 1e-4), 121)  # Values of log(alpha * W) at which slopes are tabulated.
@@ -54,13 +54,12 @@ def graded_difference(
     """Return the mean difference of scores in [0, 1], with bounds that hold at all looks together.
 
     Args:
-        differences: Reference minus merge for each document, in [-1, 1], in the order in which they were scored,
-            starting with the earliest look. At least 1.
-        confidence: One-sided confidence in each direction, over all looks together.
-        schedule: Number of documents after each planned look. Empty means a single look at these documents.
+        differences: Reference minus merge for each document scored so far, in [-1, 1], in scoring order. At least 1.
+        confidence: One-sided confidence of each bound, over all looks together.
+        schedule: Number of documents after each planned look. Default: a single look at these documents.
 
     Raises:
-        ValueError: If a difference is outside [-1, 1], or if there are more differences than planned.
+        ValueError: A difference is outside [-1, 1], or there are more differences than planned.
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
@@ -78,19 +77,15 @@ def graded_difference(
 def refutes(
     differences: NDArray[np.float64], means: NDArray[np.float64] | float, confidence: float, schedule: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Return whether the data refute a mean difference of ``means`` or more.
+    """Return for each hypothesis "the mean difference is at least this large" whether the differences refute it.
 
-    The function takes one sample with many hypotheses, or many samples with one hypothesis each.
+    Pass one sample with many hypotheses, or many samples with one hypothesis each.
 
     Args:
-        differences: Differences in the order in which they were scored: ``[n]`` for one sample, ``[samples, n]`` for
-            many.
-        means: Hypotheses in (-1, 1): ``[means]`` for one sample; a scalar or ``[samples]`` for many.
+        differences: Differences in scoring order: ``[n]`` for one sample, ``[samples, n]`` for many.
+        means: Hypothetical means in (-1, 1): ``[means]`` for one sample; a scalar or ``[samples]`` for many.
         confidence: One-sided confidence over all planned looks, in (0, 1).
         schedule: Number of documents after each planned look. ``n`` may be less than the last entry.
-
-    Returns:
-        Array of shape ``[means]`` or ``[samples]``.
     """
     alpha = 1 - confidence
     slopes = _slopes(schedule, confidence)
@@ -98,12 +93,12 @@ def refutes(
     hypotheses = np.broadcast_to(np.asarray(means, dtype=np.float64), np.broadcast_shapes(np.shape(means), (1,)))
     shape = np.broadcast_shapes(hypotheses.shape, columns.shape[1:])
     is_refuted = np.zeros(shape, dtype=bool)
-    open_indices = np.arange(shape[0])  # Open hypotheses; betting stops when the target is reached.
+    open_indices = np.arange(shape[0])  # Hypotheses that are not refuted yet.
     log_wealth = np.full(shape, math.log(alpha / _TARGET_FACTOR))
     hypotheses = np.broadcast_to(hypotheses, shape)
     largest = _MAX_BET_SHARE / (1 - hypotheses)
     per_sample = columns.shape[1] > 1
-    # Estimate the standard deviation of a difference before each document.
+    # Before each document, estimate the standard deviation of a difference from the documents so far.
     before = np.zeros((2, *columns.shape))
     np.cumsum(columns[:-1], axis=0, out=before[0, 1:])
     np.cumsum(columns[:-1] ** 2, axis=0, out=before[1, 1:])
@@ -127,18 +122,13 @@ def refutes(
 
 
 def graded_documents_needed(variance: float, distance: float, confidence: float) -> int:
-    """Return the number of documents that ``graded_difference`` needs to refute a difference at ``distance``.
+    """Return the number of documents that ``graded_difference`` needs to refute a value ``distance`` from the mean.
 
-    The count has a minimum even if scores hardly vary, because a document that loses everything may not have been
-    sampled yet.
-
-    Args:
-        variance: Variance of the difference of one document.
-        distance: Distance between the mean and the value to refute, above 0.
-        confidence: One-sided confidence, in (0, 1).
+    ``variance`` is that of one document's difference. Even if it is tiny, a minimum number of documents is needed,
+    because a document that loses everything may not have been sampled yet.
     """
     distance = min(distance, 0.999)
-    # Assume the largest bet on each document. Below a fifth of a point the variance decides anyway.
+    # With the largest bet on each document. At distances below a fifth of a point, the variance needs more documents.
     least = math.ceil(-math.log(1 - confidence) / math.log1p(_MAX_BET_SHARE * distance / (1 - distance)))
     if distance >= 0.002:
         candidates = range(least, 2 * least + 100)
@@ -151,15 +141,15 @@ def graded_documents_needed(variance: float, distance: float, confidence: float)
 
 @lru_cache(maxsize=256)  # One verdict computes the same bounds several times.
 def _bounds(values: bytes, confidence: float, schedule: tuple[int, ...]) -> tuple[float, float]:
-    """Return the lower and upper bound; ``values`` holds float64."""
+    """Return the lower and upper bound. ``values`` are the differences as float64 bytes, which are hashable."""
     differences = np.frombuffer(values)
     return -_upper_bound(-differences, confidence, schedule), _upper_bound(differences, confidence, schedule)
 
 
 def _upper_bound(values: NDArray[np.float64], confidence: float, schedule: tuple[int, ...]) -> float:
-    """Return the smallest grid mean, not below the sample mean, at and above which every mean is refuted."""
-    # Only the plan determines the grid. The true mean is above some point of the grid, and the bound misses it only if
-    # that point is refuted. Points are slightly below round numbers, so that a bound of 3 points meets a margin of 3.
+    """Return the smallest grid value above the sample mean such that it and all larger values are refuted."""
+    # Only the plan determines the grid. If the bound is below the true mean, a grid value below the true mean has been
+    # refuted. Grid values are slightly below round numbers, so that a bound of 3 points meets a margin of 3.
     steps = 10_000 if schedule[-1] >= 500 else 1_000
     grid = np.arange(-steps, steps) / steps - 1e-9
     above = grid[(grid > values.mean()) & (grid > -1)]
@@ -172,11 +162,11 @@ def _upper_bound(values: NDArray[np.float64], confidence: float, schedule: tuple
 
 @lru_cache(maxsize=4)  # 14 MB for 14,042 documents.
 def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]:
-    """Return the bet on each document per standard deviation, by log(``alpha * W``) at ``_LOG_P``, as ``[n, p]``.
+    """Return the bet on each document per standard deviation for each value of ``_LOG_P``, as ``[n, p]``.
 
-    The value ``V`` of the promise is propagated backward from the last look to the first, each time as
-    ``P(cross now) + E[value afterward; not crossed]`` for a Brownian motion with variance 1 per document. Before the
-    last look only the first term exists, and the slope has a closed form.
+    ``V`` is propagated backward from the last look to the first as ``P(cross now) + E[V afterward; not crossed]``, for
+    a Brownian motion with variance 1 per document. Between the last two looks only the first term exists, and the slope
+    has a closed form.
     """
     from scipy.special import ndtri
 
@@ -212,16 +202,16 @@ def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]
 
 
 class _Value(NamedTuple):
-    """Value of the promise as a function of the current sum; both arrays increase."""
+    """``V`` as a function of the current sum. Both arrays increase."""
 
     sums: NDArray[np.float64]
     value: NDArray[np.float64]
 
 
 def _value(remaining: float, bound: float, documents: int, after: _Value | None) -> _Value:
-    """Return the chance to cross ``bound`` after ``remaining`` more documents, or a later bound, by the current sum.
+    """Return, by current sum, the chance to cross ``bound`` after ``remaining`` more documents, or a later bound.
 
-    ``documents`` is the number of documents at the look. The range of sums scales with its square root.
+    ``documents`` is the number of documents at the look of ``bound``. The range of sums scales with its square root.
     """
     from scipy.special import ndtr
 

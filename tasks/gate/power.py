@@ -1,10 +1,9 @@
-"""Forecast a run's power: the chance of publishing an equal merge, and the smallest drop that it detects.
+"""Forecast a run's power: its chance of publishing an equal merge, and the smallest drop that it detects.
 
-The chance is simulated with the gate's own decision functions on randomly drawn merges. On each document the merge
+The chance is simulated: the gate's own functions decide about randomly drawn merges. On each document, a drawn merge
 loses an answer that its reference had right with probability ``(discordance + drop) / 2``, gains an answer that its
-reference had wrong with probability ``(discordance - drop) / 2``, and agrees otherwise. The simulation uses only the
-confidence of the last interim look, because an earlier decision would only save documents. Detectable drops are those
-of a normal mean.
+reference had wrong with probability ``(discordance - drop) / 2``, and agrees with it otherwise. Only the last interim
+look is simulated, because an earlier decision would only save documents. Detectable drops assume a normal mean.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from mergegate.tasks.gate.statistics import POWER, binary_bounds, normal_quantil
 from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, mean_limit, task_weights
 
 UNLIKELY = 0.5  # Chance of publishing an equal merge below which a run is hardly worthwhile.
-_RUNS = 2000  # Number of simulated merges, which gives a chance to within one point.
-_MAX_FACTOR = 64  # Largest multiple of the available documents that is recommended.
+_RUNS = 2000  # Number of simulated merges. The standard error of the chance is about one point.
+_MAX_FACTOR = 64  # Largest recommended number of documents, as a multiple of those that this run may use.
 
 Array = NDArray[np.float64]
 
 
 class DrawnDrops(NamedTuple):
-    """Lost and won documents of many simulated merges on one task."""
+    """Number of documents that each of many simulated merges lost and won against a guard's reference, out of ``n``."""
 
     guard: Guard
     lost: Array
@@ -41,8 +40,8 @@ class DrawnDrops(NamedTuple):
     n: int
 
     def at(self, confidence: float) -> TaskDrop:
-        """Return the drop and bounds of each merge, in points."""
-        # Many merges have equal counts, so compute the bounds of each pair of counts once.
+        """Return the drop of each merge with its bounds, in points."""
+        # Many merges have equal counts, so compute the bounds once for each pair of counts.
         counts, inverse = np.unique(np.stack([self.lost, self.won]), axis=1, return_inverse=True)
         low, high = (bound[inverse] for bound in binary_bounds(counts[0], counts[1], self.n, confidence))
         drop = 100 * (self.lost - self.won) / self.n
@@ -50,24 +49,16 @@ class DrawnDrops(NamedTuple):
 
 
 class PlannedTask(NamedTuple):
-    """Guard of a task, with its planned looks and expected discordance.
-
-    Args:
-        guard: Guard to forecast.
-        looks: Cumulative number of documents at each interim look. The last number is the most that this run may use.
-        discordance: Expected share of documents on which the merge and its reference disagree, from 0 to 1.
-        basis: Text that explains where ``discordance`` comes from, for example
-            ``7 % of answers differ (from 400 documents of math and code)``.
-    """
+    """Guard with the planned looks and the expected discordance of its task."""
 
     guard: Guard
-    looks: tuple[int, ...]
-    discordance: float
-    basis: str = ""
+    looks: tuple[int, ...]  # Number of documents after each interim look; the last is the most that this run may use.
+    discordance: float  # Expected share of documents on which the merge and its reference disagree, from 0 to 1.
+    basis: str = ""  # Source of ``discordance`` in words: ``7 % of answers differ (from math and base on …)``.
 
 
 class TaskPower(BaseModel):
-    """Statistical power of this run's documents on one task."""
+    """Power of a run on one task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,14 +75,14 @@ class TaskPower(BaseModel):
 
 
 class GatePower(BaseModel):
-    """Statistical power of a run."""
+    """Power of a run over all tasks, and by task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     chance: float  # Chance that a merge which truly equals its references is published.
     detectable: float  # Smallest detectable mean drop over all tasks, in points.
     tasks: tuple[TaskPower, ...]
-    documents_wanted: int | None  # Total documents for a chance of 0.8 if it is lower; None if no number reaches it.
+    documents_wanted: int | None  # Total that raises the chance to 0.8; None if it is that high, or no total suffices.
 
     def sentence(self) -> str:
         """Return ``an equal merge is published in 97 % of runs; a drop of 1.4 points is detected 4 times in 5``."""
@@ -99,7 +90,7 @@ class GatePower(BaseModel):
         return f"an equal merge is published in {100 * self.chance:.0f} % of runs; {drop} is detected 4 times in 5"
 
     def lines(self) -> tuple[str, ...]:
-        """Return the forecast as lines: overall, by task, and what more documents would achieve."""
+        """Return the forecast as lines: all tasks together, each task, and the recommended number of documents."""
         more = ""
         if self.documents_wanted:
             more = (
@@ -115,13 +106,7 @@ class GatePower(BaseModel):
 
 
 def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int = 0) -> GatePower:
-    """Return the power of the guards, by task and over all tasks.
-
-    Args:
-        planned_tasks: Guards with their tasks. At least one.
-        rule: Rule with the confidence of the attempt.
-        seed: Seed of the simulation. Default: 0.
-    """
+    """Forecast the power of a run with at least one guard. ``rule`` has the confidence of the attempt."""
     chance = publication_chance(planned_tasks, rule, seed=seed)
     recommended, times = None, 2
     while chance < POWER and recommended is None and times <= _MAX_FACTOR:
@@ -147,7 +132,7 @@ def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int =
 
 
 def power_finding(power: GatePower) -> Finding | None:
-    """Return a warning if an equal merge would usually not be published, else None."""
+    """Return a warning if an equal merge has less than an even chance of being published, else None."""
     if power.chance >= UNLIKELY:
         return None
     advice = f"about {power.documents_wanted:,} documents" if power.documents_wanted else "far more documents"
@@ -163,17 +148,16 @@ def power_finding(power: GatePower) -> Finding | None:
 def order_by_information(
     planned_tasks: Sequence[PlannedTask], documents: Mapping[str, int], seconds: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Return tasks in evaluation order: the most informative per second first.
+    """Return tasks in evaluation order: the task with the most information per second first.
 
-    A task's information measures how well its documents separate a merge without any loss from a merge at the margin:
-    ``(margin / standard error)**2``, which is ``documents * margin**2 / discordance``. The largest value counts if a
-    task has several guards. The cost is the time for the documents that are not scored yet. A task without cost comes
-    first, and ties keep their order.
+    The information of a task measures how well its documents separate an equal merge from a merge at the margin:
+    ``(margin / standard error)**2``, which is ``documents * margin**2 / discordance``. If a task has several guards,
+    the largest value counts. Tasks that take no time come first, and ties keep their order.
 
     Args:
-        planned_tasks: Guards with their tasks.
-        documents: Number of documents of each task that will be scored after this look.
-        seconds: Time that the look will take for each task, in seconds.
+        planned_tasks: Guards with the discordance of their tasks.
+        documents: Number of documents of each task at the end of the next look.
+        seconds: Time to score those of them that have no score yet.
     """
     information: dict[str, float] = {}
     for entry in planned_tasks:
@@ -187,14 +171,14 @@ def order_by_information(
 def publication_chance(
     planned_tasks: Sequence[PlannedTask], rule: GateRule, drop: float = 0.0, *, seed: int = 0
 ) -> float:
-    """Return the share of merges that pass although they are truly ``drop`` points worse on every task."""
+    """Simulate merges that are truly ``drop`` points worse on every task, and return the share that passes."""
     rng = np.random.default_rng(seed)
     drawn = [draw(entry.guard, drop / 100, entry.discordance, entry.looks[-1], _RUNS, rng) for entry in planned_tasks]
     return float(passing_merges(drawn, last_confidence(planned_tasks, rule), as_suite=rule.rule == "suite").mean())
 
 
 def detectable_mean_drop(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> float:
-    """Return the smallest true drop of the mean, in points, that is detected with power 0.8."""
+    """Return the smallest true drop of the mean over tasks, in points, that is detected with power 0.8."""
     errors = [
         TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 100 * math.sqrt(entry.discordance / entry.looks[-1]))
         for entry in planned_tasks
@@ -206,9 +190,9 @@ def detectable_mean_drop(planned_tasks: Sequence[PlannedTask], rule: GateRule) -
 
 
 def passing_merges(samples: Sequence[DrawnDrops], confidence: float, *, as_suite: bool) -> NDArray[np.bool_]:
-    """Return which merges pass: each guard on its own, or the mean if no task has fallen far.
+    """Return which simulated merges pass: by every guard, or with ``as_suite`` by their mean and each task's limit.
 
-    A task's alarm uses the first step of Holm's procedure, because a merge that raises one alarm is stopped anyway.
+    Each task is tested for failure at the first step of Holm's procedure, because one failed task stops a merge.
     """
     drops = [sample.at(confidence) for sample in samples]
     guards = [sample.guard for sample in samples]
@@ -228,7 +212,7 @@ def passing_merges(samples: Sequence[DrawnDrops], confidence: float, *, as_suite
 
 
 def draw(guard: Guard, drop: float, discordance: float, n: int, runs: int, rng: np.random.Generator) -> DrawnDrops:
-    """Draw merges that are truly ``drop`` (out of 1) worse and differ from the reference on a share of documents."""
+    """Simulate ``runs`` merges with a true drop (in [0, 1]) and discordance, each evaluated on ``n`` documents."""
     discordance = max(discordance, abs(drop))
     shares = [(discordance + drop) / 2, (discordance - drop) / 2, 1 - discordance]
     counts = rng.multinomial(n, shares, size=runs).astype(np.float64)
@@ -236,7 +220,7 @@ def draw(guard: Guard, drop: float, discordance: float, n: int, runs: int, rng: 
 
 
 def last_confidence(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> float:
-    """Return the one-sided confidence of the last look that this run's documents allow."""
+    """Return the one-sided confidence of the last look of this run."""
     weights = task_weights([TaskDrop(entry.guard.task, entry.guard.weight, 0.0, 0.0, 0.0) for entry in planned_tasks])
     return look_levels(
         information_shares(weights, {entry.guard.task: entry.looks for entry in planned_tasks}), rule.confidence

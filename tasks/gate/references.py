@@ -1,12 +1,11 @@
-"""Resolve what guards name: pin their tasks, and choose the model that a guard compares the merge with.
+"""Resolve the names in guards: pin their tasks, and choose the reference model that each guard compares with.
 
-A guard names a parent, the best parent on its task, the champion (the release that is published today) or an anchor (a
-release that does not change, however many runs follow).
+The reference is a parent, the best parent on the guard's task, the champion (the release that is published today) or
+the anchor (a release that stays the same over many runs).
 
-``best parent`` is chosen on the same documents that judge the merge. This choice flatters the reference, because the
-luckiest of several equally good parents is taken (winner's curse). It does not make passing easier, since no parent
-scored above the chosen one. It would make an alarm too easy, so there the guard counts as one question per parent (see
-``tasks.gate.regression``).
+``best parent`` is chosen on the documents that judge the merge. Of several equally good parents, the luckiest is chosen
+(winner's curse). This does not make it easier to pass, because no parent scored higher. It would make it too easy to
+fail, so a failure of the guard is tested as one question per parent (see ``tasks.gate.regression``).
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from mergegate.tasks.gate.settings import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAM
 
 
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
-    """Raise InvalidInput unless the reference of every guard exists, or may exist when the guard is judged.
+    """Check that the reference of every guard is a parent, 'best parent', 'champion' or 'anchor'.
 
     ``names`` are the names of the parents.
 
     Raises:
-        InvalidInput: For the first reference that does not exist, with a suggestion, or for a parent whose name is
-            reserved.
+        InvalidInput: A reference is none of these, or a parent has the name of another kind of reference that a guard
+            uses.
     """
     parents = sorted(names)
     for position, guard in enumerate(guards):
@@ -57,12 +56,12 @@ def comparable_parents(
     Args:
         reference: 'fine-tunes', 'all', one name or several.
         parents: Names of all parents.
-        merged_names: Names of parents whose weights are merged. A base that task vectors are only measured from is not
-            one of them, because a merge does not have to be better at everything than the base model.
-        location: Setting that messages name.
+        merged_names: Names of the parents whose weights are merged. They do not include a base that task vectors are
+            only measured from, because a merge need not match that base on every task.
+        location: Name of the setting, for messages.
 
     Raises:
-        InvalidInput: For a name that is not the name of a parent.
+        InvalidInput: A name is not the name of a parent.
     """
     if reference == ALL_PARENTS:
         return tuple(parents)
@@ -86,7 +85,7 @@ def needs_champion(guards: Iterable[Guard]) -> bool:
 
 
 def distinct_guards(guards: Iterable[Guard]) -> tuple[Guard, ...]:
-    """Return each guard once, in order. Guards with a metric per task are not hashable, so this compares pairs."""
+    """Return the guards without duplicates, in order. Guards with a metric per task are not hashable."""
     distinct: list[Guard] = []
     for guard in guards:
         if guard not in distinct:
@@ -95,10 +94,7 @@ def distinct_guards(guards: Iterable[Guard]) -> tuple[Guard, ...]:
 
 
 def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...]:
-    """Return the guards, plus a copy against the anchor of each guard against the champion, if there is an anchor.
-
-    One run may lose a little against yesterday's release, but all runs together may not lose more than one run may.
-    """
+    """Return the guards and, if there is an anchor, a copy of each champion guard that compares with the anchor."""
     originals = tuple(guards)
     if anchor is None:
         return originals
@@ -109,10 +105,10 @@ def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...
 def reference_models(
     guard: Guard, models: Iterable[str], merged_name: str, parents: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the models that the guard may compare with: one, several parents, or none if the release does not exist.
+    """Return the models that can be the guard's reference. The result is empty if the named model was not evaluated.
 
-    ``models`` are all evaluated models, including the merge and possibly releases. 'best parent' chooses from
-    ``parents``, or from all parents if that is None.
+    ``models`` are all evaluated models, including the merge and releases. A 'best parent' guard can have every parent
+    in ``parents`` as its reference. Default: all parents.
     """
     names = tuple(models)
     if guard.guarded_by == BEST_PARENT:
@@ -129,14 +125,14 @@ def pin_tasks(
     data: Path | None = None,
     code_tasks: Collection[str] = (),
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
-    """Pin the tasks of all guards, and return the guards under the names of those tasks with each task once.
+    """Pin the tasks of all guards, and return guards that name the pinned tasks, and each pinned task once.
 
-    ``data`` is the directory with datasets, relative to ``root``, or None for the Hub. ``code_tasks`` names the tasks
-    whose generated code may be run.
+    ``data`` is the directory with datasets, relative to ``root``. Default: the Hub. ``code_tasks`` are the tasks whose
+    generated code may be run.
 
     Raises:
-        InvalidInput: As ``pin_sound_tasks``; if two definitions share a name; or if two guards of a task prompt
-            differently under one name, or disagree on which of its documents form a cluster.
+        InvalidInput: ``pin_sound_tasks`` rejects a task, two different tasks share a name, or two guards with one name
+            have different prompts or cluster fields.
     """
     pinned = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_tasks)
     # Each task under the guard's name and with the guard's prompt settings.

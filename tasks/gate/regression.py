@@ -1,27 +1,24 @@
 """Measure a regression guard on its task and decide its verdict. Pure functions.
 
-A guard has three outcomes, because the evidence can be too thin to decide (T: ``max_drop``, M: ``margin``, both in
-points)::
+With ``rule: each``, the outcome depends on the drop, on T (``max_drop``) and on M (``margin``), all in points::
 
     fail          drop > T and the interval excludes zero        over the threshold, and not noise
     pass          drop <= T and its upper bound <= M             shown to be at most M worse
     inconclusive  anything else                                  more documents would decide
 
-This is ``rule: each``. If the suite is judged as a whole (``tasks.gate.suite``), a single task must only not have
-fallen by more than L, its ``limit``::
+With ``rule: suite``, the suite is judged as a whole (``tasks.gate.suite``), and L (``limit``) bounds each task::
 
     fail          lower bound > T                                shown to have lost more than allowed
     pass          upper bound <= L                               shown not to have fallen far
     inconclusive  anything else
 
-The bounds are those of the interim look at which the guard is judged (``tasks.gate.sequential``). While more documents
-are available, a guard fails only if its drop exceeds the margin, not just the threshold, because a drop between the two
-may still turn out either way.
+The bounds have the confidence of the interim look at which the guard is judged (``tasks.gate.sequential``). Before the
+last look, a guard with ``rule: each`` fails only if its drop exceeds the margin, because with more documents a drop
+between threshold and margin may still pass or fail.
 
-To pass, each guard is tested on its own: all must pass, and a bad merge has to get past every one of them. To fail, one
-guard suffices, and among many guards one shows a drop by chance. This side is therefore corrected for their number by
-Holm's step-down procedure (1979, Scand. J. Stat. 6:65), where a guard compared with the best of K parents counts as K
-questions.
+A merge passes only if every guard passes, so passing needs no correction for the number of guards. It fails if one
+guard fails, and one of many guards shows a drop by chance. Failures are therefore corrected by Holm's step-down
+procedure (1979, Scand. J. Stat. 6:65). A guard that compares with the best of K parents counts as K questions.
 """
 
 from __future__ import annotations
@@ -68,31 +65,31 @@ class GuardVerdict(BaseModel):
     lost: int  # Documents that the reference gets right and the merge wrong (graded: the merge scores lower).
     won: int  # Documents that the merge gets right and the reference wrong.
     drop: float  # Points.
-    low: float  # Interval of the drop in points; over all looks ``confidence`` holds, one-sided in each direction.
+    low: float  # Bounds of the drop in points; each holds over all looks with the one-sided ``confidence``.
     high: float
     confidence: float  # For example 0.95.
     max_drop: float  # Points.
     margin: float  # Largest upper bound that passes, in points.
     outcome: Outcome
     reason: str  # Sentence with task, drop, interval and threshold.
-    documents_needed: int | None = None  # Documents that would decide, if the drop is as observed; None if decided.
+    documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
     detectable_drop: float | None = None  # Smallest true drop that these documents show 4 times in 5, in points.
     look: InterimLook | None = None  # Look at which the guard was judged.
     documents_left: int = 0  # Documents that further looks can still add.
-    alarm_confidence: float | None = None  # Confidence of the test for any drop, one question among several.
+    alarm_confidence: float | None = None  # Confidence of the test for failure, corrected for the number of guards.
     candidates: int = 1  # Number of parents among which the reference is the best.
-    selection_bias: float = 0.0  # Largest part of the drop, in points, that choosing the best of them causes.
+    selection_bias: float = 0.0  # Largest part of the drop, in points, that comes from choosing the best parent.
     clusters: int | None = None  # Number of independent groups of documents; None if each document is independent.
-    documents_asked: int | None = None  # Evaluated documents; a guard is judged only if all of them were scored.
+    documents_asked: int | None = None  # Number of evaluated documents. All of them have a score.
     leaf_metrics: dict[str, str] = Field(default_factory=dict)  # Metric by task below the group, where they differ.
-    data: TaskData | None = None  # Evaluated data; None for results that lm-eval wrote.
+    data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
     chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
-    limit: float | None = None  # Points that the suite allows this task alone; None if it is judged on its own.
+    limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
 
     @property
     def word(self) -> str:
-        """Result for this task by its own margin, in one of four words, regardless of the limit that the suite sets."""
+        """Verdict by the task's own margin, even in a suite, as a word from :func:`verdict_word`."""
         if self.limit is None or self.outcome == "fail":
             return verdict_word(self.outcome, shown_worse=self.low > 0)
         alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
@@ -104,14 +101,14 @@ Points = float | NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GuardEvidence:
-    """Evidence on one guard before any decision. Scores are in [0, 1], and higher is better."""
+    """Measurements for one guard, before any decision. Scores are in [0, 1]."""
 
     guard: Guard
     metric: str
     reference: str
     reference_score: float
     merge_score: float
-    differences: tuple[float, ...]  # Reference minus merge, with the sign chosen so that positive is worse.
+    differences: tuple[float, ...]  # Difference of each document, in [-1, 1]; positive if the merge is worse.
     binary: bool
     documents: int  # Number of evaluated documents of the task.
     schedule: tuple[int, ...]  # Number of documents after each planned look.
@@ -119,18 +116,18 @@ class GuardEvidence:
     candidates: int = 1
     selection_bias: float = 0.0  # In [0, 1].
     leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # Metric by task below a group, where they differ.
-    data: TaskData | None = None  # Evaluated data.
+    data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
 
     def look(self, confidence: float) -> InterimLook:
-        """Return the look that has been reached, if all looks together have ``confidence``.
+        """Return the look that has been reached. All looks together have ``confidence``.
 
         Raises:
-            InvalidInput: If no look was planned after this number of documents.
+            InvalidInput: No look is planned at the number of evaluated documents.
         """
         for look in plan_looks(self.schedule, confidence):
             if look.documents == self.documents:
                 return look
-        # The plan exists to prevent stopping whenever it suits.
+        # Looks at unplanned moments would invalidate the confidence.
         raise InvalidInput(
             f"task {self.guard.task}",
             found=f"{self.documents:,} evaluated documents",
@@ -139,12 +136,12 @@ class GuardEvidence:
         )
 
     def interval(self, confidence: float, level: float | None = None) -> Difference:
-        """Return the interval of the mean difference at the current look, one-sided in each direction.
+        """Return the mean difference with its one-sided bounds at the current look.
 
         Args:
-            confidence: Confidence over all looks together. Bounds of graded scores hold at all looks without
-                adjustment. Bounds of binary scores and of clusters are computed at the confidence of the look.
-            level: Confidence of the look, if it is the suite's look and not this task's own.
+            confidence: Confidence over all looks together, which bounds of graded scores have at every look.
+            level: Confidence of the current look, for bounds of binary scores and of clusters. Default: that of the
+                look in the schedule of this task. A suite passes that of its own look.
         """
         level = self.look(confidence).confidence if level is None else level
         if not self.binary:
@@ -158,16 +155,11 @@ class GuardEvidence:
 
 
 class ReferenceChoice(NamedTuple):
-    """Model that a guard compares with.
-
-    Args:
-        candidates: Number of parents among which it is the best.
-        selection_bias: Largest amount that this choice adds to the drop, in [0, 1].
-    """
+    """Model that a guard compares with."""
 
     name: str
-    candidates: int = 1
-    selection_bias: float = 0.0
+    candidates: int = 1  # Number of parents among which it was chosen as the best.
+    selection_bias: float = 0.0  # Largest amount that this choice adds to the drop, in [0, 1].
 
 
 def measure_guard(
@@ -179,15 +171,14 @@ def measure_guard(
     choice: ReferenceChoice | None = None,
     schedule: Sequence[int] = (),
 ) -> GuardEvidence:
-    """Return the evidence on one guard from paired scores within ``guard.score_range``, in scoring order.
+    """Return the evidence on one guard from the paired scores of all documents evaluated so far, in scoring order.
 
-    ``paired_scores`` holds the scores of all documents that were evaluated so far. ``choice`` is the chosen reference
-    model, by default the guard's ``guarded_by``. ``schedule`` is the number of documents after each planned look; if it
-    is empty, this look is the only one.
+    ``choice`` is the reference model. Default: ``guard.guarded_by``. ``schedule`` holds the number of documents after
+    each planned look. Default: a single look at these documents.
 
     Raises:
-        InvalidInput: If there are too few documents or clusters, the cluster of a document is unknown, or a score is
-            not a number within the guard's range.
+        InvalidInput: There are too few documents or clusters, a document's cluster is unknown, or a score is outside
+            ``guard.score_range``.
     """
     choice = choice or ReferenceChoice(guard.guarded_by)
     sign = 1.0 if higher_is_better else -1.0
@@ -223,26 +214,22 @@ def measure_guard(
 def decide_guard(
     drop: float, low: float, high: float, max_drop: float, margin: float, *, last_look: bool = True
 ) -> Outcome:
-    """Apply the rule in the module docstring to a drop with its interval; all values in points."""
-    # Above the limit, and not noise.
+    """Apply ``rule: each`` of the module docstring to a drop with its bounds. All values are in points."""
+    # The drop exceeds what is allowed, and is not noise.
     if drop > (max_drop if last_look else margin) and low > 0:
         return "fail"
     return "pass" if is_within(drop, high, max_drop, margin) else "inconclusive"
 
 
 def is_within(drop: Points, high: Points, max_drop: float, margin: float) -> Any:
-    """Return whether a drop, or each of many, is shown to be at most ``margin``."""
+    """Return whether a drop (or each of many) is at most ``max_drop`` and shown to be at most ``margin``."""
     return (drop <= max_drop) & (high <= margin)
 
 
 def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outcome:
-    """Decide whether a task of a suite has fallen far; all values in points.
+    """Apply the rule for one task of a suite (see the module docstring) to its bounds. All values are in points.
 
-    Args:
-        low: Lower bound, corrected for the number of questions.
-        high: Upper bound of this task alone, because a merge that has fallen far in one task has to get past that task.
-        max_drop: Largest lower bound that does not fail.
-        limit: Largest upper bound that passes.
+    ``low`` is corrected for the number of guards. ``high`` is not, because every task must pass.
     """
     if low > max_drop:
         return "fail"
@@ -256,13 +243,12 @@ def judge_guards(
 
     Args:
         guard_evidence: Evidence on each guard.
-        confidence: One-sided confidence of each passing guard over all of its looks, and the confidence that no alarm
-            is false.
-        as_suite: Whether each task must only not have fallen far, instead of being within its own margin.
+        confidence: One-sided confidence, over all looks, of each guard that passes, and of all failures together.
+        as_suite: Whether each task is judged by its ``limit``, as part of a suite, instead of by its own margin.
         pending: Number of further guards of the merge that have no evidence yet.
 
     Raises:
-        InvalidInput: If a task has been evaluated to a point where no look was planned.
+        InvalidInput: No look is planned at the number of evaluated documents of a task.
     """
     alarms = alarm_confidences(guard_evidence, confidence, pending)
     questions = sum(evidence.candidates for evidence in guard_evidence)
@@ -273,12 +259,12 @@ def judge_guards(
 
 
 def alarm_confidences(guard_evidence: Sequence[GuardEvidence], confidence: float, pending: int = 0) -> list[float]:
-    """Return the confidence, over all looks, at which each guard is tested for any drop.
+    """Return the confidence, over all looks, at which each guard is tested for failure.
 
-    This is Holm's step-down procedure in the form of Bretz et al. 2009 (Stat. Med. 28:586): the guards still without a
-    drop share the allowed error, so each guard with a drop leaves its share to the others. Each look spends its guard's
-    share as described in ``tasks.gate.sequential`` (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). Guards without
-    evidence (``pending``) keep their shares, so a result that holds without them holds for any result of theirs.
+    This is Holm's step-down procedure in the form of Bretz et al. 2009 (Stat. Med. 28:586): all guards share the
+    allowed error, and each guard that shows a drop passes its share on to the others. The looks of a guard spend its
+    share as described in ``tasks.gate.sequential`` (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). The ``pending``
+    guards without evidence keep their shares, so the result is valid whatever they will show.
     """
     confidences = [confidence] * len(guard_evidence)
     waiting = list(range(len(guard_evidence)))
@@ -350,11 +336,11 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
 def _documents_to_decide(
     evidence: GuardEvidence, estimate: Difference, confidence: float, *, as_suite: bool
 ) -> int | None:
-    """Return the documents that decide with power 0.8 if the drop is as observed: at a planned look, or beyond all."""
+    """Return the documents that decide with power 0.8 if the true drop is the observed one, at a look if possible."""
     drop, guard = estimate.mean, evidence.guard
     threshold, margin = guard.max_drop / 100, (guard.catastrophe if as_suite else guard.upper_limit) / 100
-    # Above the threshold, the evidence must show any drop at all. Below it, and for a task of a suite, it must
-    # show that the drop is within the allowed amount.
+    # A drop above the threshold must be shown to be above zero. Any other drop, and that of a task in a suite, must
+    # be shown to be within the margin.
     distance = drop if drop > threshold and not as_suite else margin - drop
     if distance <= 0:
         return None
@@ -388,7 +374,7 @@ def _chance_left(
 def _rescaled(
     guard: Guard, metric: str, paired_scores: PairedScores, scores: Sequence[float], model: str
 ) -> tuple[float, ...]:
-    """Return the scores of one model on a scale from 0 to 1, on which ``max_drop`` counts hundredths."""
+    """Return the scores of one model on a scale from 0 to 1, of which a point is a hundredth."""
     low, high = guard.score_range
     rounding = 1e-9 * (high - low)  # In floating point, 0.1 + 0.2 is more than 0.3.
     for (task, doc_id), score in zip(paired_scores.documents, scores, strict=True):

@@ -1,4 +1,4 @@
-"""Plan interim looks: how confident each look must be so that all of them together err no more often than one.
+"""Plan interim looks: compute the confidence of each look such that all of them together err no more often than one.
 
 The gate may judge a task after 500 documents and, if they do not decide, after 1,000, 2,000, ... up to all documents of
 the task. Five looks at 95 % each would err three times as often as one. The allowed error is therefore *spent* over the
@@ -6,14 +6,15 @@ looks by a function that is fixed in advance (Lan & DeMets 1983, Biometrika 70:6
 
     spent(t) = alpha * t**2         with t the share of the task's documents that are scored, alpha = 1 - confidence
 
-Each look gets the newly available part, and the exact bound that spends it: the probability of crossing at this look
-and at none before. It is computed by the recursion of Armitage, McPherson & Rowe (1969, J. R. Stat. Soc. A 132:235) for
-a normal mean. The intervals at these levels are *repeated confidence intervals* (Jennison & Turnbull 1989, J. R. Stat.
-Soc. B 51:305). Together they cover with the requested confidence, so it does not matter which look stops, or why.
+The bound of each look is such that the probability of crossing it, and no earlier bound, equals the error that becomes
+available at this look. It is computed by the recursion of Armitage, McPherson & Rowe (1969, J. R. Stat. Soc. A 132:235)
+for a normal mean. The intervals at these levels are *repeated confidence intervals* (Jennison & Turnbull 1989, J. R.
+Stat. Soc. B 51:305). All of them together cover with the requested confidence, so the gate may stop at any look, for
+any reason.
 
-The exponent is a choice (Kim & DeMets 1987, Biometrika 74:149). With 1, early looks decide more and the last one pays
-for it. Larger exponents, like O'Brien & Fleming's bounds, save hardly any documents. ``docs/gates.md`` shows the effect
-of 2.
+The exponent 2 is a compromise (Kim & DeMets 1987, Biometrika 74:149; measured in ``docs/gates.md``). With 1, more
+decisions come early, but the last look is weaker. Larger exponents, like O'Brien & Fleming's bounds, save hardly any
+documents.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 EXPONENT = 2.0  # Exponent of the spending function.
-FUTILE = 0.02  # Chance of a decision below which no more documents are evaluated.
+FUTILE = 0.02  # mergegate stops evaluating documents if the chance of a decision is below this.
 
 _NEARLY_SURE = 1 - 1e-12  # A probability of 1 has no quantile.
 _leggauss = cache(np.polynomial.legendre.leggauss)  # Cached because computing the nodes takes a while.
@@ -47,10 +48,10 @@ class InterimLook(BaseModel):
 
 
 def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook, ...]:
-    """Return every look of a schedule with its own confidence. A single look has the requested confidence.
+    """Return every look of a schedule with its own confidence. A single look has ``confidence``.
 
     Args:
-        schedule: Number of documents after each look, increasing; the last is all documents.
+        schedule: Number of documents after each look, increasing up to all documents.
         confidence: One-sided confidence of all looks together, in (0.5, 1).
     """
     if not schedule or schedule[0] < 1 or any(b <= a for a, b in pairwise(schedule)):
@@ -64,11 +65,9 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
 
 @lru_cache(maxsize=1024)
 def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ...]:
-    """Return the one-sided confidence of the interval at each look.
+    """Return the one-sided confidence of each look, given ``confidence`` for all looks together.
 
-    Args:
-        shares: Share of the information that is available at each look, increasing to 1.
-        confidence: Confidence of all looks together.
+    ``shares`` holds the share of the information that is available at each look, increasing to 1.
     """
     if len(shares) == 1:
         return (confidence,)
@@ -77,10 +76,10 @@ def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ..
 
 
 def _bounds(shares: Sequence[float], spent_alpha: Sequence[float]) -> list[float]:
-    """Return the bounds on the z statistic of each look that are first crossed with the probabilities to spend.
+    """Return the bound on the z statistic of each look. It is crossed first at this look with the probability to spend.
 
-    The sum ``S = z * sqrt(share)`` is a Brownian motion. The density of paths below all earlier bounds is carried from
-    look to look on Gauss-Legendre nodes below the last bound.
+    The sum ``S = z * sqrt(share)`` is a Brownian motion. Gauss-Legendre nodes below the last bound represent the
+    density of the paths that have crossed no bound so far.
     """
     from scipy.special import ndtr
 
@@ -107,10 +106,10 @@ def _bounds(shares: Sequence[float], spent_alpha: Sequence[float]) -> list[float
 
 
 def chance_to_decide(drop: float, error: float, share: float, pass_below: float, fail_above: float) -> float:
-    """Return the probability that the remaining documents decide, without assuming a true drop.
+    """Return the probability that the remaining documents decide, given only the documents so far.
 
-    The predictive distribution of the last look's estimate assumes nothing about the true drop except the data so far.
-    It is normal around ``drop`` with the squared error that remains between this look and the last.
+    The estimate at the last look is predicted as normal around ``drop``. Its squared error is the part that remains
+    between this look and the last.
 
     Args:
         drop: Drop observed so far.

@@ -18,9 +18,8 @@ from mergegate.tasks.evaluation import (
 MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
 CATASTROPHE = 11.0  # Largest drop of any task in a suite, in points, unless its guard sets a limit; see docs/gates.md.
 
-# Population that a verdict generalizes to. New questions: a group has strata of fixed weights, and each question
-# represents others of its subject. New subjects: the subjects of a group are a sample, and the loss of one subject is
-# one observation.
+# Population that a verdict covers. New questions: subjects are strata with fixed weights, and each question represents
+# others of its subject. New subjects: subjects are a sample, and the loss on one subject is a single observation.
 Population = Literal["new questions", "new subjects"]
 
 # Values of ``guarded_by`` other than the name of a parent; see ``tasks.gate.references``.
@@ -29,7 +28,7 @@ CHAMPION = "champion"
 ANCHOR = "anchor"
 RELEASES = (CHAMPION, ANCHOR)
 
-# Parents that 'best parent' and the perplexity check choose from if a profile names none.
+# Settings of ``reference`` other than names of parents.
 FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 
 
@@ -104,15 +103,15 @@ class Guard(PromptSettings):
         return self
 
     def content_key(self) -> object:
-        # Prompt settings are part of the key of the scores, and the rest of these fields does not affect a verdict.
+        # Prompt settings are part of the key of the scores. The names do not affect a verdict.
         excluded = {*PromptSettings.model_fields, "name", "mean_over"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in excluded}
 
     @property
     def clustered_by(self) -> str | None:
-        """Independent unit: 'task', a field of the document, or None if each document is independent.
+        """Clusters of documents: 'task', a field of the document, or None if each document is independent.
 
-        New subjects are new leaves of a group, unless a field declares the subject of a document.
+        Without ``cluster_by``, the subjects of ``population: new subjects`` are the tasks of a group.
         """
         return self.cluster_by or ("task" if self.population == "new subjects" else None)
 
@@ -123,7 +122,7 @@ class Guard(PromptSettings):
 
     @property
     def catastrophe(self) -> float:
-        """Drop in points that must be ruled out for this task alone if the suite is judged as a whole."""
+        """Drop in points that must be ruled out for this task with ``rule: suite``."""
         return self.limit if self.limit is not None else max(CATASTROPHE, self.upper_limit)
 
 
@@ -162,11 +161,11 @@ class GateRule(BaseModel):
     )
 
     def for_attempt(self, number: int, attempts: int) -> GateRule:
-        """Return the rule for one of several attempts, which run in turn until one passes.
+        """Return the rule for one of several attempts of a run, which try one recipe after another until one passes.
 
-        Any attempt could pass by chance, so they share the error that the run may make. The first attempt, which is
-        usually the only one, gets half of it, and the others share the other half equally. By Bonferroni's inequality a
-        run publishes a merge at its margin no more often than a single attempt would.
+        Each attempt could pass by chance, so the attempts share the allowed error of the run: the first one, usually
+        the only one, gets half of it, and the others share the other half equally. By Bonferroni's inequality, a run
+        publishes a merge at its margin no more often than a single attempt with the full error would.
 
         Args:
             number: Number of the attempt, from 1.
@@ -210,7 +209,7 @@ class EvaluateSettings(EvaluationSettings, GateRule):
 
     @property
     def prompts_by_task(self) -> dict[str, str]:
-        """One-line description of each task's own prompt settings, by task; tasks without any are left out."""
+        """Description of the prompt settings of each guard that has its own, by task."""
         return {
             guard.name or guard.task: guard.own_prompt_settings.describe()
             for guard in self.tasks
@@ -219,5 +218,5 @@ class EvaluateSettings(EvaluationSettings, GateRule):
 
     @property
     def gate_rule(self) -> GateRule:
-        """Settings that determine the verdict."""
+        """Rule of the gate: the settings that :class:`GateRule` defines."""
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})

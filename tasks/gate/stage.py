@@ -1,11 +1,11 @@
-"""Decide from paired evidence whether a merge passes. Pure functions; the stage around them only reads and stores.
+"""Decide from scores and likelihoods whether a merge passes: the stage ``gate``.
 
-The gate judges perplexity first (``tasks.gate.drift``), then one guard for each promise of the profile
-(``tasks.gate.regression``) and, unless each guard is judged on its own, their mean (``tasks.gate.suite``). All must
-pass. While anything is undecided and documents are left, ``undecided_tasks`` names the tasks. The flow then has more of
-their documents evaluated, up to the next look, and calls the gate again (``flows.attempt``). Within a look,
-``cannot_pass`` reports after each task whether the remaining tasks might still change the result. If not, they are not
-run.
+The gate judges the perplexity drift (``tasks.gate.drift``), each guard of the profile (``tasks.gate.regression``) and,
+with ``rule: suite``, their mean (``tasks.gate.suite``). All must pass.
+
+The flow (``flows.attempt``) evaluates task after task up to the next interim look. If ``cannot_pass`` reports that a
+task has already ruled out publication, the flow skips the remaining tasks. After the look it calls ``gate``. It then
+evaluates the tasks in ``undecided_tasks`` up to the next look, until that list is empty.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ OnInconclusive = Literal["block", "warn", "pass"]
 
 
 class SkippedGuard(BaseModel):
-    """Guard whose task was not evaluated, because another guard had already decided."""
+    """Guard whose task was not evaluated, because another guard had already failed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    reference: str  # Reference in the guard's words.
+    reference: str  # The guard's ``guarded_by``.
     limit: float  # Limit of this task alone, in points.
     decided_by: str  # Task whose guard failed.
     documents: int  # Number of documents that might have been evaluated; 0 if unknown.
 
     @property
     def word(self) -> str:
-        """Statement that the guard was not run, with the task that decided."""
+        """Reason why there is no verdict: ``not run: decided by gsm8k``."""
         return f"not run: decided by {self.decided_by}"
 
 
 class GateVerdict(StageValue):
-    """Decision about one merge, with all its evidence."""
+    """Decision about a merge, with the verdicts that it is based on."""
 
-    outcome: Outcome  # Most severe of all outcomes.
-    publishable: bool  # Consequence of the outcome and ``on_inconclusive``.
+    outcome: Outcome  # Most severe outcome of all verdicts.
+    publishable: bool  # Whether ``outcome`` and ``on_inconclusive`` allow publication.
     guards: tuple[GuardVerdict, ...]
     drift: DriftVerdict | None
     overall_drop: float | None  # Mean over tasks, in points.
     overall_low: float | None
     overall_high: float | None
     on_inconclusive: OnInconclusive
-    reasons: tuple[str, ...]  # Reasons against publication, most severe first; empty if the merge passes.
-    notes: tuple[str, ...] = ()  # Guards that were not judged, with the reason why that is acceptable.
-    # Mean over all tasks, if it is judged: first against all references but the anchor, then against the anchor.
+    reasons: tuple[str, ...]  # Why the merge did not pass, most severe reason first.
+    notes: tuple[str, ...] = ()  # Guards against a champion that does not exist yet, one sentence each.
+    # Verdict on the mean over all tasks, if it is judged: first without the anchor, then against the anchor only.
     suites: tuple[SuiteVerdict, ...] = ()
-    not_run: tuple[SkippedGuard, ...] = ()  # Guards whose tasks were not evaluated, because other guards decided.
+    not_run: tuple[SkippedGuard, ...] = ()
 
     def summary(self) -> str:
         if not self.publishable:
@@ -89,7 +89,7 @@ class GateVerdict(StageValue):
         return not self.publishable
 
     def as_verdict(self) -> Verdict:
-        """Return this decision as a ``Verdict``, the shape that all stages share."""
+        """Return this decision in the common form of verdicts."""
         return Verdict(
             name="gate",
             outcome=self.outcome,
@@ -102,14 +102,15 @@ class GateVerdict(StageValue):
 
 @dataclass(frozen=True)
 class GatePlan:
-    """Rule of the gate, and the plan of one merge that is known before its evidence.
+    """Everything that determines how a merge is judged and is known before its evaluation.
 
     Args:
-        merged: Name of the merge among the models.
+        rule: Rule of the profile.
+        merged: Name of the merge among the models. Default: ``merge``.
         schedule: Number of documents after each planned look, by task. A task without a schedule has a single look.
-        first_release: Whether there is no champion yet, so that guards against it are skipped.
-        parents: Parents that 'best parent' chooses from. None means all models except the merge and releases.
-        anchor_confidence: Confidence of comparisons with the anchor, if it differs from the rule's.
+        first_release: Whether there is no champion yet, so that guards against it are skipped. Default: false.
+        parents: Parents that 'best parent' chooses from. Default: all models except the merge and releases.
+        anchor_confidence: Confidence of comparisons with the anchor. Default: that of ``rule``.
     """
 
     rule: GateRule
@@ -123,15 +124,15 @@ class GatePlan:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def guards_to_judge(self, guards: Sequence[Guard]) -> tuple[Guard, ...]:
-        """Return the guards without those against a champion that does not exist yet."""
+        """Return the guards, without those against a champion that does not exist yet."""
         return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
 
     def is_suite(self, guards: Sequence[Guard]) -> bool:
-        """Return whether the mean over all tasks is judged; a single task is its own suite."""
+        """Return whether the mean over all tasks is judged. It is not with a single task."""
         return self.rule.rule == "suite" and len({guard.task for guard in guards}) > 1
 
     def confidence(self, *, is_anchor: bool) -> float:
-        """Return the confidence of comparisons with the anchor, or of all others."""
+        """Return the confidence of comparisons with the anchor, or with all other references."""
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
 
 
@@ -144,20 +145,20 @@ def gate(
     plan: GatePlan,
     waiting: tuple[str, ...] = (),
 ) -> GateVerdict:
-    """Judge one merge on perplexity and, unless perplexity shows it broken, by its guards.
+    """Judge a merge by its perplexity drift and, unless the perplexity shows that it is broken, by its guards.
 
     Args:
-        guards: Guards whose ``task`` is lm-eval's name (see ``pin_tasks``).
-        scores: Scores by model, including the merge; may be empty if perplexity shows the merge broken. A task may come
-            in several parts, which are judged together.
-        likelihoods: Likelihoods by model, including the merge; may be empty if ``limits`` is None.
+        guards: Guards with pinned tasks (see ``pin_tasks``).
+        scores: Scores by model, including the merge. A task may have several artifacts, which are judged together. May
+            be empty if the perplexity shows that the merge is broken.
+        likelihoods: Likelihoods by model, including the merge. May be empty if ``limits`` is None.
         limits: Limits of the perplexity drift. None: perplexity is not judged.
         plan: Rule of the gate, planned looks and name of the merge.
-        waiting: Tasks that were not evaluated, or not up to this look, because a task that was evaluated already rules
-            out publication (see ``cannot_pass``). Then there is no mean over all tasks to judge.
+        waiting: Tasks that were not evaluated up to this look, because another task already rules out publication (see
+            ``cannot_pass``). If there are any, the mean over all tasks is not judged.
 
     Raises:
-        InvalidInput: For a guard whose model, task or metric does not exist, or evidence that is not comparable.
+        InvalidInput: The model, task or metric of a guard does not exist, or scores are not comparable.
     """
     rule, merged = plan.rule, plan.merged
     drift = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
@@ -197,13 +198,11 @@ def gate(
 def cannot_pass(
     task: str, guards: Sequence[Guard], scores: Mapping[str, Sequence[Artifact[Scores]]], plan: GatePlan
 ) -> bool:
-    """Return whether a guard on ``task`` has failed regardless of the other guards, which rules out publication.
+    """Return whether a guard on ``task`` fails whatever the other guards will show, which rules out publication.
 
-    The guard is tested as one among all guards, before it is known which others will show a drop. When ``gate`` tests
-    it again with them, the test is not stricter. A merge that ends here would therefore have ended at the end of the
-    look, regardless of the order of tasks.
-
-    ``scores`` holds the scores by model, on this task at least.
+    ``scores`` holds the scores on this task, and possibly on others, by model. Each guard on the task is tested as one
+    of all guards. In ``gate``, a guard that fails here fails too, so the decision does not depend on the order in which
+    tasks are evaluated.
     """
     judged = plan.guards_to_judge(guards)
     scores_by_task = _scores_by_task(scores)
@@ -230,7 +229,7 @@ def perplexity_drift(
     """Return the drift verdict on stored likelihoods, for callers that need it before the costly tasks are run.
 
     Raises:
-        InvalidInput: As ``judge_drift``.
+        InvalidInput: See ``judge_drift``.
     """
     models = {
         name: ModelLikelihoods(artifact.value, read_documents(artifact.directory))
@@ -241,10 +240,10 @@ def perplexity_drift(
 
 
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
-    """Return the tasks for which more documents would help.
+    """Return the tasks of which more documents may still decide an inconclusive verdict.
 
-    A guard of such a task is undecided, documents that may decide it are left, and nothing has failed yet. The tasks of
-    a suite are extended together, so all of them are returned.
+    The result is empty if a guard has failed, or if the remaining documents are unlikely to decide. Tasks of a suite
+    are evaluated together, so the result contains all tasks with documents left.
     """
     if verdict.outcome == "fail":
         return ()  # More documents cannot make this merge publishable.
@@ -265,8 +264,8 @@ def gate_verdict(
     suites: Sequence[SuiteVerdict] = (),
     not_run: tuple[SkippedGuard, ...] = (),
 ) -> GateVerdict:
-    """Return the decision about a merge: the most severe outcome of all its guards, and the consequence."""
-    # A task that has fallen is more informative than the mean that it drags down, so guards come first.
+    """Combine the verdicts on a merge into one decision: the most severe outcome and whether it allows publication."""
+    # A failed task tells more than the mean that it drags down, so the guards come before the suites.
     parts = [*((guard.outcome, guard.reason) for guard in guards), *((suite.outcome, suite.reason) for suite in suites)]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
@@ -279,7 +278,7 @@ def gate_verdict(
     if suites:
         drop, low, high = suites[0].drop, suites[0].low, suites[0].high
     elif guards:
-        # A distance at an early look is at the higher confidence of that look, which can only widen the interval.
+        # Bounds of an early look have a higher confidence, which can only widen the interval.
         drop, low, high = mean_drop(
             [TaskDrop(guard.task, guard.weight, guard.drop, guard.low, guard.high) for guard in guards]
         )

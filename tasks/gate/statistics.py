@@ -1,8 +1,8 @@
-"""Compute intervals of paired differences and the evidence that a decision needs. Pure functions.
+"""Compute intervals of paired differences, and the number of documents that a decision needs. Pure functions.
 
-All intervals are one-sided in each direction: ``low`` and ``high`` each err with probability ``1 - confidence``, so the
-pair covers with ``2 * confidence - 1``. A gate asks one-sided questions ("is it worse?", "is it at most this much
-worse?").
+A gate answers one-sided questions ("is it worse?", "is it at most this much worse?"). All bounds are therefore
+one-sided: ``low`` and ``high`` each err with probability ``1 - confidence``, so the interval covers with probability
+``2 * confidence - 1``.
 
 Sources: Bonett & Price 2012 (J. Educ. Behav. Stat. 37:479) and Tango 1998 (Stat. Med. 17:891) for paired proportions;
 Miller 2024 (arXiv 2411.00640) for pairing in evaluations; Connor 1987 (Biometrics 43:207) for sample sizes. For graded
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-POWER = 0.80  # Power at which sample sizes and detectable drops are stated.
+POWER = 0.80  # Power for which sample sizes and detectable drops are computed.
 
 
 class Difference(NamedTuple):
@@ -54,11 +54,11 @@ def student_quantile(confidence: float, degrees: int) -> float:
 
 @lru_cache(maxsize=4096)  # One verdict computes the same bounds several times.
 def binary_difference(losses: int, wins: int, n: int, confidence: float) -> Difference:
-    """Return the difference of two paired proportions; see ``binary_bounds``.
+    """Return the difference of two paired proportions with the bounds of ``binary_bounds``.
 
     Args:
-        losses: Documents that count +1: the reference is right and the merge is wrong.
-        wins: Documents that count -1.
+        losses: Number of documents on which the reference is right and the merge is wrong. Each counts +1.
+        wins: Number of documents on which the merge is right and the reference is wrong. Each counts -1.
         n: Number of all documents, at least 1.
         confidence: One-sided confidence of each bound, in (0, 1).
     """
@@ -73,16 +73,12 @@ def binary_bounds(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return bounds of the difference of paired proportions, vectorized over many samples of ``n`` documents.
 
-    Each bound is the wider of two intervals that fail in different places. The adjusted Wald interval of Bonett and
-    Price (one extra document that changes in each direction) never has zero width, but it follows the spread of the
-    sample. If few documents change, the samples that look best also look most certain, and up to 7 % of them are beyond
-    the 95 % bound. Tango's score interval uses the spread that each hypothetical value would have, and errs on the safe
-    side there.
+    Each bound is the wider one of two intervals. The adjusted Wald interval of Bonett and Price, with one extra loss
+    and one extra win, never has zero width. But it is computed from the variance of the sample: if few documents
+    change, the samples with the best mean also have the smallest variance, and up to 7 % of the 95 % bounds are wrong.
+    Tango's score interval uses the variance under each hypothetical difference, and is conservative in this case.
 
-    ``losses`` and ``wins`` are counts of equal shape.
-
-    Returns:
-        ``low, high`` of that shape, in [-1, 1].
+    ``losses`` and ``wins`` are counts of equal shape, which the returned ``low`` and ``high`` (in [-1, 1]) share.
     """
     centre, variance = _adjusted(losses, wins, n)
     half = normal_quantile(confidence) * np.sqrt(variance / (n + 2))
@@ -94,7 +90,7 @@ def binary_bounds(
 def _adjusted(
     losses: NDArray[np.float64], wins: NDArray[np.float64], n: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return Bonett and Price's mean and variance of the difference of one document."""
+    """Return the adjusted mean and variance of one document's difference by Bonett and Price."""
     p_lost, p_won = (losses + 1) / (n + 2), (wins + 1) / (n + 2)
     centre = p_lost - p_won
     return centre, p_lost + p_won - centre**2
@@ -103,7 +99,7 @@ def _adjusted(
 def _score_bound(
     losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, confidence: float
 ) -> NDArray[np.float64]:
-    """Return Tango's upper bound, found by bisection: the difference at which the score test just rejects."""
+    """Return Tango's upper bound, the largest difference that the score test does not reject, by bisection."""
     quantile = normal_quantile(confidence)
     low, high = (losses - wins) / n, np.ones_like(losses)
     for _ in range(50):
@@ -116,10 +112,10 @@ def _score_bound(
 def score_statistic(
     losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, difference: NDArray[np.float64] | float
 ) -> NDArray[np.float64]:
-    """Return Tango's score statistic of the hypothesis that the true difference is ``difference``, in (-1, 1).
+    """Return Tango's score statistic for the hypothesis that the true difference is ``difference``, in (-1, 1).
 
     It is standard normal under the hypothesis. For a difference of zero it is McNemar's statistic,
-    ``(lost - won) / sqrt(lost + won)``.
+    ``(losses - wins) / sqrt(losses + wins)``.
     """
     b = -losses - wins + (2 * n - losses + wins) * difference
     c = -wins * difference * (1 - difference)
@@ -130,15 +126,13 @@ def score_statistic(
 
 
 def selection_bias(scores: Sequence[Sequence[float]]) -> float:
-    """Return how much the best of several equally good models appears better than it is (winner's curse).
+    """Return by how much the best of ``K`` equally good models overestimates its true mean score (winner's curse).
 
-    This is the expected maximum of ``K`` equally good means over the same ``n`` documents: the standard error of half
-    of the squared difference of two of them, times the expected maximum of ``K`` standard normals (0.56 for two, 0.85
-    for three). It is exact for two models; for more it treats all pairs as equally correlated. The bias shrinks as the
-    models truly differ.
+    This is the expected maximum of ``K`` standard normals (0.56 for two, 0.85 for three) times the standard error that
+    corresponds to half the variance of the difference of two models. It is exact for two models, and treats all pairs
+    of more models as equally correlated. For models that truly differ, it is an upper limit.
 
-    Args:
-        scores: Score of each document, by model; ``[K][n]``.
+    ``scores`` are the scores of the models on the same documents, ``[K][n]``.
     """
     from scipy.special import ndtr
 
@@ -158,13 +152,13 @@ def selection_bias(scores: Sequence[Sequence[float]]) -> float:
 
 
 def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confidence: float) -> Ratio:
-    """Return the ratio of two perplexities on the same documents, with a delta-method interval over documents.
+    """Return the ratio of two perplexities on the same documents, with an interval by the delta method.
 
-    The ratio is ``exp(sum(differences) / sum(weights))``. Documents are the independent units and the tokens inside a
-    document are not, so the error is that of a ratio estimator over documents.
+    The ratio is ``exp(sum(differences) / sum(weights))``. The tokens of one document are not independent, so the error
+    is that of a ratio estimator over documents.
 
     Args:
-        differences: Log-likelihood under the reference minus that under the merge for each document, in nats. At least
+        differences: Log-likelihood of each document under the reference minus that under the merge, in nats. At least
             2.
         weights: Number of tokens (or bytes) of each document.
         confidence: One-sided confidence of each bound, in (0, 1).
@@ -178,16 +172,16 @@ def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confi
 
 
 def documents_needed(variance: float, distance: float, confidence: float, power: float = POWER) -> int:
-    """Return the number of paired documents that show with ``power`` that a difference of ``distance`` is not zero.
+    """Return the number of paired documents with which a difference of ``distance`` is shown to be nonzero.
 
     The formula is ``((z_a sqrt(v + d^2) + z_b sqrt(v)) / d)^2`` with the variance ``v`` under the alternative. For
     binary scores ``v + d^2`` is the share of documents on which the two models disagree.
 
     Args:
         variance: Variance of the difference of one document.
-        distance: Nonzero difference to show, in the same unit.
+        distance: Nonzero true difference, in the unit of the scores.
         confidence: One-sided confidence, in (0, 1).
-        power: Probability of showing the difference, in (0, 1). Default: ``POWER``.
+        power: Probability that the documents show it, in (0, 1). Default: ``POWER``.
     """
     spread = normal_quantile(confidence) * math.sqrt(variance + distance**2) + normal_quantile(power) * math.sqrt(
         variance

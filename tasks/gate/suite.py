@@ -1,4 +1,4 @@
-"""Judge a suite as a whole: the mean drop over its tasks is shown to be small, and no single task has fallen far.
+"""Judge a suite as a whole: by the mean drop over its tasks, and by the drop of each task.
 
 ::
 
@@ -6,14 +6,14 @@
     pass          mean drop <= T, its upper bound <= M, and the upper bound of every task within its limit
     inconclusive  anything else
 
-``T`` and ``M`` are the weighted means of the tasks' own ``max_drop`` and ``margin``: together the tasks may lose what
-each may lose alone. If tasks are judged one by one, each needs to show on its own what its documents hardly suffice
-for, and an equal merge must be lucky once per task. The mean has the documents of all tasks.
+``T`` and ``M`` are the weighted means of ``max_drop`` and ``margin`` over the guards. The mean drop uses the documents
+of all tasks. If every task had to pass on its own, its documents would hardly suffice, and an equal merge would have to
+be lucky once per task.
 
-The interval of the mean is combined from those of the tasks (Zou & Donner 2008, Stat. Med. 27:1693: a method of
-variance estimates recovery). This preserves the special interval of each task (Tango's interval, clusters, graded
-scores). Tasks have different documents, so their distances from estimate to bound add in quadrature. Guards of one task
-share documents, so their distances add linearly.
+The interval of the mean is combined from the intervals of the tasks (Zou & Donner 2008, Stat. Med. 27:1693), so each
+task keeps the kind of interval that it needs (for binary scores, graded scores or clusters). Different tasks have
+different documents, so their distances from estimate to bound add in quadrature. Guards of one task share documents, so
+their distances add linearly.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from mergegate.tasks.stage import Outcome, verdict_word
 
 
 class PooledDrop(BaseModel):
-    """Likely drop of a task, estimated from its own documents and from the other tasks."""
+    """Likely drop of a task, estimated from its documents and from the other tasks (see ``pooled_drops``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
     drop: float  # Points.
-    pooled: float  # Points. Noisier tasks are pulled more strongly toward the mean of the suite.
+    pooled: float  # Points, shrunk toward the mean of the suite.
 
 
 class SuiteVerdict(BaseModel):
-    """All guarded tasks together. Differences are in points (0 to 100) and positive if the merge is worse."""
+    """Verdict on the mean drop over all tasks. Differences are in points and positive if the merge is worse."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: int
-    reference: str  # Name of the model that all are compared with, or 'their references' if there are several.
+    reference: str  # Name of the reference model, or 'their references' if there are several.
     documents: int
     drop: float  # Weighted mean over tasks.
-    low: float  # Interval; over all looks ``confidence`` holds, one-sided in each direction.
+    low: float  # Bounds of ``drop``; each holds over all looks with the one-sided ``confidence``.
     high: float
     confidence: float
     max_drop: float  # Weighted mean over tasks.
@@ -62,19 +62,19 @@ class SuiteVerdict(BaseModel):
     outcome: Outcome  # Outcome of the mean alone.
     reason: str
     detectable_drop: float  # Smallest true mean drop that these documents show 4 times in 5.
-    documents_needed: int | None = None  # Documents that would decide, if the drop is as observed; None if decided.
+    documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
     chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     look: InterimLook | None = None
     pooled: tuple[PooledDrop, ...] = ()
 
     @property
     def word(self) -> str:
-        """Result in one of four words."""
+        """Verdict in a word, from :func:`verdict_word`."""
         return verdict_word(self.outcome, shown_worse=self.low > 0)
 
 
 class TaskDrop(NamedTuple):
-    """Drop with its interval, as a term of a mean; in any unit, of one sample or of many."""
+    """Drop of a task with its bounds, in any unit. The numbers may be arrays with one element per sample."""
 
     task: str
     weight: float
@@ -87,13 +87,13 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
     """Return the verdict on the mean drop over all tasks.
 
     Args:
-        guard_evidence: Evidence of the guards, at least one. Several guards of one task count as that task's mean.
+        guard_evidence: Evidence on the guards, at least one. Several guards of one task count as that task's mean.
         confidence: One-sided confidence over all looks together.
 
     Raises:
-        InvalidInput: If tasks have been evaluated to a point where no look was planned.
+        InvalidInput: The tasks have not all been evaluated up to the same planned look.
     """
-    # The tasks of a suite are extended together while they have documents.
+    # The tasks of a suite reach each look together. A task without further documents stays as it is.
     documents = {evidence.guard.task: evidence.documents for evidence in guard_evidence}
     planned = _steps({evidence.guard.task: evidence.schedule for evidence in guard_evidence})
     if documents not in planned:
@@ -148,20 +148,16 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
 
 
 def suite_information(guard_evidence: Sequence[GuardEvidence]) -> tuple[float, ...]:
-    """Return ``information_shares`` of the suite's looks."""
+    """Return the share of the information in the mean at each look of a suite (see ``information_shares``)."""
     weights = task_weights([_task_drop(evidence, 0.0, 0.0, 0.0) for evidence in guard_evidence])
     return information_shares(weights, {evidence.guard.task: evidence.schedule for evidence in guard_evidence})
 
 
 def information_shares(weights: Mapping[str, float], schedules: Mapping[str, Sequence[int]]) -> tuple[float, ...]:
-    """Return the share of the information in the mean that each look has, increasing to 1.
+    """Return the share of the information in the mean that is available at each look, increasing to 1.
 
-    Information is the inverse squared error, as far as the numbers of documents and the weights determine it in
-    advance.
-
-    Args:
-        weights: Weight of each task in the mean.
-        schedules: Number of documents after each look, by task.
+    Information is the inverse squared error of the mean if all documents have the same variance: ``weights`` holds the
+    weight of each task in the mean, and ``schedules`` its number of documents after each look.
     """
     information = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(schedules)]
     return tuple(amount / information[-1] for amount in information)
@@ -174,7 +170,7 @@ def _steps(schedules: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
 
 
 def mean_drop(parts: Sequence[TaskDrop]) -> tuple[Any, Any, Any]:
-    """Return the weighted mean over tasks and its interval; several guards of a task count once, as their mean."""
+    """Return the weighted mean over tasks and its bounds. Several guards of a task count once, as their mean."""
     weights = task_weights(parts)
     by_task: dict[str, list[TaskDrop]] = defaultdict(list)
     for part in parts:
@@ -191,7 +187,7 @@ def mean_drop(parts: Sequence[TaskDrop]) -> tuple[Any, Any, Any]:
 
 
 def task_weights(parts: Sequence[TaskDrop]) -> dict[str, float]:
-    """Return the weight of each task in the mean, with sum 1. If a task has several guards, the largest counts."""
+    """Return the weight of each task in the mean; they sum to 1. The largest weight of a task's guards counts."""
     weights: dict[str, float] = {}
     for part in parts:
         weights[part.task] = max(part.weight, weights.get(part.task, 0.0))
@@ -200,11 +196,11 @@ def task_weights(parts: Sequence[TaskDrop]) -> dict[str, float]:
 
 
 def pooled_drops(guard_evidence: Sequence[GuardEvidence], confidence: float = 0.95) -> tuple[PooledDrop, ...]:
-    """Return each guard's drop, shrunk toward the common mean as far as noise explains the spread between guards.
+    """Return each guard's drop, shrunk toward the common mean to the extent that noise explains the spread of drops.
 
     The formula is ``mean + t2 / (t2 + v) * (drop - mean)`` with the squared error ``v`` of each guard and the variance
-    ``t2`` between them (DerSimonian & Laird 1986, Control. Clin. Trials 7:177). This indicates an alarming task better
-    than the largest of many noisy numbers does. It decides nothing.
+    ``t2`` between guards (DerSimonian & Laird 1986, Control. Clin. Trials 7:177). A large pooled drop indicates a bad
+    task more reliably than the largest of many noisy drops. It is only reported, and does not affect the verdict.
     """
     drops = [100 * sum(evidence.differences) / len(evidence.differences) for evidence in guard_evidence]
     squared = [max(error**2, 1e-12) for _, error in _standard_errors(guard_evidence, confidence)]
@@ -226,7 +222,7 @@ def _task_drop(evidence: GuardEvidence, drop: Points, low: Points, high: Points)
 def _standard_errors(guard_evidence: Sequence[GuardEvidence], confidence: float) -> list[tuple[GuardEvidence, float]]:
     """Return each guard with the standard error of its drop in points.
 
-    The error is the same at any ``confidence``. At the one used for the bounds, the interval is already cached.
+    The error does not depend on ``confidence``. With the confidence of the bounds, the interval is already cached.
     """
     return [
         (evidence, 100 * math.sqrt(evidence.interval(confidence, confidence).variance / len(evidence.differences)))
@@ -235,12 +231,12 @@ def _standard_errors(guard_evidence: Sequence[GuardEvidence], confidence: float)
 
 
 def mean_limit(guards: Iterable[Guard], limit: Callable[[Guard], float]) -> float:
-    """Return the weighted mean of a limit of the guards, such as ``max_drop``."""
+    """Return the weighted mean over the guards of the value that ``limit`` returns, such as ``max_drop``."""
     return float(mean_drop([TaskDrop(guard.task, guard.weight, limit(guard), 0.0, 0.0) for guard in guards])[0])
 
 
 def _documents_to_decide(verdict: SuiteVerdict, error: float) -> int | None:
-    """Return the documents of the suite, in equal shares, that decide with power 0.8 if the drop is as observed."""
+    """Return the documents of all tasks that decide with power 0.8 if the true drop is as observed."""
     distance = verdict.drop if verdict.drop > verdict.max_drop else verdict.margin - verdict.drop
     if distance <= 0:
         return None

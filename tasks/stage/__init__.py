@@ -1,4 +1,4 @@
-"""Turn functions into stages: Prefect tasks that have a content key, store their artifact and report their progress.
+"""Turn functions into stages: Prefect tasks with a content key, a stored artifact and progress reports.
 
 Declare a stage with ``@stage`` and an uncached step with ``@step``. A stage that judges a merge returns a ``Verdict``.
 """

@@ -6,8 +6,7 @@
         outcome = make_release(profile)     # raises WorkRequired at the first piece of work
 
 In a dry pass, each stage returns its stored artifact, each step confirms that it has nothing left to do, and file
-hashes come from the cache. The outcome is the same as that of a normal run, because the same code decides it from the
-same inputs. If there is work to do, the dry pass ends early with WorkRequired.
+hashes come from the cache. If the flow reaches its end, its outcome equals that of a normal run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _dry_pass: ContextVar[bool] = ContextVar("dry pass", default=False)
 
 
 class WorkRequired(BaseException):
-    """The dry pass has reached work to do.
+    """Raised when a dry pass finds work to do.
 
     Like KeyboardInterrupt, this is not an ``Exception``, so that no handler on the way catches it.
     """
@@ -41,15 +40,12 @@ def dry_pass() -> Iterator[None]:
 
 
 def is_dry_pass() -> bool:
-    """Return whether a dry pass is running, in which no work may be done."""
+    """Return whether a dry pass is running."""
     return _dry_pass.get()
 
 
 def require_work_allowed(work: str) -> None:
-    """Stop a dry pass before it would do real work. Call this before the work.
-
-    Args:
-        work: Description of the work.
+    """Stop a dry pass before it would do real work, which ``work`` describes. Call this before the work.
 
     Raises:
         WorkRequired: A dry pass is running.

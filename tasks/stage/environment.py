@@ -1,4 +1,4 @@
-"""Identify the device kind and library versions that affect the last digits of a score."""
+"""Describe what a machine runs models with: device kind, library versions, and formats that it computes natively."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.system import kernel_lines
 
-# CPU features of x86 and Arm, as Linux names them, with which a product in a 16-bit format is faster than in float32,
-# or nearly as fast. With AVX-512, oneDNN widens bfloat16 on the fly (see docs/performance.md for measurements).
+# Linux's names of x86 and Arm CPU features with which a matrix product in a 16-bit format is about as fast as in
+# float32, or faster. With AVX-512, oneDNN widens bfloat16 on the fly (see docs/performance.md for measurements).
 _UNITS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "avx512bw", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -21,9 +21,9 @@ _UNITS = {
 
 
 class Runtime(BaseModel):
-    """Device kind and library versions that forward passes use.
+    """Device kind and library versions that run a model. They affect the last digits of its scores.
 
-    The runtime is part of the key of every stage that runs a model, and is the same on both sides of every comparison.
+    They are part of the key of every stage that runs a model, so compared models have the same runtime.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,15 +33,14 @@ class Runtime(BaseModel):
 
 
 def runtime() -> Runtime:
-    """Return the runtime of this machine, with the GPU if it has one."""
+    """Return the runtime of this machine."""
     return Runtime(device=device_kind(), libraries=versions("torch", "transformers"))
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
     """Return ``cuda`` if torch can use a CUDA device, otherwise ``cpu``.
 
-    Without the CUDA driver library, this function does not import torch, which would take most of the time of a run
-    that finds nothing new.
+    Without the CUDA driver library it does not import torch, which would take most of the time of a run without work.
     """
     if not has_cuda_driver():
         return "cpu"
@@ -51,14 +50,11 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 
 def formats_without_units(device: str, processor: str | None = None) -> frozenset[str]:
-    """Return the 16-bit formats (bfloat16, float16) that ``device`` can only convert, not compute in.
+    """Return the 16-bit formats (bfloat16, float16) in which a CPU without compute units for them is slow.
 
-    In these formats a matrix product takes three to four times as long as in float32 (docs/performance.md).
-
-    Args:
-        device: Device kind.
-        processor: Description of the processor in the format of Linux's ``/proc/cpuinfo``. Without a description, the
-            result is empty. Default: this machine's processor.
+    In these formats a matrix product takes three to four times as long as in float32 (docs/performance.md). The result
+    is empty for any ``device`` but ``cpu``. ``processor`` is the content of Linux's ``/proc/cpuinfo``; if it names no
+    features, the result is empty. Default: that of this machine.
     """
     if device != "cpu":
         return frozenset()
@@ -69,7 +65,7 @@ def formats_without_units(device: str, processor: str | None = None) -> frozense
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Return the installed versions, such as ``{'torch': '2.13.0'}``, without importing the packages.
+    """Return the version of each installed package, such as ``{'torch': '2.13.0'}``, without importing it.
 
     A local build tag (``+cpu``) is part of the version.
     """

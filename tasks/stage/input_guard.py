@@ -1,17 +1,17 @@
 """Guard the input files of every stage: check before and after the stage that they are the pinned files.
 
-A stage identifies its models and artifacts by content but reads them by name, and another process may change the files
-in between. Therefore, only this function runs the body of a stage::
+A stage identifies its input files by their hashes but reads them by their names. Another process may change the files
+in between, so the body of every stage runs inside ``read_pinned``::
 
     value = read_pinned(arguments, hashes, lambda: work(...))
 
-Before the stage, each file must have its pinned hash, which comes from the cache if the file is unchanged. After the
-stage, each file must still be the same file with the same timestamps (``FileIdentity``). A file that was only touched
-is hashed again and stays valid. Because its content during the stage is uncertain, the stage starts over. If the
-content changed, the run ends and the output is discarded.
+Before the body runs, each file must have its pinned hash (from the cache if the file is unchanged). Afterward, each
+file must still be the same file with the same timestamps (``FileIdentity``). If a timestamp changed but the content did
+not, the body runs again, because it may have read other content. If the content changed, the output is discarded and
+the run ends.
 
-A write through a memory map does not change the timestamps until the system writes the page back. Published files are
-therefore hashed again.
+A write through a memory map changes the timestamps only when the system writes the page back. Files that are published
+are therefore hashed again.
 """
 
 from __future__ import annotations
@@ -38,31 +38,28 @@ _ATTEMPTS = 3
 
 @runtime_checkable
 class PinnedInput(Protocol):
-    """Argument of a stage that represents files."""
+    """Argument of a stage that stands for files with pinned hashes, such as a checkpoint."""
 
     @property
     def label(self) -> str:
-        """Name to display, such as ``reverser``."""
+        """Name for messages, such as ``reverser``."""
 
     def pinned_files(self) -> Mapping[Path, str]:
-        """Return the pinned sha256 of each file."""
+        """Return the pinned sha256 digest of each file. Empty if the content is not pinned."""
 
     def present(self) -> Iterable[Path]:
-        """Return the files that a stage would read now."""
+        """Return the existing files that a stage would read, pinned or not."""
 
 
 class LostArtifact(ChangedInput):
-    """An input artifact has disappeared from the store. Running the flow again builds it again."""
+    """An input artifact has disappeared from the store. The next run of the flow builds it again."""
 
 
 _change_callbacks: list[Callable[[], None]] = []
 
 
 def on_input_change(clear_cache: Callable[[], None]) -> None:
-    """Register a function to call when input files change during a stage.
-
-    Modules that cache file content in memory use this to clear their caches.
-    """
+    """Register a function that clears a cache of file content when input files change during a stage."""
     _change_callbacks.append(clear_cache)
 
 
@@ -72,16 +69,16 @@ def read_pinned(
     work: Callable[[], T],
     discard_output: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of ``work`` after ensuring that it read only the files pinned in ``arguments``.
+    """Call ``work``, and return its result if the files in ``arguments`` had their pinned content all the time.
 
     Args:
-        arguments: Arguments of a stage. Pinned inputs may be in tuples or in the ``parents`` of an argument.
+        arguments: Arguments of the stage. Pinned inputs may be in collections or in the ``parents`` of an argument.
         hashes: Cache of file hashes.
         work: Function that reads the files.
-        discard_output: Function that removes the output of an attempt before the next one. Default: do nothing.
+        discard_output: Function that removes the output of a call of ``work`` that is not valid. Default: do nothing.
 
     Raises:
-        ChangedInput: A file was changed or removed.
+        ChangedInput: A file was changed or removed, or was touched during each of three attempts.
     """
     inputs = tuple(pinned_inputs(arguments.values()))
     for pinned_input in inputs if has_detail_listener() else ():
@@ -117,10 +114,10 @@ def read_pinned(
 
 
 def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[Path, FileIdentity | None]:
-    """Require that all input files have their pinned hashes, and return their identities.
+    """Check that all input files have their pinned hashes, and return the files' identities.
 
     Raises:
-        ChangedInput: A file has another hash, is missing, or was added.
+        ChangedInput: A file has a different hash, is missing, or is not pinned.
     """
     identities = _identities(inputs)
     for pinned_input in inputs:
@@ -139,7 +136,7 @@ def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[P
 
 
 def pinned_inputs(values: Iterable[object]) -> Iterator[PinnedInput]:
-    """Yield every input in ``values`` that represents files, including those inside collections and recipes."""
+    """Yield every pinned input in ``values``, in collections among them, and in the ``parents`` of a value."""
     for value in values:
         if isinstance(value, PinnedInput):
             yield value
@@ -172,7 +169,7 @@ def _hash(path: Path, hashes: HashMemo) -> str | None:
 
 
 def _identities(inputs: Iterable[PinnedInput]) -> dict[Path, FileIdentity | None]:
-    """Return the identity of every file that was pinned or would be read now, with None for a missing file."""
+    """Return the identity of every pinned or present file, or None for a missing one."""
     identities: dict[Path, FileIdentity | None] = {}
     for pinned_input in inputs:
         pinned = pinned_input.pinned_files()

@@ -3,15 +3,13 @@
 ::
 
     limits: {run: 20 h, stage: 6 h, stages: {merge: 2 h}, memory: 20GB}      # in a profile
-    with limited(profile.limits): ...                                         # a whole run
+    with apply_limits(profile.limits): ...                                    # a whole run
     with within_limit("merge"): ...                                           # one call of a stage
 
-When a limit is reached, the main thread stops as if the user had interrupted it. The processes that it started end, and
-the files that it was writing stay unfinished. Resumable stages continue from there in the next run.
-
-A stage that runs in a thread of a task runner cannot be interrupted, so only the limit of the whole run ends it. If the
-main thread does not respond, for example because it waits for a lost disk, the process exits a few minutes after the
-limit of the run.
+When a time limit is reached, mergegate stops the main thread as if the user had interrupted it, and ends the processes
+that it started. The next run resumes resumable stages from their unfinished files. A stage in a thread of a task runner
+cannot be interrupted, so only the limit of the run applies to it. If the main thread does not respond, for example
+because it waits for a lost disk, the process exits five minutes after the limit of the run.
 
 Limits are not part of any key.
 """
@@ -35,13 +33,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from mergegate.merge_core.errors import InvalidInput, MergegateError, OutOfTime, suggest
 from mergegate.merge_core.wording import format_duration, parse_bytes, parse_duration
 
-_SHUTDOWN_S = 300.0  # Seconds after the limit of a run in which the main thread may still end on its own.
+_SHUTDOWN_S = 300.0  # Seconds after the limit of a run in which the main thread can still clean up.
 _EXIT_CODE = 1
 _log = logging.getLogger(__name__)
 
 
 def _parsable_by(parse: Callable[[str, str], object]) -> AfterValidator:
-    """Return a validator for settings that ``parse`` accepts. The setting keeps its original text."""
+    """Return a validator that rejects a text if ``parse`` rejects it. The setting keeps its text."""
 
     def require_parsable(text: str) -> str:
         try:
@@ -71,11 +69,7 @@ class Limits(BaseModel):
     )
 
     def require_known_stages(self) -> None:
-        """Require that every name in ``stages`` is the name of a stage.
-
-        Raises:
-            InvalidInput: A name is unknown. The message names the first one.
-        """
+        """Raise InvalidInput for the first name in ``stages`` that is not the name of a stage."""
         for name in self.stages:
             if name not in _declared:
                 raise InvalidInput(
@@ -106,10 +100,7 @@ class _Deadline:
 
 
 class _TimeIsUp(BaseException):
-    """Raised in the main thread by the alarm.
-
-    This is not an ``Exception``, so that no handler on the way catches it.
-    """
+    """Raised in the main thread by the alarm. It is not an ``Exception``, so that no handler on the way catches it."""
 
     def __init__(self, deadline: _Deadline) -> None:
         super().__init__()
@@ -123,13 +114,13 @@ _deadlines: list[_Deadline] = []  # Deadlines of the main thread, outermost firs
 
 
 def declare_stage(name: str) -> None:
-    """Register ``name`` as a stage that may have a limit."""
+    """Register the name of a stage, so that a profile can set a limit for it."""
     _declared.add(name)
 
 
 @contextmanager
 def apply_limits(limits: Limits) -> Iterator[None]:
-    """Apply limits to the run inside the block and to its stages.
+    """Apply limits to the run inside the block, and to its stages and processes.
 
     Raises:
         InvalidInput: The limits name an unknown stage.
@@ -152,14 +143,14 @@ def apply_limits(limits: Limits) -> Iterator[None]:
 
 
 def memory_of_child(default: int | None) -> int | None:
-    """Return the memory limit of a new process in bytes: the limit of the run, or ``default`` if the run has none."""
+    """Return the memory limit of a new process in bytes: that of the run, or ``default`` if the run has none."""
     limit = _child_memory.get()
     return default if limit is None else limit
 
 
 @contextmanager
 def within_limit(stage: str) -> Iterator[None]:
-    """Apply the time limit of a stage to the block, if the run has limits.
+    """Apply the time limit of a stage to the block. Without :func:`apply_limits`, there is no limit.
 
     Raises:
         OutOfTime: The stage or the run exceeds its time limit.

@@ -1,6 +1,6 @@
 """Report the start, progress and end of each stage to a watcher, such as the terminal or a log.
 
-``join_progress`` reports several calls of one stage as a single call, such as the parts of one task on one model.
+``join_progress`` reports several calls of one stage, such as those for the parts of a task, as a single call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "✓"
 class Watcher(Protocol):
     """Receiver of progress reports.
 
-    ``subject`` distinguishes the calls of one stage. It is the name of a checkpoint, or an empty string.
+    ``subject`` distinguishes the calls of one stage, for example by the name of a checkpoint. It may be empty.
     """
 
     def on_message(self, text: str) -> None: ...
@@ -44,7 +44,7 @@ W = TypeVar("W", bound=Watcher)
 
 @contextmanager
 def progress_watcher(watcher: W) -> Iterator[W]:
-    """Report every stage inside the block to ``watcher``, and yield it."""
+    """Report every stage inside the block to ``watcher``, and yield the watcher."""
     token = _watcher.set(watcher)
     try:
         yield watcher
@@ -69,24 +69,23 @@ def advance(count: int, total: int, unit: str) -> None:
 
 
 def describe_progress(say: Callable[[int], str]) -> None:
-    """Report the progress of the running stage in its own words, for stages that a count does not describe well.
+    """Report the progress of the running stage as text, for stages that a count does not describe well.
 
-    Args:
-        say: Function that returns the line in at most the given number of characters.
+    ``say`` returns the text. Its argument is the largest number of characters to use.
     """
     if (watcher := _watcher.get()) is not None:
         watcher.on_description(*_running.get()[:2], say)
 
 
 def announce(text: str) -> None:
-    """Announce what starts now, as a heading for the stages that follow."""
+    """Show ``text`` to the watcher, as a heading for the stages that follow."""
     if (watcher := _watcher.get()) is not None:
         watcher.on_message(text)
 
 
 @dataclass
 class StageReport:
-    """Status and summary of a running stage. The stage sets them before it ends."""
+    """Status and summary of a running stage, set before the stage ends."""
 
     status: StageStatus = "failed"
     summary: str = ""
@@ -94,12 +93,9 @@ class StageReport:
 
 @contextmanager
 def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport]:
-    """Report the start and the end of a stage. Inside the block, ``advance`` reports the progress of this stage.
+    """Report the block as a stage: its start, its end, and the progress that ``advance`` reports inside it.
 
-    Args:
-        name: Name of the stage.
-        subject: Subject of the call, or an empty string.
-        key: Key of the stage's artifact, or an empty string if it has none.
+    ``subject`` may be empty. ``key`` is that of the stage's artifact, and empty for a stage without one.
     """
     watcher = _watcher.get()
     report = StageReport()
@@ -123,7 +119,7 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
 
 
 class StageEnd(NamedTuple):
-    """End of a stage call: its status, duration in seconds and summary."""
+    """End of a stage call, as reported to ``Watcher.on_end``."""
 
     stage: str
     subject: str
@@ -133,13 +129,11 @@ class StageEnd(NamedTuple):
 
 
 def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
-    """Return the joint status of several calls of one stage: the most severe one.
+    """Return the most severe status of several calls of one stage.
 
-    A refusal or failure counts only if it is the last call for its subject. For example, a gate that refuses at an
-    interim look and passes at the next one has passed.
-
-    Args:
-        calls: Subject and status of each call, in the order in which they ended. At least one.
+    ``calls`` holds the subject and status of at least one call, in the order in which they ended. A refusal or failure
+    counts only if it is the last call for its subject: a gate that refuses at one interim look and passes at the next
+    has passed.
     """
     last = {subject: index for index, (subject, _) in enumerate(calls)}
     relevant = [
@@ -151,13 +145,13 @@ def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
 
 
 class DeferredProgress:
-    """``Watcher`` that collects the ends of stages, so that :func:`relay_progress` can report them elsewhere."""
+    """``Watcher`` that collects the ends of stages, for a report in another process by :func:`relay_progress`."""
 
     def __init__(self) -> None:
         self.stages: tuple[StageEnd, ...] = ()
 
     def on_message(self, text: str) -> None:
-        """Do nothing, because announcements are made in the process that the user watches."""
+        """Do nothing, because the process that the user watches makes all announcements."""
 
     def on_start(self, stage: str, subject: str) -> None:
         """Do nothing, because the stage will have ended before it is reported."""
@@ -173,7 +167,7 @@ class DeferredProgress:
 
 
 class RelayedProgress:
-    """``Watcher`` that forwards everything to another one. Base class for watchers that add something."""
+    """``Watcher`` that forwards everything to another one. Base class for watchers that do more."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -207,7 +201,7 @@ class RecordedProgress(RelayedProgress):
 
 
 def relay_progress(stages: Iterable[StageEnd]) -> None:
-    """Report stages that ran in another process to the watcher."""
+    """Report stages that ended in another process to the watcher of this one."""
     if (watcher := _watcher.get()) is not None:
         for end in stages:
             watcher.on_start(end.stage, end.subject)
@@ -216,18 +210,10 @@ def relay_progress(stages: Iterable[StageEnd]) -> None:
 
 @contextmanager
 def join_progress(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[StageReport]:
-    """Report all calls of ``stage`` inside the block as one call.
+    """Report all calls of ``stage`` inside the block as one call, and yield its report for the summary.
 
-    The watcher sees the joint progress. The amount of work in the remaining calls is estimated from their sizes. The
-    status is ``made`` if any call built its artifact. Calls of other stages inside the block are not reported.
-
-    Args:
-        stage: Name of the stage.
-        subject: Subject of the joint call.
-        sizes: Size of each call inside the block, in documents.
-
-    Yields:
-        The report of the joint call. The caller fills in its summary.
+    The work in the remaining calls is estimated from ``sizes``, the number of documents of each call. The status is
+    ``made`` if any call built its artifact. Calls of other stages inside the block are not reported.
     """
     with report_stage(stage, subject) as report:
         parts = _JointProgress(stage, sizes)
@@ -237,7 +223,7 @@ def join_progress(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[St
 
 
 class _JointProgress:
-    """``Watcher`` of the calls inside the block that reports their joint progress to the outer watcher."""
+    """``Watcher`` of several calls that reports their joint progress to the outer watcher."""
 
     def __init__(self, stage: str, sizes: Sequence[int]) -> None:
         self._stage = stage
@@ -262,7 +248,7 @@ class _JointProgress:
         self._outer_context.run(advance, before + count, before + total + remaining, unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Do nothing, because the joint line shows a count."""
+        """Do nothing, because joint progress is a count."""
 
     def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         if stage != self._stage:
@@ -274,10 +260,7 @@ class _JointProgress:
 
 
 class ProgressLog:
-    """``Watcher`` for unattended runs, such as those of a worker.
-
-    It logs a line at the end of each stage, and the progress of long stages.
-    """
+    """``Watcher`` for runs without a terminal. It logs the end of each stage, and the progress of long stages."""
 
     def __init__(self, log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
         self._log = log

@@ -1,8 +1,8 @@
-"""Read the environment of a project: its home directory, its variables, and the shared store that they configure.
+"""Read the environment variables of a project, and open the shared store that they configure.
 
-``MERGEGATE_SHARED_STORE=s3://bucket/prefix`` is the address of a shared store behind the local one. It may be any
-address that fsspec supports. ``MERGEGATE_SHARED_STORE_MAX_SIZE`` is the size limit of shared artifacts (default: 1 GB).
-Scores, perplexities and explanations are small enough to be shared; a merge is shared only if it is below the limit.
+``MERGEGATE_SHARED_STORE=s3://bucket/prefix`` sets the address of a shared store, from which artifacts are fetched that
+the local store does not have. It may be any address that fsspec supports. ``MERGEGATE_SHARED_STORE_MAX_SIZE`` is the
+largest size of an artifact that is shared. The default of 1 GB excludes most merges, but not scores or explanations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mergegate.tasks.store import SharedStore, require_shared
 
 SHARED_STORE, MAX_SIZE = "MERGEGATE_SHARED_STORE", "MERGEGATE_SHARED_STORE_MAX_SIZE"
 _DEFAULT_MAX_SIZE = "1GB"
-# A merge is as large as its model and may exceed the limit. So machines do not wait for each other's merges.
+# Machines do not wait for each other's merges, because a merge is often too large to be shared.
 _UNLEASED_STAGES = frozenset({"merge"})
 
 RENAMED_VARIABLES: Mapping[str, str] = {
@@ -28,19 +28,19 @@ RENAMED_VARIABLES: Mapping[str, str] = {
     "MERGEGATE_STORE": "MERGEGATE_SHARED_STORE",
     "MERGEGATE_SHARE_UP_TO": "MERGEGATE_SHARED_STORE_MAX_SIZE",
 }
-"""Former names of environment variables, with their present names."""
+"""Present names of renamed environment variables, by former name."""
 
 
 def home() -> Path:
-    """Return the absolute path of ``$MERGEGATE_HOME``, by default ``.mergegate`` in the working directory.
+    """Return the absolute path of the project's home directory, which may not exist yet.
 
-    The directory may not exist.
+    It is ``$MERGEGATE_HOME``, or ``.mergegate`` in the working directory.
     """
     return Path(os.environ.get("MERGEGATE_HOME", ".mergegate")).absolute()
 
 
 def environment_setting(variable: str) -> str:
-    """Return the value of an environment variable without surrounding blanks, or an empty string.
+    """Return the value of an environment variable without surrounding blanks. Empty if it is not set.
 
     Raises:
         InvalidInput: The variable is set under its former name.
@@ -52,13 +52,13 @@ def environment_setting(variable: str) -> str:
 
 
 def nearest_directory(path: Path) -> Path:
-    """Return the directory ``path`` if it exists, or its closest parent that does."""
+    """Return ``path`` if it is a directory, or its closest parent that is one."""
     absolute = path.absolute()
     return next(directory for directory in (absolute, *absolute.parents) if directory.is_dir())
 
 
 def shared_store(root: Path) -> SharedStore | None:
-    """Return the shared store behind the local one at ``root``, or None if none is configured.
+    """Return the shared store for the local store at ``root``, or None if the environment configures none.
 
     Raises:
         InvalidInput: fsspec does not support the address, or the size limit is not valid.
@@ -70,10 +70,10 @@ def shared_store(root: Path) -> SharedStore | None:
 
 @contextmanager
 def log_shared_store_savings() -> Iterator[None]:
-    """Announce at the end of the block how many artifacts the shared store provided, if any.
+    """Announce at the end of the block how many artifacts were fetched from the shared store, if any.
 
     Raises:
-        InvalidInput: The configuration is not valid. See :func:`shared_store`. Raised before the block runs.
+        InvalidInput: The shared store is not configured correctly (see :func:`shared_store`). The block does not run.
     """
     shared = shared_store(home() / "store")
     before = shared.fetch_counts.copy() if shared else None
@@ -85,6 +85,6 @@ def log_shared_store_savings() -> Iterator[None]:
 
 @cache
 def _open_shared_store(address: str, root: Path, size: str) -> SharedStore:
-    """Return the only client of this process, because it owns a sender thread and connections."""
+    """Return the client for this address. There is one per process, because it owns a thread and connections."""
     require_shared(address, SHARED_STORE)
     return SharedStore(address, root, parse_bytes(size, MAX_SIZE), _UNLEASED_STAGES)

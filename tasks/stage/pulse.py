@@ -1,4 +1,4 @@
-"""Format the progress of a stage as one line with count, speed and remaining time, and log it periodically.
+"""Format the progress of a stage as a line with count, speed and remaining time, and log it every 30 seconds.
 
 ::
 
@@ -19,14 +19,14 @@ _LOG_WIDTH = 160  # Maximum characters of a log line.
 
 @dataclass
 class Pace:
-    """Progress of one call of a stage. Times are in seconds of a monotonic clock."""
+    """Progress of one call of a stage. Times are in seconds on a monotonic clock."""
 
     began: float
     first_report: tuple[float, int] | None = None  # Time and count, so that the speed excludes loading.
     completed: int = 0
     total: int = 0
     unit: str = ""  # 'B', 'tokens' or 'requests'.
-    words: Callable[[int], str] | None = None  # The stage's own description, in at most the given number of characters.
+    words: Callable[[int], str] | None = None  # Returns the stage's own text, in at most that many characters.
 
     def on_progress(self, count: int, total: int, unit: str, now: float) -> None:
         """Record that ``count`` of ``total`` units are done."""
@@ -34,11 +34,9 @@ class Pace:
         self.first_report = self.first_report or (now, count)
 
     def text(self, now: float, *, bar: bool) -> str:
-        """Return a line such as ``412 of 1,319 requests · 35/s · 26 s left``, or an empty string before any report.
+        """Return a line such as ``412 of 1,319 requests · 35/s · 26 s left``, or an empty string before any progress.
 
-        Args:
-            now: Current time in seconds.
-            bar: Whether to show bytes as a bar instead of a number.
+        With ``bar``, a number of bytes is shown as a bar.
         """
         if not self.total:
             return ""
@@ -61,7 +59,7 @@ class Pace:
 
 
 class Pulse:
-    """Logs the progress of stage calls, with at most one line per call every 30 seconds and none for short calls."""
+    """Log of the progress of stage calls, with a line per call every 30 seconds and none for shorter calls."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -74,14 +72,14 @@ class Pulse:
         self._calls[stage, subject] = (Pace(now), now)
 
     def on_progress(self, stage: str, subject: str, count: int, total: int, unit: str) -> None:
-        """Record the progress of a call, and log it if a line is due."""
+        """Record the progress of a call, and log it if the last line is 30 seconds old."""
         if (call := self._calls.get((stage, subject))) is not None:
             pace, _ = call
             pace.on_progress(count, total, unit, self._clock())
             self._log_if_due(stage, subject, lambda now: pace.text(now, bar=False))
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Log the call's own description if a line is due."""
+        """Log the call's own text if the last line is 30 seconds old."""
         if (stage, subject) in self._calls:
             self._log_if_due(stage, subject, lambda _: say(_LOG_WIDTH))
 

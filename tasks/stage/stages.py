@@ -1,6 +1,6 @@
 """Declare stages: functions with a content key, an artifact in the store, a Prefect task and progress reports.
 
-A stage is declared once, next to the function that does the work::
+Declare a stage with a decorator on the function that does its work::
 
     @stage("merge", version=1)
     def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> MergeSummary:
@@ -14,17 +14,16 @@ A stage is declared once, next to the function that does the work::
     future = merge.submit(recipe, parents)     # the same on the flow's task runner, in parallel with other stages
     record = merge.work(directory, recipe, parents)    # the plain function, without Prefect and without the store
 
-The key covers the stage's name, its version and its arguments (see ``tasks.store``). Increase ``version`` when the
-meaning of a stage changes, so that earlier artifacts are rebuilt. The store is the only cache, and Prefect persists no
-results.
+The key of an artifact is computed from the stage's name, version and arguments (see ``tasks.store``). Increase
+``version`` when the meaning of a stage changes, so that earlier artifacts are not used. The store is the only cache.
+Prefect persists no results.
 
-Prefect shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (the stored artifact was damaged), or as a failed
-``Refused`` or ``Invalid``, together with the stage's summary. It also shows the dependencies between stages, which are
-derived from the digests in their inputs.
+Prefect shows the state of each stage, with its summary: ``Made``, ``Cached``, ``Rebuilt`` (the stored artifact was
+damaged), or the failures ``Refused`` and ``Invalid``. It also shows which stages depend on which, from the digests in
+their inputs.
 
-Related modules: ``tasks.stage.input_guard`` checks the input files before and after a stage reads them,
-``tasks.stage.limits`` limits the run time, and ``tasks.stage.dry_run_pass`` covers dry passes, in which no work may be
-done.
+``tasks.stage.input_guard`` checks the input files of a stage, ``tasks.stage.limits`` limits its run time, and
+``tasks.stage.dry_run_pass`` defines dry passes, in which a stage may not do any work.
 """
 
 from __future__ import annotations
@@ -88,16 +87,16 @@ class StageValue(BaseModel):
         raise NotImplementedError
 
     def refusal(self) -> MergegateError | None:
-        """Return the reason why the flow must stop, or None. A cached refusal stops the flow again."""
+        """Return an error if the flow must stop, else None. A cached value with an error stops the flow again."""
         return None
 
     def refuses(self) -> bool:
-        """Return whether the stage refuses the release, even if the flow continues in order to report it."""
+        """Return whether the stage refuses the release. The flow may still continue, to write a report."""
         return self.refusal() is not None
 
 
 def store() -> Store:
-    """Return the artifact store of this project."""
+    """Return the artifact store of the project."""
     root = home() / "store"
     return Store(root, shared_store(root), lambda path: require_work_allowed(f"read {path} for its hash"))
 
@@ -105,7 +104,7 @@ def store() -> Store:
 class StageCall:
     """One call of a stage: its arguments and the key derived from them.
 
-    This class is opaque to Prefect, which would otherwise search all arguments for futures.
+    Prefect gets this object instead of the arguments, which it would search for futures.
     """
 
     def __init__(self, name: str, subject: str, key: str, inputs: inspect.BoundArguments) -> None:
@@ -113,12 +112,12 @@ class StageCall:
 
     @property
     def label(self) -> str:
-        """Name of the run on Prefect's pages, for example ``perplexity reverser``."""
+        """Name of the task run on Prefect's pages, for example ``perplexity reverser``."""
         return f"{self.name} {self.subject}".strip()
 
 
 class DeclaredStage(Generic[P, V, A]):
-    """Stage of the pipeline. Calling it runs it as a task of the running flow; ``work`` is the plain function."""
+    """Stage of the pipeline. A call runs it as a task of the running flow. ``work`` is the decorated function."""
 
     work: Callable[..., V]
 
@@ -133,7 +132,7 @@ class DeclaredStage(Generic[P, V, A]):
         functools.update_wrapper(self, work)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> A:
-        """Return the artifact of these inputs, from the store or built now.
+        """Return the artifact for these inputs, from the store or built now.
 
         Raises:
             Refused: The stage's value stops the flow.
@@ -142,27 +141,24 @@ class DeclaredStage(Generic[P, V, A]):
         return self._call((), args, kwargs)
 
     def after(self, *earlier: StoredValue[Any]) -> Callable[P, A]:
-        """Return this stage with additional dependencies on ``earlier`` in Prefect's graph.
+        """Return a function that calls this stage, and shows it in Prefect's graph as dependent on ``earlier`` results.
 
-        Use this for stages that permitted this one but are not among its inputs.
+        Use this if an earlier stage allowed this one to run, but its result is not among the inputs.
         """
         return lambda *args, **kwargs: self._call(earlier, args, kwargs)
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StageFuture[A]:
-        """Start the stage on the flow's task runner, in parallel with earlier submissions. Call this inside a flow."""
+        """Start the stage on the running flow's task runner, in parallel with other submitted stages."""
         call = self._bind(args, kwargs)
         require_work_allowed(f"submit {call.label}")
         return StageFuture(self.task.submit(call, wait_for=_upstream(call.inputs.arguments)))
 
     def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
-        """Return the artifact, from the store or built now, without Prefect and without raising a refusal.
-
-        This is for commands that run no flow.
-        """
+        """Return the artifact for these inputs without Prefect, for commands without a flow. Do not raise a refusal."""
         return self._record_and_run(self._bind(args, kwargs))[0]
 
     def find(self, *args: P.args, **kwargs: P.kwargs) -> A | None:
-        """Return the artifact of these inputs if the store has an intact one; otherwise None. Builds nothing."""
+        """Return the artifact for these inputs if the store has an intact one, else None."""
         call = self._bind(args, kwargs)
         record_stage(call.name, call.key, call.subject, in_run_only=True)
         try:
@@ -171,12 +167,12 @@ class DeclaredStage(Generic[P, V, A]):
             return None
 
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Return the key of the artifact of these inputs, whether or not the store has it."""
+        """Return the key of the artifact for these inputs, whether or not it is in the store."""
         return self._bind(args, kwargs).key
 
     @cached_property
     def task(self) -> Task[..., Any]:
-        """Prefect task of the stage, created on first use so that importing a stage does not import Prefect."""
+        """Prefect task of the stage. It is created on first use, because importing Prefect takes long."""
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
 
@@ -242,13 +238,13 @@ class DeclaredStage(Generic[P, V, A]):
         return artifact, status, report.summary
 
     def _record_and_run(self, call: StageCall) -> tuple[A, StageStatus]:
-        """Record the use of the artifact, open or build it, and update its time of use.
+        """Record the use of the artifact, and open or build it.
 
         Raises:
             WorkRequired: In a dry pass, if the artifact is missing or damaged.
         """
         record_stage(call.name, call.key, call.subject)
-        if has_detail_listener():  # A user can see which input differs between two runs.
+        if has_detail_listener():  # Users can compare the digests of two runs to find the input that changed.
             inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
             detail("%s: key %s of version %d · %s", call.label, call.key[:16], self.version, inputs)
         status: StageStatus = "cached"
@@ -271,7 +267,7 @@ class DeclaredStage(Generic[P, V, A]):
         raise NotImplementedError
 
     def _store_callbacks(self, call: StageCall) -> tuple[BuildCallbacks, list[str]]:
-        """Return callbacks that log damage and waiting, and the list that collects the damage."""
+        """Return callbacks for :class:`Store`, and the list to which they add the reason of any damage."""
         damage: list[str] = []
 
         def on_damage(reason: str) -> None:
@@ -304,10 +300,9 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         return store().open(self.name, call.key, self.value_type)
 
     def family(self, **inputs: object) -> tuple[Artifact[V], ...]:
-        """Return the intact artifacts in the store that have these inputs and any value of the input ``apart``.
+        """Return the intact artifacts in the store that differ only in the input that ``apart`` names.
 
-        Args:
-            inputs: Every input except ``apart``, by name.
+        ``inputs`` are all other inputs of the stage.
         """
         inputs = self._family_inputs(inputs)
         assert self._apart is not None  # Only a stage with this argument has families.
@@ -319,7 +314,7 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
             self.value_type,
             about_to_read=lambda name: record_stage(self.name, name, subject, in_run_only=True),
         )
-        # Another family may have the same prefix, so compare whole keys.
+        # Another family may have the same prefix, so compare complete keys.
         members = [
             artifact
             for artifact in candidates
@@ -330,7 +325,7 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         return tuple(members)
 
     def hold_family(self, **inputs: object) -> AbstractContextManager[None]:
-        """Lock a family, so that no other run builds a member. ``inputs`` as in :meth:`family`."""
+        """Lock the family with these ``inputs`` (see :meth:`family`), so that no other run builds a member."""
 
         def on_wait() -> None:
             log.info("another run is building %s; waiting for it", self.name)
@@ -391,13 +386,13 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
 
 
 class StageFuture(Generic[A]):
-    """Stage that runs in parallel with others."""
+    """Submitted stage, which runs in parallel with others."""
 
     def __init__(self, future: PrefectFuture[Any]) -> None:
         self._future = future
 
     def result(self) -> A:
-        """Wait for the stage and return its artifact. Raises the same errors as a direct call of the stage."""
+        """Wait for the stage and return its artifact, or raise the same error as a direct call of the stage."""
         self._future.wait()
         return cast(A, _result_of(self._future.state))
 
@@ -415,17 +410,16 @@ def stage(
     """Declare a stage that writes files.
 
     Args:
-        name: Name of the stage, as in ``docs/architecture.md``, and of its directory in the store.
-        version: Version of the stage, part of every key. Increase it when the meaning of the stage changes.
+        name: Name of the stage (see ``docs/architecture.md``) and of its directory in the store.
+        version: Version of the stage, which is part of its keys. Increase it when the meaning of the stage changes.
         subject: Name of the parameter whose ``.name`` distinguishes the calls of this stage in logs and reports.
             Default: none.
-        hashes_of: Function that returns the hashes that the stage computed while writing, by file name. See
-            ``Store.build``.
+        hashes_of: Function that returns the hashes that the stage computed while writing, by file name (see
+            ``Store.build``). Default: the store hashes all files.
         resumable: Whether the stage can resume from the files of a killed run. Default: false.
-        apart: Name of the parameter that distinguishes the members of a family. ``family`` finds all artifacts that
-            differ only in this parameter. The stage's value must have a field of the same name. Default: none.
-        retries: Number of retries after an error that no user can cause. Invalid input and refusals are not retried.
-            Default: 0.
+        apart: Name of the one parameter in which the artifacts of a family differ (see ``Stage.family``). The stage's
+            value must have a field of the same name. Default: none.
+        retries: Number of retries after a failure other than invalid input or a refusal. Default: 0.
     """
     return lambda work: Stage(
         work,
@@ -445,7 +439,7 @@ def value_stage(name: str, *, version: int, subject: str | None = None) -> Calla
 
 
 class StepValue(Protocol):
-    """Result of a step."""
+    """Value that a step returns."""
 
     @property
     def new(self) -> bool:
@@ -459,15 +453,13 @@ S = TypeVar("S", bound=StepValue)
 
 
 def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Callable[P, S]], Callable[P, S]]:
-    """Declare a step, which is never cached because it reads or changes something outside the store.
+    """Declare a step: a task that is never cached, because it reads or changes something outside the store.
 
-    A step must be idempotent, so that running it again is harmless. mergegate checks pinned inputs before the step. If
-    they change while it runs, its effects cannot be undone, so the step itself verifies the content that it uses.
+    A step must be idempotent. mergegate checks its pinned inputs only before the step, because effects cannot be undone
+    if an input changes later. The step itself must verify the content that it uses.
 
-    Args:
-        name: Name of the step.
-        is_done: Function with the same arguments that returns whether the step has nothing left to do. It must not do
-            any work, and returns false when in doubt. Default: there is always work to do.
+    In a dry pass, ``is_done`` returns for the same arguments whether the step has nothing left to do. It must not do
+    any work, and returns false when in doubt. Default: there is always work to do.
     """
     declare_stage(name)
 
@@ -518,7 +510,7 @@ def step(name: str, *, is_done: Callable[P, bool] | None = None) -> Callable[[Ca
     return declare
 
 
-# ID of the running flow, and the Prefect state of each of its stages by the digest of the stage's result.
+# ID of the running flow, and the Prefect states of its stages by the digest of each stage's result.
 _states_of_run: ContextVar[tuple[object, dict[str, Any]]] = ContextVar("states of run", default=(None, {}))
 
 
@@ -533,14 +525,14 @@ def _states() -> dict[str, Any]:
 
 
 def _upstream(arguments: Mapping[str, object]) -> list[Any]:
-    """Return the states of this flow's stages whose results are in ``arguments``, as edges of Prefect's graph."""
+    """Return the Prefect states of the running flow's stages whose results are in ``arguments``."""
     states = _states()
     upstream = {id(states[text]): states[text] for text in _digests(arguments) if text in states}
     return list(upstream.values())
 
 
 def _digests(value: object) -> set[str]:
-    """Return every string in ``value`` that may be a digest. Objects without a canonical form are skipped."""
+    """Return all strings of 64 characters in ``value``. Objects without a canonical form are skipped."""
     try:
         plain = canonical(value)
     except (TypeError, ValueError):
@@ -575,7 +567,7 @@ def _result_of(state: Any) -> Any:
 
 
 def _empty(directory: Path) -> None:
-    """Remove everything from ``directory``, including files that unfinished work could resume from."""
+    """Remove everything from ``directory``, including the files from which a stage could resume."""
     shutil.rmtree(directory)
     directory.mkdir()
 

@@ -1,8 +1,8 @@
 """Record which artifacts the running flow uses, and enforce the quota of the store at the end of a run.
 
-A run corresponds to a Prefect flow run. Every thread and every worker that runs a stage for it knows its ID, so all of
-them write to one record in ``<home>/runs`` (see ``tasks.store.runs``). A command that uses the store without a flow has
-a lease that ends with its process.
+A run is a Prefect flow run. All threads and workers that run its stages know its ID, and write to one record in
+``<home>/runs`` (see ``tasks.store.runs``). A command that uses the store without a flow has a record until its process
+ends.
 
 ``MERGEGATE_STORE_QUOTA=50GB`` limits the size of the store at the end of a run. If the variable is not set, mergegate
 removes artifacts only when a command asks for it.
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def runs_directory() -> Path:
-    """Return the directory of this project's run records."""
+    """Return the directory of the project's run records."""
     return home() / "runs"
 
 
@@ -54,7 +54,7 @@ def store_quota() -> int | None:
 
 @contextmanager
 def record_run(profile: str) -> Iterator[OpenRun | None]:
-    """Register the running flow as a run of ``profile``; yield None outside of a flow."""
+    """Register the running flow as a run of ``profile``, and yield the run. Outside of a flow, yield None."""
     from prefect.context import FlowRunContext
 
     context = FlowRunContext.get()
@@ -68,13 +68,9 @@ def record_run(profile: str) -> Iterator[OpenRun | None]:
 
 
 def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = False) -> None:
-    """Record that an artifact is about to be used. Call this before opening it.
+    """Record the use of an artifact, so that it is not removed. Call this before opening the artifact.
 
-    Args:
-        stage: Name of the stage.
-        key: Key of the artifact.
-        subject: Subject of the stage call.
-        in_run_only: Whether to record nothing outside of a flow, for callers that only read the artifact.
+    With ``in_run_only``, nothing is recorded outside of a flow. This is for callers that only read the artifact.
     """
     runs = runs_directory()
     run = running_flow_id()
@@ -92,18 +88,16 @@ def record_stage(stage: str, key: str, subject: str, *, in_run_only: bool = Fals
 
 
 def created_bytes() -> int:
-    """Return the bytes that all processes of the running flow have added to the store so far. 0 outside of a flow."""
+    """Return the bytes that the running flow has added to the store in all processes. 0 outside of a flow."""
     run = running_flow_id()
     return sum(record.bytes_created for record in read_runs(runs_directory(), run)) if run is not None else 0
 
 
 def keep_quota() -> str:
-    """Reduce the store to its quota by removing the least recently used entries that no run needs.
+    """Reduce the store to its quota by removing the least recently used artifacts that no run needs.
 
-    Call this at the end of a run. Errors are logged and never fail the run.
-
-    Returns:
-        A one-line summary, or an empty string if the store was below its quota.
+    Call this at the end of a run. Errors are logged and never fail the run. Return a one-line summary, or an empty
+    string if the store was below its quota.
     """
     try:
         quota = store_quota()
@@ -126,7 +120,7 @@ def keep_quota() -> str:
 
 
 def running_flow_id() -> str | None:
-    """Return the ID of the flow run that this thread works for, on this machine or on a cluster worker."""
+    """Return the ID of the flow run that this thread works for, also in a worker process, or None without a flow."""
     if "prefect" not in sys.modules:
         return None
     from prefect.context import FlowRunContext, TaskRunContext

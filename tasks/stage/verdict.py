@@ -1,7 +1,7 @@
-"""Define verdicts: judgments about a merge in one common form, from the gate, the judge, serve or your own stage.
+"""Define verdicts, the common form in which the gate, the judge, serve or your own stage judges a merge.
 
-An attempt has a tuple of verdicts. ``combine_verdicts`` decides the joint outcome. The report shows all verdicts, with
-a chart for the kinds of evidence that it knows and with the verdict's ``section`` for all others.
+``combine_verdicts`` decides the joint outcome of the verdicts of an attempt. The report shows each verdict with a chart
+if it knows the kind of evidence, otherwise with the verdict's ``section``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SEVERITY: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 
 
 class Section(BaseModel):
-    """Text of a verdict for display: sentences followed by a table. The text is plain, and the renderer escapes it."""
+    """Sentences and a table that show a verdict in a report, as plain text that the report escapes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class Verdict(BaseModel):
-    """One judgment about a merge."""
+    """Judgment of one stage about a merge."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,17 +53,15 @@ def worst_verdict(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def severity(outcome: Outcome) -> int:
-    """Return 0 for ``pass``, 1 for ``inconclusive`` and 2 for ``fail``."""
+    """Return the severity of an outcome: 0 for ``pass``, 1 for ``inconclusive``, 2 for ``fail``."""
     return _SEVERITY.index(outcome)
 
 
 def verdict_word(outcome: Outcome, *, shown_worse: bool) -> str:
     """Return the word for an outcome: ``worse``, ``undecided``, ``no worse`` or ``a little worse``.
 
-    Args:
-        outcome: Outcome of the verdict.
-        shown_worse: Whether the whole confidence interval is on the worse side, so that the loss is real even if it is
-            small.
+    ``shown_worse`` states whether the whole confidence interval is on the worse side. A pass is then called ``a little
+    worse``.
     """
     if outcome == "pass":
         return "a little worse" if shown_worse else "no worse"
@@ -73,7 +71,7 @@ def verdict_word(outcome: Outcome, *, shown_worse: bool) -> str:
 def combine_verdicts(verdicts: Sequence[Verdict]) -> JointVerdict:
     """Return the most severe outcome and all reasons, with those of the most severe verdict first.
 
-    One verdict that forbids publication is enough to prevent it.
+    The merge is publishable only if every verdict allows it.
     """
     ordered = sorted(verdicts, key=lambda verdict: -severity(verdict.outcome))  # Stable: ties keep their order.
     return JointVerdict(

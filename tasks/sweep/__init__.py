@@ -1,4 +1,4 @@
-"""Sweep stage: search the free parameters of a recipe and confirm the best candidate on held-out documents.
+"""Sweep: search the free parameters of a recipe, and confirm the best candidate on held-out documents.
 
 No trial sees the documents of the confirmation. If the best candidate does not beat the hand-written recipes there, no
 candidate is confirmed.

@@ -1,21 +1,19 @@
 """Confirm the winner of a search with one test on documents that no trial has seen.
 
-The best of sixty candidates looks better than it is on the documents that selected it. If all candidates are equal, the
-winner still "beats" the reference there in every second sweep. The winner is therefore compared once more, paired, with
-the best hand-written recipe, on a separate set of documents. The reference is selected before that, on the documents of
-the search::
+The best of sixty candidates looks better than it is on the documents that selected it. Even if all candidates are
+equal, the winner "beats" the reference there in every second sweep. The winner is therefore compared with the reference
+on other documents. The reference is the hand-written recipe with the best score on the documents of the search::
 
     gain = sum over tasks of w_t * mean over documents of (winner - reference)        confirmed if its lower bound > 0
 
-The bound combines the bounds of the tasks (Zou & Donner 2008, Stat. Med. 27:1693). The gate uses the same ones:
+The bound is combined from bounds of the tasks (Zou & Donner 2008, Stat. Med. 27:1693), which depend on the scores:
 
-* Bonett & Price and Tango for right-or-wrong answers.
-* A bound that holds for any distribution for numbers in a known range (probabilities, clipped log-likelihoods).
-* Student's interval for all other numbers.
-* A bound over clusters for documents that belong together.
+* Right or wrong answers: bounds of Bonett & Price and Tango, as in the gate.
+* Numbers in a known range, such as probabilities and clipped log-likelihoods: the gate's bound for graded scores.
+* All other numbers: Student's interval.
+* Documents in clusters: the gate's bound over clusters, if it is wider.
 
-The p-value is the smallest error at which the bound is still above zero. If the test does not confirm the winner, no
-candidate is confirmed. All functions are pure.
+The p-value is the smallest error at which the bound is above zero. All functions are pure.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ from mergegate.tasks.stage import Section, Verdict
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
 from mergegate.tasks.sweep.study import Study
 
-MIN_P_VALUE = 1e-6  # smallest p-value that is reported; no bound is known to hold farther out in the tail
+MIN_P_VALUE = 1e-6  # smallest reported p-value, because bounds are not reliable farther out in the tail
 _NAME = "sweep"
 _TITLE = "Confirmation"
 
 
 class ConfirmedTerm(BaseModel):
-    """Result of the confirmation for one task, in the unit of the scores (shares or nats per token)."""
+    """Result for one term of the objective, in the unit of its scores (shares or nats per token)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,7 +61,7 @@ class ConfirmedTerm(BaseModel):
 
 
 class Confirmation(BaseModel):
-    """Test of the winner against the best hand-written recipe, on documents that no trial saw."""
+    """Result of the test of the winner against the best hand-written recipe, on documents that no trial used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,8 +69,8 @@ class Confirmation(BaseModel):
     reference: int
     reference_label: str
     terms: tuple[ConfirmedTerm, ...]
-    gain: float  # weighted mean paired difference
-    low: float  # interval, one-sided each way
+    gain: float  # weighted mean of winner minus reference
+    low: float  # one-sided bounds of the gain
     high: float
     p_value: float  # one-sided; MIN_P_VALUE means that value or less
     confidence: float
@@ -84,7 +82,7 @@ class Confirmation(BaseModel):
 
     @property
     def optimism(self) -> float:
-        """How much better the winner scored on the documents that selected it."""
+        """Difference between the winner's scores on the documents of the search and on those of the confirmation."""
         return self.searched - self.held_out
 
     @property
@@ -103,7 +101,7 @@ class Confirmation(BaseModel):
         )
 
     def as_verdict(self) -> Verdict:
-        """Return the confirmation as a verdict."""
+        """Return the result as a verdict."""
         summary = self.sentence()
         reason = f"no candidate confirmed: {summary}, but at most {1 - self.confidence:.2g} is allowed"
         return Verdict(
@@ -137,7 +135,7 @@ class Confirmation(BaseModel):
 
 
 class NothingToConfirm(BaseModel):
-    """Outcome of a search without a confirmation, because no candidate won even on the documents of the search."""
+    """Result of a search whose candidates did not beat the reference even on the documents of the search."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -151,14 +149,14 @@ class NothingToConfirm(BaseModel):
         return f"no candidate confirmed: {self.why}"
 
     def as_verdict(self) -> Verdict:
-        """Return the outcome as a failed verdict."""
+        """Return the result as a failed verdict."""
         reason = self.sentence()
         section = Section(title=_TITLE, sentences=(reason,))
         return Verdict(name=_NAME, outcome="fail", publishable=False, reasons=(reason,), evidence=self, section=section)
 
 
 class _Part(NamedTuple):
-    """One term of the objective, ready to be tested at any confidence level."""
+    """One term of the objective, with a function that returns its interval at any confidence."""
 
     task: str
     weight: float
@@ -167,7 +165,7 @@ class _Part(NamedTuple):
 
 
 def reason_not_to_confirm(study: Study) -> NothingToConfirm | None:
-    """Return why no test is needed, or None if a candidate looks better than the reference."""
+    """Return a result without a test if no candidate scored above the reference, else None."""
     best, reference = study.best, study.reference
     if best is None:
         return NothingToConfirm(why=f"none of {len(study.trials) - len(study.hand_written)} candidates has a score")
@@ -192,10 +190,10 @@ def confirm(
     """Test the winner of a search against its reference on the confirmation documents.
 
     Args:
-        study: Finished search with a best candidate.
-        winner: Scores of the winner on the confirmation documents.
+        study: Search that has ended, with a best candidate.
+        winner: Scores of ``study.best`` on the confirmation documents.
         reference: Scores of ``study.reference`` on the same documents.
-        clusters: Cluster of each document, for every term with ``cluster_by``.
+        clusters: Cluster of each of these documents, for every term with ``cluster_by``. Default: none.
 
     Raises:
         InvalidInput: Documents of a clustered term have no known cluster or too few clusters, or scores are missing.
@@ -244,12 +242,12 @@ def confirm(
 
 
 def weighted_mean(objective: Objective, table: ScoresByMetric) -> float:
-    """Return the weighted mean over the documents, without the penalty for the size of the change."""
+    """Return the weighted mean of the scores in ``table``, without the change penalty."""
     return sum(term.weight * float(term.numbers(table).mean()) for term in objective.terms)
 
 
 def combine_parts(parts: Sequence[_Part], confidence: float) -> tuple[float, float, float]:
-    """Return the weighted sum of the parts with its confidence interval, as ``(gain, low, high)``.
+    """Return the weighted sum of the parts with its one-sided bounds, as ``(gain, low, high)``.
 
     Tasks have different documents, so their distances from estimate to bound add in quadrature. Several measures of one
     task share documents, so their distances add linearly.
@@ -264,10 +262,7 @@ def combine_parts(parts: Sequence[_Part], confidence: float) -> tuple[float, flo
 
 
 def p_value(parts: Sequence[_Part]) -> float:
-    """Return the p-value: the smallest error at which the lower bound is above zero.
-
-    The result is accurate to 3 % and lies between ``MIN_P_VALUE`` and 1.
-    """
+    """Return the smallest error at which the lower bound is above zero, from ``MIN_P_VALUE`` to 1, accurate to 3 %."""
     if combine_parts(parts, 0.5)[0] <= 0:
         return 1.0
     least, most = math.log(MIN_P_VALUE), 0.0  # an error of 1 always suffices
@@ -292,7 +287,7 @@ def _make_part(term: Term, winner: ScoresByMetric, reference: ScoresByMetric, cl
             expected=f"numbers for the same {max(len(ours), len(theirs), 2)} documents from both recipes",
         )
     differences = ours - theirs
-    # Scores with a range that is known in advance have a scale that maps differences to [-1, 1].
+    # If the range of the scores is known in advance, ``scale`` maps their differences to [-1, 1].
     lowest, highest = min(ours.min(), theirs.min()), max(ours.max(), theirs.max())
     if term.key.measure in ("exact", "probability"):
         has_range, scale = True, 1.0
@@ -307,7 +302,7 @@ def _make_part(term: Term, winner: ScoresByMetric, reference: ScoresByMetric, cl
         check_clusters(clusters or (), term.cluster_by, term.key.task)
 
     def interval(confidence: float) -> Difference:
-        # The gate tests for losses. This test looks for gains, so the differences have the opposite sign.
+        # The functions of the gate test for losses. Here a gain is positive, so wins take the place of losses.
         if is_binary:
             difference = binary_difference(
                 int((differences > 0).sum()), int((differences < 0).sum()), len(differences), confidence

@@ -1,9 +1,8 @@
-"""Forecast before the search which gains the confirmation can detect, and how likely it is to do so.
+"""Forecast before the search which gains the confirmation can detect, and with what chance.
 
-The number of documents is known, and so is how much the scores of hand-written recipes vary between documents. How
-strongly the winner and the reference will correlate is not known, so the forecast assumes a correlation and states it.
-For right-or-wrong answers it is the tetrachoric correlation, between the latent variables behind being right (Pearson
-1900). For other scores it is the ordinary correlation. All functions are pure.
+The forecast uses the number of confirmation documents, and the variance of the hand-written recipes' scores. It assumes
+a correlation between the scores of winner and reference, and states it. For right or wrong answers this is the
+tetrachoric correlation (Pearson 1900), that of the latent variables behind the answers. All functions are pure.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.tasks.gate import POWER, normal_quantile
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
 
-CORRELATION = 0.6  # between two recipes of one family, over the same documents
+CORRELATION = 0.6  # assumed between the scores of two recipes on the same documents
 _SHARE_GAINS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains in the forecast if scores are shares
-_GAIN_MULTIPLES = (0.25, 0.5, 1.0, 2.0)  # for other scores: multiples of the gain that is detected 4 times in 5
+_GAIN_MULTIPLES = (0.25, 0.5, 1.0, 2.0)  # for other scores, as multiples of ``detectable``
 
 
 class GainChance(BaseModel):
-    """A true gain, in the unit of the scores, and the chance that the test confirms it."""
+    """True gain, in the unit of the scores, and the chance that the test confirms it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +48,7 @@ class ConfirmationPower(BaseModel):
         return f"{self.documents:,} held-out documents confirm a gain of {self._format(self.detectable)} 4 times in 5"
 
     def sentence(self) -> str:
-        """Return :meth:`brief` with the chance of further gains, and the assumed correlation.
+        """Return :meth:`brief` with the chances of other gains and the assumed correlation.
 
         Example: ``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5 (of 1.0 points in 31 %, ...)``.
         """
@@ -73,17 +72,17 @@ def confirmation_power(
     Args:
         objective: Objective to confirm.
         tables: Scores of the hand-written recipes on the documents of the search. At least one.
-        documents: Number of confirmation documents of each (task, measure).
-        confidence: One-sided confidence level of the test.
-        correlation: Correlation of winner and reference over documents, in [0, 1).
+        documents: Number of confirmation documents by metric.
+        confidence: One-sided confidence of the test.
+        correlation: Correlation between the scores of winner and reference, in [0, 1). Default: ``CORRELATION``.
     """
     squared = 0.0
     for term in objective.terms:
-        # Variance of one document's score difference between two recipes that are as good as each hand-written one.
+        # For each hand-written recipe, the variance of a document's difference between two recipes that are as good.
         variances = []
         for numbers in (term.numbers(table) for table in tables):
             if np.isin(numbers, (0.0, 1.0)).all():
-                # Even if all answers are right, the next one might have been wrong, so the rate is not exactly 0 or 1.
+                # Keep the rate away from 0 and 1, because the next answer could differ even if all answers agree.
                 least = 1 / (len(numbers) + 2)
                 right = min(max(float(numbers.mean()), least), 1 - least)
                 variances.append(2 * (right - both_right(right, correlation)))
@@ -105,9 +104,9 @@ def confirmation_power(
 
 
 def both_right(right: float, correlation: float) -> float:
-    """Return the chance that two recipes are both right if each is right with probability ``right``.
+    """Return the chance that two recipes are both right about a document if each is with probability ``right``.
 
-    The value is ``P(X < h, Y < h)`` for a correlated pair of standard normal variables.
+    It is ``P(X < h, Y < h)`` for correlated standard normal variables with ``P(X < h) = right``.
     """
     h = NormalDist().inv_cdf(right)
     x = np.linspace(-9.0, h, 401)

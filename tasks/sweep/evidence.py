@@ -16,20 +16,12 @@ from mergegate.tasks.sweep.trial import TrialSet
 
 
 class SweepEvidence(NamedTuple):
-    """Tasks and held-out text that a sweep uses.
+    """Pinned tasks and held-out text of a sweep, and the split of their documents into sets."""
 
-    Args:
-        names: Name of each task in lm-eval, by its name in the profile.
-        tasks: Tasks with all of their documents. Each task occurs once.
-        splits: Split of each task's documents into sets, by name of the task in lm-eval.
-        text: Held-out text. It is None if the objective does not use it.
-        text_splits: Split of the held-out text's documents into sets.
-    """
-
-    names: Mapping[str, str]
-    tasks: tuple[EvalTask, ...]
-    splits: Mapping[str, DocumentSplits]
-    text: HeldOutText | None
+    names: Mapping[str, str]  # Name of each task in lm-eval, by its name in the profile.
+    tasks: tuple[EvalTask, ...]  # Tasks with all of their documents, without duplicates.
+    splits: Mapping[str, DocumentSplits]  # By name of the task in lm-eval.
+    text: HeldOutText | None  # None if the objective does not use it.
     text_splits: DocumentSplits
 
     def select_tasks(self, name: SetName) -> tuple[EvalTask, ...]:
@@ -41,7 +33,7 @@ class SweepEvidence(NamedTuple):
         return self.text and self.text.model_copy(update={"only": self.text_splits.of(name)})
 
     def gate_tasks(self, tasks: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
-        """Return ``tasks`` without the documents that the sweep uses."""
+        """Return the gate's ``tasks`` without the documents that the sweep uses."""
         searched = {task.name: task.digest for task in self.tasks}
         return tuple(
             self._restrict(task, "gate") if searched.get(task.in_lm_eval) == task.digest else task for task in tasks
@@ -54,10 +46,10 @@ class SweepEvidence(NamedTuple):
 def trial_sets(
     evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None
 ) -> dict[SearchedSet, TrialSet]:
-    """Return the documents on which the sweep scores models, for the search and for the confirmation.
+    """Return the documents of the search and of the confirmation, with every task pinned to its data.
 
-    Each task is pinned to its current data, with the time limit and the errors of ``pin_data``. ``windows`` limits how
-    much of the held-out text is read.
+    ``windows`` limits the number of documents of the held-out text. For ``time_limit`` and for errors, see
+    ``pin_data``.
     """
     names: tuple[SearchedSet, ...] = ("search", "confirmation")
     sets: dict[SearchedSet, TrialSet] = {}
@@ -79,20 +71,19 @@ def pin_sweep(
     hashes: HashMemo,
     data: Path | None = None,
 ) -> SweepEvidence:
-    """Pin all tasks of the objective and the constraints by content.
+    """Pin all tasks of the objective and the constraints, and split their documents into sets.
 
     Args:
         settings: Settings of the search.
-        text: Held-out documents of ``perplexity``. None if the profile has none.
-        guarded_clusters: Cluster field that the gate uses for each task, by the task's name in the profile.
-        root: Directory that relative paths are relative to.
+        text: Held-out text of ``perplexity``. None if the profile has none.
+        guarded_clusters: Cluster field of each task in its guard, by the task's name in the profile.
+        root: Directory to which relative paths refer.
         hashes: Cache of file hashes.
-        data: Directory of datasets, relative to ``root`` (``evaluate.data``). None: the Hub.
+        data: Directory of datasets, relative to ``root`` (``evaluate.data``). Default: the Hub.
 
     Raises:
-        InvalidInput: A task does not exist, lacks its data or cannot be evaluated; two tasks share one name; two
-            settings disagree on the cluster field of a task; or the objective uses held-out text and the profile has
-            none.
+        InvalidInput: A task does not exist, lacks its data or cannot be evaluated; two tasks share a name; two settings
+            of a task have different cluster fields; or the objective uses held-out text that the profile lacks.
     """
     cluster_fields: dict[str, str | None] = {}
     for index, term in enumerate(settings.objective):

@@ -1,8 +1,7 @@
 """Convert mergekit-evolve's YAML to a profile, and list every setting that cannot be carried over.
 
-A mergekit-evolve file declares models, a method and tasks. Its search has a single score, computed on the documents
-that select the candidate, and no test afterwards. In the converted profile those documents are used for the search
-alone, and the winner is confirmed on others. The format is that of mergekit 0.1.5.
+A mergekit-evolve file (here that of mergekit 0.1.5) declares models, a method and tasks. Its search ends with the
+candidate that scores best on its documents. In the converted profile, the winner is also confirmed on other documents.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _GENOME_KEYS = (
 )
 # fmt: on
 _TASK_KEYS = ("name", "weight", "metric")
-# Method parameters that a genome sets: one per model, or the position between two models.
+# Method parameters that a genome can set: a weight per model, or the position between two models.
 _WEIGHT, _POSITION = "weight", "t"
 _MIN_SEARCH_DOCUMENTS = 10  # smallest number of documents of a search set
 _CONFIRMATION_FACTOR = 2  # documents of the confirmation, as a multiple of those of the search
@@ -35,14 +34,14 @@ _DEFAULT_METRIC = "acc,none"  # mergekit-evolve's default for tasks without a me
 
 
 class UnsupportedSetting(NamedTuple):
-    """A setting that has no counterpart, and the reason."""
+    """Setting that cannot be converted, and the reason."""
 
     setting: str
     reason: str
 
 
 class ConvertedProfile(NamedTuple):
-    """A profile in YAML form, and the settings of the source file that it does not include."""
+    """Profile as parsed YAML, and the settings of the source file that it does not include."""
 
     profile: dict[str, Any]
     unsupported: tuple[UnsupportedSetting, ...]
@@ -57,10 +56,10 @@ def convert_evolve_file(
         content: Parsed YAML of the file.
         name: Name of the profile.
         file_name: Name of the file in error messages.
-        layers: Number of layers of the models. None: unknown, so one value is searched for all layers.
+        layers: Number of layers of the models. If it is unknown, one value is searched for all layers.
 
     Raises:
-        InvalidInput: A key is unknown to both programs, or a required setting is missing.
+        InvalidInput: A key is unknown, or a required setting is missing.
     """
     _check_keys(content, _TOP_KEYS, file_name)
     genome = _mapping(content.get("genome"), f"{file_name}: genome")
@@ -83,7 +82,7 @@ def convert_evolve_file(
         )
         if value
     ]
-    # Every parameter has these layers and filters.
+    # Layers and filters, which are the same for all parameters.
     shape: dict[str, Any] = {"filters": list(genome["filters"])} if genome.get("filters") else {}
     if genome.get("layer_granularity") is not None and int(genome["layer_granularity"]) > 0:
         granularity = int(genome["layer_granularity"])
@@ -148,7 +147,7 @@ def _recipe(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the recipe with placeholders, and the parameters that fill them.
 
-    Weights start at one divided by their number, densities at one.
+    The start value of each weight is one divided by the number of models, and that of each density is one.
     """
     base = genome.get("base_model")
     recipe: dict[str, Any] = {"merge_method": method.name, "dtype": "bfloat16"}

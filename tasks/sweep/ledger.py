@@ -1,15 +1,12 @@
-"""Score each candidate once, and record it on disk, so that a killed sweep can be replayed.
+"""Score each candidate once, and record its scores on disk, so that a killed sweep can resume.
 
-All trials that are scored under the same conditions (parents, documents, scoring) share one file. A record is
-identified by its recipe, document set and race, so a sweep with another budget, seed or sampler reuses existing scores.
-The file is a journal of :mod:`merge_core.files`: after ``kill -9`` all appended records are there, and a torn line is
-cut off.
+All trials that are scored under the same conditions (parents, documents, scoring) share one file, which one sweep uses
+at a time. A record is identified by recipe, document set and race, so a sweep with another budget, seed or sampler
+reuses it. The file is a journal of :mod:`merge_core.files`: after ``kill -9`` it has all records that were appended.
 
-One sweep at a time owns the file. A second sweep waits for it, and then finds all records of the first.
-
-A merge that is refused or that computes NaN is a result: the candidate has no score, and would have none tomorrow. If a
-worker dies or exceeds its time limit, that says nothing about its candidate. The candidate is scored once more, and it
-has no score only if the second try also fails. A full disk or a changed input ends the sweep, which resumes from there.
+If a merge is refused or contains NaN, this is recorded as the result of its candidate, which has no score. If a worker
+dies or exceeds its time limit, the cause may be elsewhere. The candidate is scored a second time, and has no score only
+if that fails too. A full disk or a changed input ends the sweep. The next run resumes it.
 """
 
 from __future__ import annotations
@@ -48,9 +45,9 @@ class Ledger:
     """Scored trials by key. Create it with :func:`open_ledger`.
 
     Args:
-        journal: Open journal, owned by this process.
-        study: Key of the study whose wall time is counted.
-        clock: Function that returns the time in seconds.
+        journal: Open journal, locked by this process.
+        study: Key of the study whose wall time is counted (see :func:`study_key`).
+        clock: Function that returns the time in seconds. Default: a monotonic clock.
     """
 
     def __init__(self, journal: RecordJournal, study: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,10 +68,7 @@ class Ledger:
         return self._scores.get(key)
 
     def add(self, key: str, scores: TrialScores) -> None:
-        """Store the scores of a trial.
-
-        The numbers of documents are stored as bytes: exact, including NaN, and fast to read.
-        """
+        """Record the scores of a trial. Scores of documents are stored as bytes, which are exact and fast to read."""
         packed = [
             [*metric_key, base64.b64encode(np.ascontiguousarray(numbers, dtype="<f8").tobytes()).decode()]
             for metric_key, numbers in scores.table.items()
@@ -106,9 +100,9 @@ def open_ledger(
     """Open the ledger of all trials with the same scoring conditions, exclusively for this process.
 
     Args:
-        scoring: Digest of everything that determines a score except recipe, set and race. 64 hex digits.
-        study: Key of the study, from :func:`study_key`.
-        on_wait: Callback, called once if another sweep holds the ledger.
+        scoring: Digest of everything that determines a score except recipe, document set and race; 64 hex digits.
+        study: Key of the study (see :func:`study_key`).
+        on_wait: Callback that is called once if another sweep holds the ledger. Default: do nothing.
         root: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
 
     Raises:
@@ -125,20 +119,20 @@ def open_ledger(
         try:
             yield ledger
         finally:
-            # Record the time that no trial accounts for.
+            # Record the time since the last trial.
             journal.append({"study": study, "used": ledger.used_seconds})
 
 
 def study_key(space: Space, settings: SweepSettings) -> str:
-    """Return the key of a search: the recipe with its free parameters and the search settings, but not the budget."""
+    """Return the key of a search, a digest of its recipe and settings, without budget, confidence and documents."""
     relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "optuna_storage"})
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
 
 
 def request_key(request: TrialRequest, directory: Path | None = None) -> str:
-    """Return the key of one trial, computed from recipe, document set and race.
+    """Return the key of a trial, a digest of its recipe, document set and race.
 
-    The location of the recipe counts only relative to ``directory``.
+    The directory of the recipe is part of the key as a path relative to ``directory``.
     """
     relative_path = os.path.relpath(request.directory, directory) if request.directory and directory else "."
     race = request.race.digest() if request.race else ""
@@ -153,23 +147,23 @@ def score_once(
     directory: Path | None = None,
     on_scored: Callable[[TrialScores], None] = lambda scores: None,
 ) -> tuple[TrialScores, ...]:
-    """Return the scores of each candidate in the order of ``requests``, scoring each candidate at most once, ever.
+    """Return the scores of candidates in the order of ``requests``. Candidates in the ledger are not scored again.
 
     Args:
         requests: Candidates to score.
-        score_all: Yields results in any order, each with the index of its request.
-        ledger: Store of scores. Each result is recorded before the next one is awaited.
-        directory: Directory of the recipe that is searched.
-        on_scored: Callback for each new result.
+        score_all: Function that yields results in any order, each with the index of its request.
+        ledger: Store of scores. Each result is recorded as soon as it arrives.
+        directory: Directory of the searched recipe. Default: none.
+        on_scored: Callback for each new result. Default: do nothing.
 
     Raises:
-        MergegateError: The machine cannot continue, or no candidate at all could be scored.
+        MergegateError: The sweep cannot continue on this machine, or all candidates crashed.
     """
     keys = [request_key(request, directory) for request in requests]
     unscored = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
 
     def score_pending(pending: dict[str, TrialRequest]) -> dict[str, Exception]:
-        """Score the requests and return the errors that say nothing about their candidate."""
+        """Score the requests, and return the errors whose cause may not be the candidate."""
         crashed = {}
         for number, result in score_all(list(pending.values())) if pending else ():
             key = list(pending)[number]
@@ -183,7 +177,7 @@ def score_once(
         return crashed
 
     crashed = score_pending({key: unscored[key] for key in score_pending(unscored)})
-    # A single crash may be caused by its candidate. If all of them crash, the candidates are not the cause.
+    # If all candidates crash, the cause is not the candidates.
     if crashed and len(crashed) == len(set(keys)) and (len(crashed) > 1 or not len(ledger)):
         first = next(iter(crashed.values()))
         if isinstance(first, MergegateError):

@@ -1,11 +1,9 @@
-"""Hold one network in memory and copy one merge after another into it. Runs only in the model process.
+"""Keep one network in memory, and copy one candidate after another into it. Runs only in the model process.
 
-The first candidate of a structure is processed like a release: the engine writes it, and transformers loads it with
-everything it knows about the family (renamed, joined and tied tensors). The network is then compared with the files,
-tensor by tensor. If every tensor of the network equals a tensor of the files, further candidates of the same structure
-are copied into it as they are merged, one tensor at a time. If transformers computes a tensor from others, or a
-candidate has different values for weights that the network ties, the candidate is written and loaded like the first.
-That is slower, but never wrong.
+The engine writes the first candidate of a structure to files, and transformers loads them. If every tensor of the
+network equals a tensor of the files, later candidates with the same structure are merged and copied into the network
+tensor by tensor. If a tensor differs (transformers computes it from others), or if a candidate has different values for
+tensors that the network ties, every such candidate is written and loaded like the first. This is slower, but correct.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """How candidates are merged, and how their network is loaded.
+    """Settings for merging candidates and for loading their network.
 
     Args:
         seed: Seed of the random masks.
@@ -57,7 +55,7 @@ class NetworkSettings:
 
     @property
     def merge_options(self) -> dict[str, Any]:
-        """Options of :func:`merge_core.merge_tensors` and :func:`merge_core.merge_weights`.
+        """Arguments for :func:`merge_core.merge_tensors` and :func:`merge_core.merge_weights`.
 
         Compiled kernels take a third of the time of a small merge, and are reused for all later merges.
         """
@@ -69,7 +67,8 @@ class Stopwatch:
     """Wall time in seconds, by activity.
 
     Args:
-        alive: Callback that reports progress, so that the parent process does not take a long trial for a dead one.
+        alive: Callback after each activity, so that the parent process does not consider a long trial dead. Default: do
+            nothing.
     """
 
     def __init__(self, alive: Callable[[], None] = lambda: None) -> None:
@@ -78,7 +77,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self, activity: str) -> Iterator[None]:
-        """Count the time of the ``with`` block toward ``activity``."""
+        """Add the time of the ``with`` block to ``activity``."""
         began = time.perf_counter()
         try:
             yield
@@ -88,9 +87,9 @@ class Stopwatch:
 
 
 def structure_digest(plan: MergePlan, digests: dict[Path, str]) -> str:
-    """Return a digest of everything but the weights that determines the network of ``plan`` and how it reads text.
+    """Return a digest of a merged model without its weights: its config, tensor shapes and other files.
 
-    ``digests`` caches the sha256 digests of the files next to the weights. New digests are added to it.
+    ``digests`` is a cache of the sha256 digests of these files, to which new ones are added.
     """
     file_digests = {}
     for name, source in plan.companions.sources.items():
@@ -114,14 +113,13 @@ def structure_digest(plan: MergePlan, digests: dict[Path, str]) -> str:
 
 @dataclass(frozen=True)
 class CandidateNetwork:
-    """A network with the weights of the last candidate.
+    """Network with the weights of the last candidate.
 
     Args:
         loaded: Network and tokenizer.
         structure: Digest from :func:`structure_digest`.
-        targets: Tensor of the network that each tensor of the files is copied to. Empty: every candidate must be
-            loaded.
-        tied: Tensors of the files that share their network tensor with an earlier one and must equal it.
+        targets: Tensor of the network for each tensor of the candidate, by name. Empty if candidates cannot be copied.
+        tied: Names of candidate tensors that share their network tensor with an earlier one and must equal it.
     """
 
     loaded: LoadedModel
@@ -130,10 +128,7 @@ class CandidateNetwork:
     tied: frozenset[str]
 
     def fill(self, plan: MergePlan, settings: NetworkSettings, watch: Stopwatch, distance: BaseDistance | None) -> bool:
-        """Merge ``plan`` into the network.
-
-        Returns:
-            Whether the merge fits the network. If it is False, the weights are incomplete and unusable.
+        """Merge ``plan`` into the network, and return whether the merge fits. If not, the weights are unusable.
 
         Raises:
             MergegateError: See :func:`merge_core.merge_tensors`.
@@ -164,10 +159,9 @@ class CandidateNetwork:
 
 @dataclass
 class BaseDistance:
-    """Distance of merges from their base: ``|merge - base| / |base|`` over all tensors that both have.
+    """Measurement of a candidate's change: ``|merge - base| / |base|`` over all tensors that both have.
 
-    Args:
-        base: Base checkpoint, with its adapter if it has one.
+    ``base`` is the base checkpoint, with its adapter if it has one.
     """
 
     base: Checkpoint
@@ -181,7 +175,7 @@ class BaseDistance:
         self._shapes = {tensor.name: tensor.shape for shard in self._plan.shards for tensor in shard.stored}
 
     def begin(self, plan: MergePlan) -> Iterator[tuple[str, torch.Tensor]]:
-        """Start a candidate and return the common tensors of the base, in the order of the candidate."""
+        """Start a candidate, and return the tensors that the base shares with it, in the candidate's order."""
         self._base_square = self._change_square = 0.0
         stored = [tensor for shard in plan.shards for tensor in shard.stored]
         self._common = {
@@ -192,7 +186,7 @@ class BaseDistance:
         return merge_tensors(self._plan, names=[tensor.name for tensor in stored if tensor.name in self._common])
 
     def add(self, name: str, merged_tensor: torch.Tensor, base: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Add a tensor of the candidate."""
+        """Add a tensor of the candidate. ``base`` comes from :meth:`begin`."""
         if name not in self._common:
             return
         before = next(base)[1].double()
@@ -202,21 +196,21 @@ class BaseDistance:
         self._change_square += float((merged_tensor.double() - before).square_().sum())
 
     def measure(self, plan: MergePlan, settings: NetworkSettings) -> None:
-        """Merge a candidate once more, only to measure its change."""
+        """Merge a candidate again, only to measure its change."""
         base = self.begin(plan)
         for name, merged in merge_tensors(plan, **settings.merge_options):
             self.add(name, merged, base)
 
     @property
     def relative(self) -> float:
-        """Relative change of the most recent candidate. NaN if it has no tensor in common with the base."""
+        """Relative change of the last candidate. NaN if it has no tensor in common with the base."""
         return float((self._change_square / self._base_square) ** 0.5) if self._base_square else float("nan")
 
 
 def load_network(
     plan: MergePlan, structure: str, settings: NetworkSettings, runs_code: bool, watch: Stopwatch
 ) -> CandidateNetwork:
-    """Write the merge of ``plan`` to a temporary directory, load it, and map its tensors to the network.
+    """Write the merge of ``plan`` to a temporary directory, and load its network from there.
 
     Raises:
         MergegateError: The merge is refused, or its result cannot be loaded.
@@ -236,9 +230,9 @@ def load_network(
 
 
 def _map_tensors(loaded_model: LoadedModel, directory: Path) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Map the tensors of the files to tensors of the network, and return the names of shared ones.
+    """Return ``targets`` and ``tied`` of :class:`CandidateNetwork`.
 
-    Both are empty unless the files account for every tensor of the network.
+    Both are empty unless every tensor of the network equals a tensor of the files.
     """
     import torch
     from safetensors import safe_open

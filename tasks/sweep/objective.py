@@ -5,11 +5,12 @@
     score      = sum over terms of weight * mean over documents / sum of weights - change_penalty * change
     violation  = sum over constraints of max(0, mean of the reference - mean of the candidate - max_drop)
 
-For every measure, more is better. Log-likelihoods are first cut at ``-clip``, because a single document of -20 nats
-would dominate a mean over hundreds. With several objectives the terms stay separate. All functions are pure.
+For every measure, more is better. Log-likelihoods below ``-clip`` are raised to it, because a single document of -20
+nats would dominate a mean over hundreds. With several objectives, each term is a score of its own. All functions are
+pure.
 
-A *score table* holds the scores of a model on the documents of one set. For each (task, measure) it has one number per
-document, in the fixed order of the set. Score tables of two models on one set are therefore paired, number by number.
+A *score table* holds the scores of one model on one set of documents: for each metric, one number per document, in the
+fixed order of the set. The tables of two models on the same set are therefore paired.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.settings import Measure, SweepSettings
 
 TEXT = ""  # task name that stands for the held-out text of ``perplexity``
-HAND_WRITTEN = ""  # name of the hand-written recipe among the references
+HAND_WRITTEN = ""  # name of the searched recipe with its start values, among the references
 
 
 class MetricKey(NamedTuple):
-    """Identifies one number per document: the ``measure`` of an answer. More is better."""
+    """Key of a metric, which gives each document of a task a number. More is better."""
 
     task: str  # lm-eval's name, or TEXT for the held-out text
     measure: Measure
@@ -45,9 +46,10 @@ class Term:
     """One term of the score.
 
     Args:
-        weight: Share of the score. The weights of all terms sum to 1.
-        clip: Log-likelihoods below minus this value are raised to it. None: no limit.
-        cluster_by: Document field that identifies clusters. None: documents are independent.
+        key: Metric that the term averages.
+        weight: Weight in the score. The weights of all terms sum to 1.
+        clip: Log-likelihoods below minus this value are raised to it. Default: no limit.
+        cluster_by: Document field that identifies clusters. Default: documents are independent.
     """
 
     key: MetricKey
@@ -56,17 +58,18 @@ class Term:
     cluster_by: str | None = None
 
     def numbers(self, table: ScoresByMetric) -> NDArray[np.float64]:
-        """Return the contribution of each document, ``[documents]``."""
+        """Return the scores of the documents for this term, after clipping."""
         scores = table[self.key]
         return scores if self.clip is None else np.maximum(scores, -self.clip)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit on how far a candidate may fall on a task.
+    """Limit on how far a candidate may fall on a task.
 
     Args:
-        reference: Name of a parent, or ``HAND_WRITTEN``.
+        key: Metric that is limited.
+        reference: Name of the parent to compare with, or ``HAND_WRITTEN``.
         max_drop: Largest allowed drop, in the unit of the scores, not in points.
     """
 
@@ -86,25 +89,24 @@ class Objective:
 
     @property
     def metric_keys(self) -> tuple[MetricKey, ...]:
-        """Metrics that are needed of each document, without duplicates."""
+        """Metrics of all terms and limits, without duplicates."""
         return tuple(dict.fromkeys([term.key for term in self.terms] + [limit.key for limit in self.limits]))
 
     @property
     def weights(self) -> dict[MetricKey, float]:
-        """Weight of each (task, measure) in the score. The weights sum to 1."""
+        """Weight of each metric in the score. The weights sum to 1."""
         return {term.key: term.weight for term in self.terms}
 
     @property
     def clips(self) -> dict[MetricKey, float]:
-        """Clip of each log-likelihood that has one."""
+        """Clip of each metric that has one."""
         return {term.key: term.clip for term in self.terms if term.clip is not None}
 
     def scores(self, table: ScoresByMetric, change: float = math.nan) -> tuple[float, ...]:
-        """Return one score per objective, with NaN for an objective without documents.
+        """Return one score per objective. It is NaN for an objective without documents.
 
-        Args:
-            table: Scores of all metrics in ``metric_keys``.
-            change: Relative size of the change. Required if the objective penalizes it.
+        ``table`` has all ``metric_keys``. ``change`` is the relative size of the change from the base, which is
+        required if there is a change penalty.
         """
         penalty = self.change_penalty * change if self.change_penalty else 0.0
         means = [float(np.mean(term.numbers(table))) if len(table[term.key]) else math.nan for term in self.terms]
@@ -113,18 +115,16 @@ class Objective:
         return (sum(term.weight * mean for term, mean in zip(self.terms, means, strict=True)) - penalty,)
 
     def total(self, scores: Sequence[float]) -> float:
-        """Return the weighted sum of the scores; a single objective returns its score."""
+        """Return the weighted sum of the scores of several objectives, or the score of a single one."""
         if not self.multi_objective:
             return scores[0]
         return sum(term.weight * score for term, score in zip(self.terms, scores, strict=True))
 
     def violation(self, table: ScoresByMetric, references: Mapping[str, ScoresByMetric]) -> float:
-        """Return the sum of all constraint violations, 0 if every limit holds.
+        """Return the sum of the amounts by which the candidate exceeds its limits, or 0 if it exceeds none.
 
-        Args:
-            table: Scores on all documents, or on the first ones. They are compared with the reference on the same
-                documents.
-            references: Scores of the references on all documents, by name.
+        ``table`` may cover only the first documents. ``references`` are score tables on all documents, by name. Only
+        documents in both are compared.
         """
         violation_sum = 0.0
         for limit in self.limits:

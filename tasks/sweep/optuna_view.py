@@ -1,9 +1,9 @@
 """Export every trial of a study to an Optuna storage, for its dashboard and parameter importances.
 
-The export is only a view: the search never reads it, and it can be rebuilt from the ledger. The storage is a journal
-file (for one machine or a shared file system) or the address of a database.
+The search never reads the export, which can be rebuilt from the ledger. The storage is a journal file (on one machine
+or a shared file system) or a database.
 
-Importances are indicative. With sixty trials, many of them close together, another sixty give different values.
+Importances are a rough guide: with sixty trials, many of them close together, they vary from search to search.
 """
 
 from __future__ import annotations
@@ -28,36 +28,25 @@ _MIN_TRIALS = 10  # smallest number of trials to compute importances from
 
 @dataclass(frozen=True)
 class Importances:
-    """Estimated influence of each coordinate on the score.
+    """Importance of each coordinate: the share of the variation in the score that it explains."""
 
-    The importance of a coordinate is the share of the variation in the score that it explains. It is only a rough
-    guide.
-
-    Args:
-        shares: Importance by coordinate name, from 0 to 1, largest first. It is empty if importances cannot be
-            computed.
-        method: Name of the Optuna evaluator that computes the importances.
-        trials: Number of trials that the importances are computed from.
-        reason: Reason why ``shares`` is empty. It is an empty string if there are importances.
-    """
-
-    shares: Mapping[str, float]
-    method: str
-    trials: int
-    reason: str = ""
+    shares: Mapping[str, float]  # Importance from 0 to 1 by name of coordinate, largest first; may be empty.
+    method: str  # Optuna's evaluator.
+    trials: int  # Number of trials from which the importances are computed.
+    reason: str = ""  # Why ``shares`` is empty.
 
 
 class StudyView:
-    """Writable Optuna study. Create it with :func:`open_view`."""
+    """Optuna study to which trials are exported. Create it with :func:`open_view`."""
 
     def __init__(self, study: Any, coordinates: Sequence[Coordinate], objective: Objective) -> None:
         self._study, self._coordinates, self._objective = study, coordinates, objective
         self._optuna = import_optional("optuna")
 
     def record(self, trials: Sequence[Trial]) -> int:
-        """Add the trials that the study does not have yet, and return how many were added.
+        """Add the trials that the study does not have yet, and return their number.
 
-        Hand-written recipes other than the searched one are left out, because they are not points of the space.
+        Hand-written recipes other than the searched one are skipped, because they are not points of the space.
         """
         with quiet_optuna(self._optuna):
             recorded = {item.user_attrs.get("number") for item in self._study.get_trials(deepcopy=False)}
@@ -69,7 +58,7 @@ class StudyView:
                 for coordinate in self._coordinates:
                     name, free, value = coordinate.name, coordinate.free, trial.point[coordinate.name]
                     if free.type == "category":
-                        # Take the choice itself, because a point that was read from a file may have an equal value.
+                        # Use the object in ``choices``. A value from a file may be equal to it but of another type.
                         values[name] = free.choices[int(coordinate.encode(value) * coordinate.choices)]
                         distributions[name] = kinds.CategoricalDistribution(free.choices)
                     elif free.type == "integer":
@@ -103,7 +92,7 @@ class StudyView:
         return len(new)
 
     def importances(self, evaluator: Evaluator) -> Mapping[str, float]:
-        """Return Optuna's importances. With several objectives they are those of the weighted sum."""
+        """Return the importance of each coordinate for the score, or for the weighted sum of several objectives."""
         module, several = self._optuna.importance, self._objective.multi_objective
         class_name = {"ped_anova": "PedAnovaImportanceEvaluator", "fanova": "FanovaImportanceEvaluator"}[evaluator]
         instance = getattr(module, class_name)(**({"seed": 0} if evaluator == "fanova" else {}))
@@ -114,16 +103,14 @@ class StudyView:
 
 
 def open_view(address: str, name: str, coordinates: Sequence[Coordinate], objective: Objective) -> StudyView:
-    """Open the view of a study, and create it if it does not exist.
+    """Open the Optuna study of a search, and create it if it does not exist.
 
-    Args:
-        address: Path of a journal file, or address of a database (``postgresql://…``).
-        name: Name of the study, different for each search.
-        coordinates: Coordinates of the search space.
-        objective: Objective of the search.
+    ``address`` is the path of a journal file, or the address of a database (``postgresql://…``). ``name`` is the name
+    of the study, which must be different for each search.
 
     Raises:
-        InvalidInput: Optuna is not installed, the database cannot be reached, or another study has that name.
+        InvalidInput: Optuna is not installed, the database cannot be reached, or a study of that name has another
+            number of objectives.
         DiskUnavailable: The file cannot be written.
     """
     optuna = import_optional("optuna")
@@ -151,7 +138,7 @@ def open_view(address: str, name: str, coordinates: Sequence[Coordinate], object
 
 
 def view_storage(address: str) -> Any:
-    """Return an Optuna storage for a journal file or the address of a database."""
+    """Return an Optuna storage for the path of a journal file or the address of a database."""
     optuna = import_optional("optuna")
     if "://" in address:
         return _connect(address, lambda: optuna.storages.RDBStorage(address))
@@ -162,7 +149,7 @@ def view_storage(address: str) -> Any:
 
 
 def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> Importances:
-    """Return how much each coordinate contributes to the score, computed from the trials of a search.
+    """Compute the importance of each coordinate from the trials of a search.
 
     Raises:
         InvalidInput: Optuna is not installed.
@@ -182,7 +169,7 @@ def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> I
 
 
 def serve_dashboard(address: str, port: int = 8080) -> None:
-    """Serve Optuna's dashboard of a view on 127.0.0.1 until interrupted.
+    """Serve Optuna's dashboard for the storage at ``address`` on 127.0.0.1 until interrupted.
 
     Raises:
         InvalidInput: optuna-dashboard is not installed.

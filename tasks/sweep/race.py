@@ -1,21 +1,19 @@
-"""Drop hopeless candidates before they are evaluated on all documents, with a stated error. Pure functions.
+"""Drop hopeless candidates before they are evaluated on all documents, with a known error. Pure functions.
 
-A candidate is evaluated on growing shares of the documents and compared with the best candidate so far, the
-*incumbent*, on the same documents. At each interim look the upper bound of the weighted mean paired difference decides.
-It is stratified by task. Each task has the same share of its documents at each look, so the weights are those of the
-objective::
+A candidate is evaluated on a growing share of each task's documents, and compared on them with the best candidate so
+far, the *incumbent*. It is dropped at an interim look if the upper bound of their weighted mean difference is below
+zero. The weights are those of the objective::
 
     D = sum over tasks of w_t * mean_t,     SE^2 = sum over tasks of w_t^2 * var_t / n_t
     dropped if  D + lead + z_i * SE < 0
 
-The error is the chance to drop a candidate that is not worse. It is spent over the looks like O'Brien & Fleming's bound
-(Lan & DeMets 1983, Biometrika 70:659), as a function of the number of the look. All of it is spent before the last
-look, at which there is nothing left to save. The idea comes from Hoeffding races (Maron & Moore 1994) and F-race
-(Birattari et al. 2002). The score of a dropped candidate is the incumbent's score plus the observed mean paired
-difference.
+The error is the chance to drop a candidate that is not worse. It is spent over the looks before the last one, as by
+O'Brien & Fleming's bound (Lan & DeMets 1983, Biometrika 70:659). At the last look, no document is left to save. The
+idea comes from Hoeffding races (Maron & Moore 1994) and F-race (Birattari et al. 2002). A dropped candidate gets the
+incumbent's score plus the observed mean difference as its score.
 
-``halving`` is a cheap, rough rule without a stated error: the better third of each generation continues with three
-times the documents.
+With the rule ``halving``, the better third of each generation continues with three times the documents. This is cheap
+but rough, and its error is not known.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from numpy.typing import NDArray
 from mergegate.tasks.sweep.objective import MetricKey, ScoresByMetric
 from mergegate.tasks.sweep.settings import Racing
 
-_HALVING_FACTOR = 3  # halving: one in three candidates continues, with three times the documents
+_HALVING_FACTOR = 3  # with ``halving``, one in three candidates continues with three times the documents
 _MIN_DOCUMENTS = 8  # smallest number of documents, over all tasks, that a decision is based on
 
 
@@ -41,13 +39,12 @@ class Race:
     """Rule that decides during a trial whether to drop the candidate. Picklable.
 
     Args:
-        incumbent: Scores of the incumbent on all documents. Empty: there is no incumbent, and the trial always ends at
-            the first look.
+        incumbent: Scores of the incumbent on all documents. If it is empty, every trial ends at its first look.
         weights: Weight of each metric in the score. They sum to 1.
-        looks: Cumulative share of each task's documents at each look, increasing. The last one is 1.
-        error: Chance, over all looks, of dropping a candidate that is not worse.
-        clips: Log-likelihoods below minus this value are raised to it.
-        lead: Largest advantage that a candidate can have before any document: the incumbent's change penalty.
+        looks: Share of each task's documents that is evaluated by each look, increasing to 1.
+        error: Chance, over all looks, of dropping a candidate that is not worse. Default: 0.05.
+        clips: Limit for each log-likelihood. Values below minus this limit are raised to it.
+        lead: The incumbent's change penalty, which is the largest advantage of a candidate apart from its documents.
     """
 
     incumbent: ScoresByMetric
@@ -58,12 +55,7 @@ class Race:
     lead: float = 0.0
 
     def should_drop(self, table: ScoresByMetric, look: int) -> bool:
-        """Return whether to drop the candidate at this look.
-
-        Args:
-            table: Scores on the first documents of each task.
-            look: Index of the look, from 0.
-        """
+        """Return whether to drop a candidate at a look, given its scores so far. ``look`` is an index from 0."""
         if look >= len(self.looks) - 1:
             return False
         if not self.incumbent:
@@ -76,8 +68,8 @@ class Race:
             return False
         mean = squared = 0.0
         for (key, weight), values in zip(self.weights.items(), differences, strict=True):
-            # Zero observed variance does not mean certainty. Assume at least the variance that results if one document
-            # differs by a standard deviation of the incumbent.
+            # A few equal differences do not mean certainty. Assume at least the variance that results if one document
+            # differs by a standard deviation of the incumbent's scores.
             floor = float(np.var(self._cut(self.incumbent[key], key))) / len(values)
             mean += weight * float(values.mean())
             squared += weight**2 * max(float(values.var(ddof=1)), floor) / len(values)
@@ -85,14 +77,11 @@ class Race:
         return mean + self.lead + NormalDist().inv_cdf(1 - level) * math.sqrt(squared) < 0
 
     def difference(self, table: ScoresByMetric) -> float:
-        """Return the weighted mean of the candidate's scores minus the incumbent's.
-
-        Only documents that both were evaluated on count.
-        """
+        """Return the weighted mean of candidate minus incumbent, over the documents in ``table``."""
         return sum(weight * float(self._differences(table, key).mean()) for key, weight in self.weights.items())
 
     def digest(self) -> str:
-        """Return a digest of everything that determines when a candidate is dropped: 64 hex digits."""
+        """Return a digest of everything that determines when a candidate is dropped, as 64 hex digits."""
         sha256_hash = hashlib.sha256()
         rule = [self.looks, self.error, self.lead, sorted(self.weights.items()), sorted(self.clips.items())]
         sha256_hash.update(repr(rule).encode())
@@ -109,10 +98,9 @@ class Race:
 
 
 def cumulative_shares(racing: Racing) -> tuple[float, ...]:
-    """Return the cumulative share of each task's documents after each look of a candidate that is not dropped.
+    """Return the share of each task's documents that is evaluated by each look.
 
-    With the rule ``paired``, each share is twice the one before it, from ``racing.first`` to 1. The last share can be
-    less than twice the share before it.
+    With the rule ``paired`` the shares double from ``racing.first`` to 1. With other rules, there is a single look.
     """
     shares, share = [], racing.first
     while racing.rule == "paired" and share < 1:
@@ -122,13 +110,7 @@ def cumulative_shares(racing: Racing) -> tuple[float, ...]:
 
 
 def spent_error(look: int, interim: int, error: float) -> float:
-    """Return the error that is spent at one interim look.
-
-    Args:
-        look: Index of the look, from 0.
-        interim: Number of looks before the last.
-        error: Error to spend over all interim looks.
-    """
+    """Return the part of ``error`` that is spent at the look with index ``look``, one of ``interim`` interim looks."""
 
     def spent_until(share: float) -> float:
         normal = NormalDist()
@@ -138,9 +120,9 @@ def spent_error(look: int, interim: int, error: float) -> float:
 
 
 def halving_rounds(racing: Racing) -> tuple[Race | None, ...]:
-    """Return the race of each halving round, with shares of the documents from about ``racing.first`` to 1.
+    """Return the race of each round of ``halving``, or None for the last round, which evaluates all documents.
 
-    Each race evaluates its share and then stops. The last round has no race: it evaluates all documents.
+    In each race, every trial ends at a share of the documents. The shares grow from about ``racing.first``.
     """
     shares = [1.0]
     while shares[0] / _HALVING_FACTOR > 0.8 * racing.first:
@@ -149,10 +131,6 @@ def halving_rounds(racing: Racing) -> tuple[Race | None, ...]:
 
 
 def best_third(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the indices of the candidates that continue to the next halving round: the better third, at least one.
-
-    Args:
-        ranks: Rank of each candidate, from 0 for the best.
-    """
+    """Return the indices of the candidates in the better third, at least one, by their ``ranks`` (0 for the best)."""
     count = max(1, math.ceil(len(ranks) / _HALVING_FACTOR))
     return tuple(sorted(sorted(range(len(ranks)), key=lambda i: (ranks[i], i))[:count]))

@@ -1,9 +1,8 @@
-"""Handle the recipes of a sweep: find and fill placeholders, rewrite relative paths, and format recipes for saving.
+"""Handle the recipes of a sweep: find and fill placeholders, and rewrite relative paths.
 
-A placeholder is a name such as ``$weight``. It replaces a complete value, never part of a text. It can replace any
-value, such as a number, a method or the name of a model. If a parameter has a value for each group of layers or for
-each filter, the placeholder is in the position of the whole list (``parameters: {weight: $weight}``), because a list
-replaces it.
+A placeholder such as ``$weight`` stands for a complete value, never for a part of a text. The value can be a number, a
+method or the name of a model. It is a list if the parameter has a value for each group of layers or for each filter
+(``parameters: {weight: $weight}``).
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _PATH_KEYS = ("model", "base_model", "source_model", "tokenizer_source", "source
 
 
 class Placeholder(NamedTuple):
-    """A placeholder and its position.
+    """Placeholder and its position in a recipe.
 
     Args:
         name: Name without the dollar sign.
         location: Readable position in the recipe, such as ``models[0].parameters.weight``.
-        takes_filters: Whether a list of values by filter is allowed at this position.
-        takes_layers: Whether a list of values along the layers is allowed at this position.
+        takes_filters: Whether the value may be a list with an entry for each filter.
+        takes_layers: Whether the value may be a list with an entry for each layer.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Placeholder(NamedTuple):
 
 
 def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] = ()) -> Iterator[Placeholder]:
-    """Yield all placeholders, in the order of the recipe.
+    """Yield the placeholders in a recipe or a part of it, in order.
 
     Args:
         node: Recipe as parsed YAML, or a part of it.
@@ -71,7 +70,7 @@ def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] =
                 expected="a placeholder that is the complete value: $ and a name of letters, digits and underscores",
             )
         is_parameter = path[-2:-1] == (_PARAMETERS,)
-        # The entry ``{value: $weight, filter: mlp}`` in a list of such entries.
+        # True in an entry ``{value: $weight, filter: mlp}`` of a list of such entries.
         is_filter_value = path[-1:] == ("value",) and _PARAMETERS in path[-4:-2]
         yield Placeholder(match[1], location, takes_filters=is_parameter, takes_layers=is_parameter or is_filter_value)
 
@@ -90,9 +89,9 @@ def fill_placeholders(recipe: Mapping[str, Any], value_of: Callable[[str], Any])
 
 
 def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
-    """Return ``recipe`` with relative paths rewritten from the directory ``before`` to the directory ``now``.
+    """Return ``recipe`` for another directory: rewrite paths relative to ``before`` as paths relative to ``now``.
 
-    Only paths of directories that exist relative to ``before`` are rewritten.
+    Only paths to directories that exist are rewritten.
     """
 
     def relocate(node: Any, key: str = "") -> Any:

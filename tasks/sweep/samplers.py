@@ -1,16 +1,16 @@
 """Propose the next generation of candidates: CMA-ES, random search, and samplers of Optuna.
 
-A sampler is seeded and deterministic. After the same scores in the same order it proposes the same points. Its state is
-therefore never stored, and a killed search is replayed from its scored trials.
+A sampler is deterministic: with the same seed, and the same scores in the same order, it proposes the same points. Its
+state is never stored. A killed search repeats its proposals and takes their scores from the ledger.
 
 CMA-ES (from the package ``cmaes``) samples from a normal distribution that starts around the hand-written values and
-moves toward better ones (Hansen 2016, arXiv 1604.00772). If integers or categories are free too, the module uses CatCMA
-with margin (Hamano et al. 2025, arXiv 2504.07884). The strategy receives ranks instead of scores, so constraints are
-handled by Deb's rule and the unit of the scores does not matter. When it has converged, it restarts at a random point
-with twice the population (IPOP: Auger & Hansen 2005).
+moves toward better ones (Hansen 2016, arXiv 1604.00772). With integers or categories, CatCMA with margin is used
+(Hamano et al. 2025, arXiv 2504.07884). Both receive ranks by Deb's rule instead of scores, so that constraints count
+and the unit of the scores does not. After convergence, the search restarts at a random point with twice the population
+(IPOP: Auger & Hansen 2005).
 
-Optuna's samplers are TPE, Gaussian processes and NSGA-II. Optuna draws a new seed when it resumes a study. Here, the
-study always starts empty and receives all results again, so it proposes the same points again.
+Optuna's samplers are TPE, Gaussian processes and NSGA-II. Optuna draws a new seed when it resumes a stored study, so
+its study is in memory and receives all results again after a restart.
 """
 
 from __future__ import annotations
@@ -37,23 +37,18 @@ _CONSTRAINTS = "constraints"
 
 
 class TrialResult(NamedTuple):
-    """A point and its scores.
-
-    Args:
-        scores: One number per objective. More is better. NaN: the point has no score and counts as the worst.
-        violation: Sum of all constraint violations. 0: feasible.
-    """
+    """Point of the search space, with the scores of its candidate."""
 
     point: Point
-    scores: tuple[float, ...]
-    violation: float = 0.0
+    scores: tuple[float, ...]  # One number per objective; more is better. NaN counts as worst.
+    violation: float = 0.0  # Sum of all constraint violations.
 
 
 class Sampler(Protocol):
     """Source of the next generation of candidates."""
 
     def begin(self, start: TrialResult) -> None:
-        """Receive the result of the hand-written values, once, before the first generation."""
+        """Receive the result of the hand-written values. Called once, before the first generation."""
 
     def ask(self) -> list[Point]:
         """Return the next generation. Call :meth:`tell` with all of its results before asking for another one."""
@@ -92,7 +87,7 @@ def make_sampler(space: Space, objective: Objective, settings: SweepSettings) ->
 
 
 class RandomSearch:
-    """Uniform draws from the whole space that do not depend on earlier results. The baseline of every report.
+    """Sampler of uniform draws that do not depend on earlier results. It is the baseline in reports.
 
     Args:
         size: Number of points in a generation.
@@ -110,7 +105,7 @@ class RandomSearch:
         return self.draw(self._size)
 
     def draw(self, count: int) -> list[Point]:
-        """Return the next ``count`` points. Two calls draw the same points as one call for their sum."""
+        """Return the next ``count`` points, which do not depend on the size of earlier calls."""
         return [self._space.decode(self._rng.random(len(self._space.coordinates))) for _ in range(count)]
 
     def tell(self, trial_results: Sequence[TrialResult]) -> None:
@@ -118,7 +113,7 @@ class RandomSearch:
 
 
 class EvolutionStrategy:
-    """CMA-ES over the unit cube.
+    """CMA-ES sampler over the unit cube (see the module).
 
     Args:
         sigma: Initial step size, as a share of each range.
@@ -141,7 +136,7 @@ class EvolutionStrategy:
         self._strategy = self._new_strategy(space.encode(space.start))
 
     def begin(self, start: TrialResult) -> None:
-        """Ignore the result, because the start is the mean of the first generation and not a draw from it."""
+        """Ignore the result, because the first generation is drawn around the hand-written values anyway."""
 
     def ask(self) -> list[Point]:
         """Return the next generation of points."""
@@ -149,7 +144,7 @@ class EvolutionStrategy:
         return [self._space.decode(self._position(draw)) for draw in self._pending]
 
     def tell(self, trial_results: Sequence[TrialResult]) -> None:
-        """Update the distribution, and restart it if it has converged."""
+        """Update the distribution with the results, and restart it if it has converged."""
         ranks = rank(
             [result.scores for result in trial_results], [result.violation for result in trial_results], self._objective
         )
@@ -206,7 +201,7 @@ class EvolutionStrategy:
 
 
 class OptunaSearch:
-    """In-memory Optuna study whose parameters are positions in [0, 1] or indices of choices.
+    """Sampler of Optuna, in a study whose parameters are positions in [0, 1] or indices of choices.
 
     Args:
         kind: ``tpe``, ``gp`` or ``nsga2``.
@@ -287,7 +282,7 @@ class OptunaSearch:
 
 
 def import_optional(package: str, extra: str = "sweep") -> Any:
-    """Import a package of an extra and return it.
+    """Import and return ``package``, which ``pip install mergegate[extra]`` installs.
 
     Raises:
         InvalidInput: The package is not installed.
@@ -307,7 +302,7 @@ def import_optional(package: str, extra: str = "sweep") -> Any:
 
 @contextmanager
 def quiet_optuna(optuna: Any) -> Iterator[None]:
-    """Suppress Optuna's log line for each trial and its warnings about experimental features."""
+    """Suppress Optuna's log lines and warnings inside the block."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -1,9 +1,8 @@
 """Run the search: score the hand-written recipes, then one generation after another.
 
-Only scored trials are stored. A seeded sampler that receives the same results in the same order proposes the same
-points. A killed search therefore starts over, finds its trials in the ledger, and arrives at the same state. The order
-in which workers finish decides nothing: results reach the sampler in the order of its proposals, and candidates race
-against the best trial of earlier generations.
+A killed search starts over: its sampler proposes the same points, and their scores are in the ledger. The result does
+not depend on the order in which workers finish, because the sampler receives results in the order of its proposals, and
+candidates race against the best trial of earlier generations.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from mergegate.tasks.sweep.study import (
 )
 
 _BASELINE_RATIO = 3  # default number of sampler trials per trial of random search
-_BASELINE_SEED = 1_000_003  # added to the seed, so that random search has a seed of its own
+_BASELINE_SEED = 1_000_003  # added to the sampler's seed to get that of random search
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """Search space with its settings, the objective of its candidates, and the models they are compared with.
+    """Search space, settings and objective of a search, and the models with which candidates are compared.
 
     Args:
         hand_written: Recipes that the winner must beat. The first is the searched recipe with its start values.
-        references: Scores of the parents that constraints compare with, on the documents of the search, by name.
+        references: Scores, on the documents of the search, of the parents that constraints name. By name of parent.
     """
 
     space: Space
@@ -55,7 +54,7 @@ class SearchProblem:
 
     @property
     def directory(self) -> Path | None:
-        """Directory that paths in recipes are relative to."""
+        """Directory to which relative paths in recipes refer."""
         return self.hand_written[0].directory
 
 
@@ -63,7 +62,7 @@ def score_hand_written(problem: SearchProblem, score_all: ScoreAll, ledger: Ledg
     """Score the hand-written recipes on the documents of the search. :func:`search` starts with this.
 
     Raises:
-        Refused: A hand-written recipe cannot be scored, so candidates have nothing to be compared with.
+        Refused: A hand-written recipe cannot be scored.
     """
     requests = [TrialRequest(recipe.recipe, directory=recipe.directory) for recipe in problem.hand_written]
     results = score_once(requests, score_all, ledger, directory=problem.directory)
@@ -91,11 +90,11 @@ def search(
 
     Args:
         problem: Space, settings and objective of the search.
-        score_all: Scores candidates and yields the results in any order.
-        ledger: Store of scores, which are reused.
-        workers: Number of workers that are paid for.
-        on_progress: Callback after each newly scored trial and after each generation.
-        on_generation: Callback after each generation, with all trials so far.
+        score_all: Function that scores candidates and yields results in any order.
+        ledger: Store of scores. Candidates that it has are not scored again.
+        workers: Number of workers, for the cost of the search. Default: 1.
+        on_progress: Callback after each newly scored trial and after each generation. Default: do nothing.
+        on_generation: Callback after each generation, with all trials so far. Default: do nothing.
 
     Raises:
         InvalidInput: The sampler does not support the settings.
@@ -199,9 +198,10 @@ class _Search:
         return [trial for trial in self.trials if trial.origin != "hand-written"]
 
     def _race(self) -> Race | None:
-        """Return the race against the best trial so far, or None if no race applies.
+        """Return the race against the best trial so far, or None if candidates are not dropped.
 
-        No race applies under another rule, with several objectives, or while the best trial violates a constraint.
+        Candidates are not dropped with other rules than ``paired``, with several objectives, or while the best trial
+        violates a constraint.
         """
         best = best_of(self.trials, self.objective)
         if self.settings.racing.rule != "paired" or self.objective.multi_objective or best is None or best.violation:
@@ -214,7 +214,7 @@ class _Search:
     def _exhausted_limit(self, requests: Sequence[TrialRequest]) -> SearchEnd | None:
         """Return the limit that is used up, if any.
 
-        A generation with stored results is always finished, so a resumed search ends at the same point.
+        A limit does not end a generation with stored results, so that a resumed search ends at the same point.
         """
         first_race = halving_rounds(self.settings.racing)[0] if self.settings.racing.rule == "halving" else None
         possible = [*requests, *(replace(request, race=first_race) for request in requests)]
@@ -234,8 +234,7 @@ class _Search:
         is_halving = self.settings.racing.rule == "halving"
         results: dict[str, TrialScores] = {}
         if is_halving:
-            # Score in rounds with growing shares of the documents. A candidate that does not continue keeps the result
-            # of its last round.
+            # Each round has a larger share of the documents. Candidates keep the result of their last round.
             continuing = list(new)
             for race in halving_rounds(self.settings.racing):
                 round_results = self._score([replace(new[key], race=race) for key in continuing], generation)
@@ -294,7 +293,7 @@ class _Search:
         return list(results)
 
     def _add(self, trial: Trial, request: TrialRequest, scores: TrialScores) -> None:
-        """Add a trial with its scores. ``trial`` has everything else."""
+        """Add a trial with its scores, which ``trial`` does not have yet."""
         values, violation = self._rate(scores)
         evaluated, race = 1.0, request.race
         if not scores.problem:
@@ -321,7 +320,7 @@ class _Search:
             self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
 
     def _rate(self, scores: TrialScores) -> tuple[tuple[float, ...], float]:
-        """Return one score per objective, NaN if there is a problem, and the constraint violation."""
+        """Return one score per objective (NaN if there is a problem), and the constraint violation."""
         if scores.problem:
             return (math.nan,) * (len(self.objective.terms) if self.objective.multi_objective else 1), 0.0
         violation = self.objective.violation(scores.table, self.references)

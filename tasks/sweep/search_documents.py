@@ -1,23 +1,23 @@
 """Score a model in memory on the documents of a study, as batches of tokens. Runs only in the model process.
 
-The batches are built once per tokenizer and document set, then used for one candidate after another. One forward pass
-per document computes the log-likelihood of its answers, which gives four measures:
+The batches are built once per tokenizer and document set, and used for all candidates. The log-likelihoods of the
+answers to a document give four measures:
 
 * ``log_likelihood``: ``log p(answer | prompt) / tokens of the answer`` of the best right answer. Nats per token, <= 0.
 * ``probability``: ``p(right) / p(all choices)`` for multiple choice, else ``p(answer | prompt)``. In [0, 1].
-* ``exact``: 1 if the greedy answer equals a right one token by token. For multiple choice, 1 if the most likely choice
-  is right.
-* ``entropy``: Minus the entropy of the predictions. For multiple choice this is the entropy of
-  ``p(choice) / p(all choices)`` in nats. Otherwise it is the entropy of the next token, averaged over the positions of
-  the answers, in nats per token. It does not depend on which answer is right. AdaMerging minimizes the entropy of
+* ``exact``: 1 if greedy decoding gives a right answer, else 0. For multiple choice, 1 if the most likely choice is
+  right.
+* ``entropy``: Minus the entropy of the predictions. For multiple choice, this is the entropy of
+  ``p(choice) / p(all choices)``, in nats. Otherwise it is that of the next token, averaged over the positions of the
+  answers, in nats per token. It does not depend on which answer is right. AdaMerging minimizes the entropy of
   predictions (Yang et al. 2024, https://arxiv.org/abs/2310.02575).
 
-For ``metric``, lm-eval scores generated answers. Held-out text is read in the windows of ``tasks.perplexity``.
+For the measure ``metric``, lm-eval scores generated answers. Held-out text is read in the windows of
+``tasks.perplexity``.
 
-Documents are evaluated look by look, and each look has its own batches. The score of a candidate therefore depends
-neither on whether it was evaluated further nor on earlier candidates. A look sorts the documents of all tasks by
-length and pads them on the right. Identical inputs, such as those of single-token choices, are read once. The
-softmax is computed in float32 for any dtype of the network, and only at the positions that predict answers.
+Each look has its own batches, so the scores at one look do not depend on whether another follows. The batches contain
+the documents of all tasks, sorted by length and padded on the right. Identical inputs, such as those of single-token
+choices, are read once. The softmax is computed in float32, only at the positions that predict answers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 1 << 13  # largest number of tokens in a batch, with padding
 _MAX_LOGITS = 1 << 25  # largest number of logits computed at once: 128 MB in float32
 _MIN_LENGTH_SHARE = 0.6  # rows shorter than this share of the longest row start a new batch
-_MIN_TOKENS = 1 << 10  # smallest number of tokens before a batch is closed because of shorter rows
+_MIN_TOKENS = 1 << 10  # smallest batch in tokens, unless no rows are left
 
-# Answers by their input tokens: index of the answer, position that predicts its first token, and its tokens.
+# Answers by input tokens: index of the answer, position that predicts its first token, and its tokens.
 _Rows = dict[tuple[int, ...], list[tuple[int, int, tuple[int, ...]]]]
 
 
@@ -92,11 +92,11 @@ class SearchDocuments:
         metric_keys: Metrics to compute for each document.
         tasks: Tasks by name, with all documents of the set.
         text: Held-out text. None if it is not used.
-        looks: Cumulative share of each task's documents after each look, increasing. The last one is 1.
+        looks: Share of each task's documents that is evaluated by each look, increasing to 1.
 
     Raises:
-        InvalidInput: A likelihood is needed of a right answer that is not among the choices, or a task has no
-            documents.
+        InvalidInput: A task has no documents, or ``log_likelihood`` is needed for a document whose right answer is not
+            among the choices.
     """
 
     def __init__(
@@ -179,15 +179,11 @@ class SearchDocuments:
 
 
 class _AnswerScores(NamedTuple):
-    """Measurements of answers, by index of the answer.
+    """Measurements of each answer."""
 
-    ``sums`` are log-likelihoods in nats. ``greedy`` states whether greedy decoding gives the answer. ``entropies`` are
-    summed over the positions that predict its tokens, in nats, and are zero if they are not requested.
-    """
-
-    sums: list[float]
-    greedy: list[bool]
-    entropies: list[float]
+    sums: list[float]  # log-likelihoods in nats
+    greedy: list[bool]  # whether greedy decoding gives the answer
+    entropies: list[float]  # summed over the positions that predict the answer, in nats; 0 if not requested
 
 
 class _Measures(NamedTuple):
@@ -198,10 +194,7 @@ class _Measures(NamedTuple):
 
 
 def _measure_document(document: TokenizedDocument, answers: _AnswerScores, lengths: Sequence[int]) -> _Measures:
-    """Return the measures of one document, as defined in the module docstring.
-
-    ``lengths`` is the number of tokens of each answer.
-    """
+    """Return the measures of one document. ``lengths`` is the number of tokens of each answer."""
     sums = answers.sums
     likely = max((sums[index] / lengths[index] for index in document.right), default=-math.inf)
     if document.is_choice:
@@ -215,10 +208,7 @@ def _measure_document(document: TokenizedDocument, answers: _AnswerScores, lengt
 
 
 def _make_batches(rows: _Rows) -> Iterator[_Batch]:
-    """Yield batches of rows of similar length, longest first.
-
-    Ties stay in insertion order, so no hash affects the batches.
-    """
+    """Yield batches of rows of similar length, longest first. Ties stay in order, so the batches are deterministic."""
     import torch
 
     groups: list[list[tuple[int, ...]]] = []

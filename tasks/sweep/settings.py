@@ -1,4 +1,4 @@
-"""Define the settings under ``sweep`` in a profile: free parameters, objective, documents and budget.
+"""Define the ``sweep`` section of a profile: free parameters, objective, documents and budget.
 
 ::
 
@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Number that a document yields for a model. More is better for all measures.
+# Kind of number that each document gives a model. More is better for all measures.
 Measure = Literal["exact", "probability", "log_likelihood", "entropy", "metric"]
 SamplerName = Literal["cma", "random", "tpe", "gp", "nsga2"]
 Value = bool | float | int | str
@@ -169,6 +169,6 @@ class SweepSettings(_Settings):
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """Tasks of the objective and the constraints as written in the profile, without duplicates."""
+        """Tasks of the objective and the constraints by their names in the profile, without duplicates."""
         names = [*(term.task for term in self.objective), *(constraint.task for constraint in self.constraints)]
         return tuple(dict.fromkeys(task for task in names if task is not None))

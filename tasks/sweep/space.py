@@ -1,15 +1,14 @@
 """Map the free parameters of a recipe to coordinates in [0, 1], and points back to recipes.
 
-A free parameter has one coordinate, or one per group of layers, per filter, or per combination of both. A point has a
-value for each coordinate, by its name::
+A free parameter has a single coordinate, or one for each group of layers, each filter, or each combination of both. A
+point has a value for each coordinate, by name::
 
-    density                one for all
+    density                all tensors
     weight[2]              the third group of layers
-    weight[self_attn]      tensors whose name contains it; weight[*]: all others
-    weight[mlp:0]          both
+    weight[self_attn]      tensors whose name contains 'self_attn'; weight[*]: tensors that no filter matches
+    weight[mlp:0]          tensors of the first group of layers whose name contains 'mlp'
 
-Values are rounded before anything is measured. The recipe that is written down is therefore the recipe that was
-measured, and equal recipes have the same key.
+Values are rounded before a candidate is scored, so the saved recipe is exactly the one that was scored.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from mergegate.tasks.store import digest
 from mergegate.tasks.sweep.recipes import Placeholder, fill_placeholders, find_placeholders
 from mergegate.tasks.sweep.settings import FreeParameter, Point, SweepSettings, Value
 
-# Digits after the decimal point. Narrow ranges get more, so that they have thousands of values. Logarithmic parameters
-# get this many significant digits.
+# Digits after the decimal point, or more in narrow ranges, so that they have thousands of values. For logarithmic
+# parameters, number of significant digits.
 DIGITS = 4
 _OTHERS = "*"  # name of the part with all tensors that no filter matches
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One free number or choice.
+    """Free number or choice: one dimension of a search space.
 
     Args:
         parameter: Name of the parameter.
         free: Type, range and choices of the parameter.
-        part: Filter, or ``*`` for all other tensors. None: the parameter has no filters.
-        group: Group of layers, from 0. None: the parameter has no groups.
+        part: Filter, or ``*`` for tensors that no filter matches. Default: the parameter has no filters.
+        group: Group of layers, from 0. Default: the parameter has no groups.
     """
 
     parameter: str
@@ -73,7 +72,7 @@ class Coordinate:
         return float(self.free.high or 0.0)
 
     def encode(self, value: Value) -> float:
-        """Return the position of ``value`` in [0, 1]. A choice is at the middle of its share."""
+        """Return the position of ``value`` in [0, 1]. A choice is in the middle of its part of this range."""
         if self.free.type == "category":
             texts = [_value_text(choice) for choice in self.free.choices]
             return (texts.index(_value_text(value)) + 0.5) / self.choices
@@ -85,7 +84,7 @@ class Coordinate:
         return (position - low) / (high - low)
 
     def decode(self, unit: float) -> Value:
-        """Return the value at ``unit``, which is clipped to [0, 1]."""
+        """Return the value at position ``unit``, which is clipped to [0, 1]."""
         unit = min(max(float(unit), 0.0), 1.0)
         if self.choices:
             index = min(int(unit * self.choices), self.choices - 1)
@@ -106,8 +105,8 @@ class Space:
     Args:
         recipe: Recipe as parsed YAML.
         coordinates: Coordinates, in the order of the parameters in the profile.
-        sums: Groups of coordinates whose values sum to one, by index.
-        layers: Number of layers of the model. 0: unknown and not needed.
+        sums: Groups of coordinates whose values sum to one, as indices.
+        layers: Number of layers of the model, or 0 if it is unknown.
         name: Name of the recipe in error messages.
     """
 
@@ -119,15 +118,15 @@ class Space:
 
     @property
     def start(self) -> Point:
-        """Hand-written values, exactly as written."""
+        """Hand-written values, not rounded."""
         return {coordinate.name: coordinate.free.start for coordinate in self.coordinates}
 
     def encode(self, point: Point) -> NDArray[np.float64]:
-        """Return the position of ``point``, ``[coordinates]``, in [0, 1]."""
+        """Return the positions of the values of ``point`` in [0, 1], as ``[coordinates]``."""
         return np.array([coordinate.encode(point[coordinate.name]) for coordinate in self.coordinates])
 
     def decode(self, unit: Sequence[float] | NDArray[np.float64]) -> Point:
-        """Return the point at ``unit``, ``[coordinates]``. Values outside [0, 1] are clipped."""
+        """Return the point at the positions ``unit``, ``[coordinates]``, which are clipped to [0, 1]."""
         values = [
             coordinate.decode(float(position)) for coordinate, position in zip(self.coordinates, unit, strict=True)
         ]
@@ -138,9 +137,9 @@ class Space:
         return {coordinate.name: value for coordinate, value in zip(self.coordinates, values, strict=True)}
 
     def fill_recipe(self, point: Point) -> dict[str, Any]:
-        """Return the recipe with its placeholders filled, as a user would write it.
+        """Return the recipe with the values of ``point`` in place of its placeholders.
 
-        If the method is one of the choices, parameters that the chosen method does not have are left out.
+        If the method is searched too, parameters that the chosen method does not have are left out.
 
         Raises:
             InvalidInput: The method does not exist.
@@ -166,16 +165,11 @@ class Space:
 
 
 def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
-    """Yield variants of the start recipe that differ from it in one coordinate each.
+    """Yield the start recipe with one choice replaced, for each choice of each category.
 
-    There is one variant for each choice of a coordinate other than its start value. The start recipe and its variants
-    name all models and methods that a candidate can consist of.
-
-    Args:
-        recipe: Recipe with placeholders for the coordinates.
-        settings: Settings of the sweep.
+    Together with the start recipe, these recipes name all models and methods of all candidates.
     """
-    # The real number of layers is not needed here. One layer per group is enough to write the recipe.
+    # The number of layers is not known here. One layer per group suffices to fill the recipe.
     layers = max(free.layers or 1 for free in settings.parameters.values())
     space = make_space(recipe, settings, layers, "recipe")
     for coordinate in space.coordinates:
@@ -185,18 +179,15 @@ def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Ite
 
 
 def count_layers(names: Iterable[str]) -> int | None:
-    """Return the number of layers of a model, based on the names of its tensors.
+    """Return the number of layers of a model with these tensor names, or None if it has no layers.
 
-    If the model has several stacks of layers, return the number of layers in the deepest stack, because gradients run
-    along it. Return None if the model has no layers.
+    If the model has several stacks of layers, the deepest stack counts, because lists of values are spread over it.
     """
     return max(stacks(names).values(), default=None)
 
 
 def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, name: str) -> dict[str, Any]:
-    """Return the hand-written recipe, in which each placeholder is filled by its start value.
-
-    A parameter with groups of layers or filters is filled by a single number, too.
+    """Return the recipe with a single start value in place of each placeholder, even with filters or groups of layers.
 
     Raises:
         InvalidInput: A placeholder has no parameter.
@@ -207,7 +198,7 @@ def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, name: str) 
 
 
 def recipe_key(recipe: Mapping[str, Any]) -> str:
-    """Return the key of a recipe: 64 hex digits, the same for equal recipes."""
+    """Return the digest of a recipe: 64 hex digits, the same for equal recipes."""
     return digest(recipe)
 
 
@@ -217,12 +208,12 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
     Args:
         recipe: Recipe as parsed YAML.
         settings: Settings of the search, with the free parameters.
-        layers: Number of layers of the merged model. None: unknown.
+        layers: Number of layers of the merged model, or None if it is unknown.
         recipe_name: Name of the recipe in error messages.
 
     Raises:
-        InvalidInput: A placeholder has no parameter or the reverse, a range is empty, a start value is out of range,
-            groups of layers are set for a model without layers, weights cannot sum to one, or a method does not exist.
+        InvalidInput: A placeholder has no parameter, a parameter has no placeholder or is not valid, or a method does
+            not exist.
     """
     placeholders = list(find_placeholders(recipe, recipe_name))
     for placeholder in placeholders:
@@ -265,13 +256,11 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
 
 
 def project_to_sum_one(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the nearest values within ``bounds`` that sum to one, rounded to four digits.
+    """Return the values within ``bounds`` that are nearest to ``values`` and sum to one, rounded to four digits.
 
-    All values are shifted by the same amount and clipped to their bounds (the Euclidean projection on a simplex with
-    bounds; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
-
-    ``bounds`` holds the lower and upper bound of each value. The lower bounds sum to at most one, the upper bounds to
-    at least one.
+    ``bounds`` holds the lower and upper bound of each value. The sum of the lower bounds must be at most one, and that
+    of the upper bounds at least one. All values are shifted by the same amount and clipped to their bounds (Euclidean
+    projection on a bounded simplex; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
     """
     original, (low, high) = np.asarray(values), np.asarray(bounds, dtype=np.float64).T
     least, most = float((original - high).min()), float((original - low).max())
@@ -356,7 +345,7 @@ def _check_parameter(free: FreeParameter, location: str) -> None:
 
 
 def _sums(names: Sequence[str], settings: SweepSettings, coordinates: Sequence[Coordinate]) -> list[tuple[int, ...]]:
-    """Return the groups of coordinates that sum to one: one group per group of layers and filter."""
+    """Return the groups of coordinates that sum to one: one for each combination of filter and group of layers."""
     location = "sweep.sum_to_one"
     for name in names:
         if name not in settings.parameters:

@@ -1,8 +1,8 @@
-"""Define trials and studies: a request, its scores, a candidate, the progress of a search, and its result.
+"""Define the trials of a search and its result, the study, and rank trials.
 
 Feasible candidates rank before infeasible ones, infeasible ones rank by the size of their violation (Deb 2000, Comput.
 Methods Appl. Mech. Eng. 186:311), and candidates without a score come last. With several objectives the result is a
-front, and the candidate of the front with the best weighted sum is the one to be confirmed.
+Pareto front, and its candidate with the best weighted sum is confirmed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SearchEnd = Literal["trials", "hours", "cost"]
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """A candidate to score. Picklable.
+    """Request to score a candidate. Picklable.
 
     Args:
-        recipe: Recipe as parsed YAML, without placeholders.
-        document_set: Set of documents to score it on.
-        race: Rule that may drop it early. None: it is scored on all documents.
-        directory: Directory that its relative paths are relative to. None: it has no relative paths.
+        recipe: Recipe of the candidate as parsed YAML, without placeholders.
+        document_set: Set of documents for the scores.
+        race: Rule that may drop the candidate early. Default: it is scored on all documents.
+        directory: Directory to which relative paths in the recipe refer. Default: there are none.
     """
 
     recipe: Mapping[str, Any]
@@ -44,12 +44,12 @@ class TrialScores:
     """Scores of one candidate.
 
     Args:
-        table: One number per document, by (task, measure). For a dropped candidate, only the first documents.
-        dropped: Whether the race dropped it before all documents were evaluated.
+        table: One number per document, by metric. For a dropped candidate, only the first documents.
+        dropped: Whether the race dropped the candidate before all documents were evaluated.
         change: Relative size of the change from the base, ``|merge - base| / |base|`` over all tensors. NaN if it was
             not measured.
-        seconds: Wall time by activity: ``merge``, ``load``, ``score``.
-        problem: Why there is no score (the merge was refused or computed NaN). Empty if there is one.
+        seconds: Wall time by activity, such as ``merge``, ``load`` and ``score``.
+        problem: Why there is no score (the merge was refused or contains NaN). Empty if there is a score.
     """
 
     table: ScoresByMetric
@@ -61,19 +61,18 @@ class TrialScores:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate of a sweep, with its parameters and scores.
+    """Candidate of a search, with its parameters and scores.
 
     Args:
-        number: Index from 0, in the order in which candidates were proposed.
-        generation: Generation of the sampler that proposed it. -1: hand-written.
-        origin: ``hand-written``, ``sampler`` or ``baseline``.
+        number: Index from 0, in the order of proposal.
+        generation: Generation in which the candidate was proposed, or -1 for a hand-written recipe.
+        origin: ``hand-written``, ``sampler`` or ``baseline`` (random search).
         label: Name of a hand-written recipe. Empty for other trials.
         point: Values by name of coordinate.
-        scores: One number per objective (a single one unless ``multi_objective`` is set). More is better. A dropped
-            trial has the value that ranks it: the incumbent's score plus the observed mean paired difference. NaN: see
-            ``problem``.
-        violation: Sum of all constraint violations, in the unit of the scores. 0: feasible.
-        documents: Share of the search documents that it was evaluated on, in (0, 1].
+        scores: One number per objective; more is better. A dropped trial has the incumbent's score plus the observed
+            mean difference. If there is a ``problem``, scores are NaN.
+        violation: Sum of all constraint violations, in the unit of the scores, or 0 if the candidate is feasible.
+        documents: Share of the search documents that were evaluated, in (0, 1].
         dropped: See ``TrialScores``.
         change: See ``TrialScores``.
         seconds: Total wall time.
@@ -95,7 +94,7 @@ class Trial:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has a score on all documents."""
+        """Whether the trial has a score on all documents."""
         return not (self.dropped or self.problem) and bool(self.scores) and not any(map(math.isnan, self.scores))
 
 
@@ -114,11 +113,13 @@ class SearchProgress:
 
     Args:
         trials: Number of trials so far.
-        budget: Total number of trials.
+        budget: Largest number of trials.
+        generation: Number of the running generation, or -1 for the hand-written recipes.
         best: Best score so far. None until a trial has a score.
-        hand_written: Score of the best hand-written recipe. None until such a recipe has a score.
-        seconds_left: Estimated remaining seconds, based on the speed of this run. None until there is an estimate.
-        spent: Money spent so far. None without a configured rate.
+        best_number: Number of the trial with this score.
+        hand_written: Best score of a hand-written recipe. None until such a recipe has a score.
+        seconds_left: Estimated remaining seconds. None until a trial has been scored in this run.
+        spent: Money spent so far. None without ``cost_per_hour``.
     """
 
     trials: int
@@ -138,21 +139,18 @@ class Study:
     Args:
         settings: Settings of the sweep.
         objective: Objective of the search.
-        coordinates: Coordinates of the search space, in their order in the space.
+        coordinates: Coordinates of the search space, in order.
         trials: All trials, sorted by number.
-        best: Candidate with the best score, not counting hand-written recipes. None if all candidates lack a score.
+        best: Best trial without hand-written recipes. None if no such trial has a score.
         front: Trials on the Pareto front. Empty if there is only one objective.
-        sizes: Number of search documents for each pair of task and measure.
-        tables: Scores of the hand-written recipes and of the best candidates, by trial number.
-        recipes: Recipes of the same trials as in ``tables``, by trial number.
+        sizes: Number of search documents by metric.
+        tables: Score tables of the hand-written recipes and of the best candidates, by trial number.
+        recipes: Recipes of the trials in ``tables``, by trial number.
         population: Number of candidates in each generation of the sampler.
-        share = self.evaluated_share
-        effort = f" · {100 * share:.0f} % of the documents evaluated" if share < 1 else ""
-            these.
+        scored_count: Number of different recipes that were scored. Trials with the same recipe share its scores.
         new_count: Number of trials that were scored in this run.
-        seconds: Duration in seconds by activity. ``merge``, ``load`` and ``score`` are totals over all trials, and
-            ``wall`` is the elapsed time of the search.
-        spent: Money that was spent. None without a configured rate.
+        seconds: Seconds by activity. ``wall`` is the elapsed time of the search, others are totals over all trials.
+        spent: Money that was spent. None without ``cost_per_hour``.
         stop_reason: Limit of the budget that ended the search.
     """
 
@@ -184,23 +182,23 @@ class Study:
 
     @property
     def hand_written(self) -> tuple[Trial, ...]:
-        """Hand-written trials. The first is the searched recipe with its start values."""
+        """Trials of hand-written recipes. The first is the searched recipe with its start values."""
         return tuple(trial for trial in self.trials if trial.origin == "hand-written")
 
     @property
     def reference(self) -> Trial:
-        """Best hand-written recipe on the documents of the search."""
+        """Trial of the hand-written recipe with the best score on the documents of the search."""
         return best_of(self.hand_written, self.objective) or self.hand_written[0]
 
     @property
     def evaluated_share(self) -> float:
-        """Share of the search documents that was evaluated, averaged over all candidates of the search."""
+        """Share of the search documents that were evaluated, averaged over all candidates."""
         shares = [trial.documents for trial in self.trials if trial.origin != "hand-written" and not trial.problem]
         return sum(shares) / len(shares) if shares else 1.0
 
 
 def rank(scores: Sequence[Sequence[float]], violations: Sequence[float], objective: Objective) -> list[int]:
-    """Return the rank of each candidate by Deb's rule, from 0 for the best. Ties share a rank, and NaN comes last."""
+    """Return each candidate's rank by Deb's rule (see the module), from 0 for the best. Ties share a rank."""
     keys = [_key(values, violation, objective) for values, violation in zip(scores, violations, strict=True)]
     ranks = {key: position for position, key in enumerate(sorted(set(keys)))}
     return [ranks[key] for key in keys]
@@ -218,7 +216,7 @@ def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
 def front(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """Return the feasible trials on the Pareto front, sorted by number.
 
-    No other feasible trial is at least as good in every objective and better in one.
+    For a trial on the front, no other feasible trial is at least as good in every objective and better in one.
     """
     feasible = [trial for trial in trials if trial.is_complete and trial.violation == 0]
     optimal = [

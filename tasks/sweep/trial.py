@@ -1,9 +1,9 @@
-"""Run a trial: merge a recipe in memory and score the merge, in the process that holds models.
+"""Run a trial: merge a candidate in memory and score it, in the model process.
 
 Between trials the parents stay open, the network stays in memory, and the documents stay tokenized. A candidate is
 merged tensor by tensor into the network (:mod:`network`) and scored on the documents (:mod:`search_documents`). Only a
 candidate that cannot be copied into the network, such as the first of its structure, is written to a temporary
-directory. The scores equal those of the bytes that the engine would write for the same recipe and seed::
+directory. The scores equal those of the checkpoint that the engine would write for the same recipe and seed::
 
     setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, metric_keys=..., scoring=Scoring())
     scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, document_set="search"))
@@ -67,7 +67,7 @@ class TrialSet:
 
     Args:
         tasks: Tasks, restricted to the documents of this set.
-        text: Held-out text, restricted to the documents of this set. None: it is not used.
+        text: Held-out text, restricted to the documents of this set. Default: none.
         text_documents: Number of documents of the text that are read.
     """
 
@@ -76,7 +76,7 @@ class TrialSet:
     text_documents: int = 0
 
     def size(self, task: str) -> int:
-        """Return the number of documents of a task, or of the text."""
+        """Return the number of documents of a task, or of the text if ``task`` is ``TEXT``."""
         sizes = {item.name: item.documents or 0 for item in self.tasks}
         return self.text_documents if task == TEXT else sizes[task]
 
@@ -89,16 +89,15 @@ class TrialSetting:
         parents: Every checkpoint that a candidate may name.
         sets: Documents by name of the set.
         metric_keys: Metrics to compute for each document, in every set.
-        scoring: Scoring settings of the evaluation stage. Its dtype is that of the network. Only the backend ``hf`` is
-            supported.
-        windows: Window settings for held-out text. The dtype is ignored.
+        scoring: Scoring settings of the evaluation stage. Only the backend ``hf`` is supported.
+        windows: Window settings for held-out text, of which the dtype is ignored.
         device: Device of the network.
-        merge_device: Device that candidates are merged on.
+        merge_device: Device on which candidates are merged.
         seed: Seed of the random masks of a merge.
-        base: Name of the parent that changes are measured from. Empty: changes are not measured.
-        looks: Shares at which documents are split into batches in trials without a race. If they equal those of the
-            races, a candidate gets bit-identical scores with and without a race.
-        threads: Number of threads that merge and score.
+        base: Name of the parent from which the change of a candidate is measured. Default: changes are not measured.
+        looks: Shares of the documents in separate batches, for trials without a race. With the shares of the races, a
+            candidate gets bit-identical scores with and without a race.
+        threads: Number of threads for merging and scoring.
         measured: Calibration measurements of the parents, for methods that use them.
     """
 
@@ -116,10 +115,7 @@ class TrialSetting:
     measured: Mapping[CalibrationRequest, InputMeasurements] = field(default_factory=dict)
 
     def parent_request(self, name: str) -> TrialRequest:
-        """Return a request that scores a parent unmerged, with its adapter if it has one.
-
-        Args:
-            name: Name of the parent.
+        """Return a request to score the parent ``name`` itself, with its adapter if it has one.
 
         Raises:
             InvalidInput: There is no parent of that name.
@@ -127,10 +123,7 @@ class TrialSetting:
         return TrialRequest({"merge_method": PASSTHROUGH.name, "models": [{"model": _parent(self, name).ref}]})
 
     def digest(self) -> str:
-        """Return a digest of everything that determines a score except the candidate: 64 hex digits.
-
-        The number of threads is not part of it.
-        """
+        """Return a digest of everything except the candidate that determines a score: 64 hex digits."""
         return digest(
             {
                 "version": _VERSION,
@@ -154,10 +147,7 @@ class TrialSetting:
 
 
 def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
-    """Merge a candidate in memory and score it.
-
-    Returns:
-        Scores of the candidate, or its problem if the merge is refused or does not give finite numbers.
+    """Merge a candidate in memory and return its scores, or a problem if it is refused or its scores are not finite.
 
     Raises:
         InvalidInput: The documents cannot be evaluated, or the process died.
@@ -190,7 +180,7 @@ def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
 
 @dataclass(frozen=True)
 class TrialAnswer:
-    """``TrialScores`` in plain data, for the transfer between processes."""
+    """``TrialScores`` as plain data, to be sent from the model process."""
 
     numbers: tuple[tuple[MetricKey, bytes], ...] = ()  # float64
     dropped: bool = False
@@ -199,7 +189,7 @@ class TrialAnswer:
     problem: str = ""
 
 
-# Everything below runs in the process that holds models.
+# Everything below runs in the model process.
 
 
 def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> TrialAnswer:
@@ -220,7 +210,7 @@ def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgre
 
 
 class _Workspace:
-    """State that is reused from one trial of a study to the next."""
+    """Open parents, network and tokenized documents, which all trials of a study share."""
 
     def __init__(self, setting: TrialSetting) -> None:
         if setting.scoring.backend != "hf":
@@ -270,7 +260,7 @@ class _Workspace:
         return TrialAnswer(numbers, dropped, change, watch.seconds)
 
     def _fill_network(self, request: TrialRequest, watch: Stopwatch) -> CandidateNetwork:
-        """Put the merge of ``request`` into the network, and return the network."""
+        """Return a network with the weights of the candidate."""
         with watch.measure("plan"):
             plan = self._plan(request)
             structure = structure_digest(plan, self._file_digests)
@@ -325,10 +315,10 @@ class _Workspace:
     def _tokenized_documents(
         self, network: CandidateNetwork, set_name: SearchedSet, looks: tuple[float, ...]
     ) -> SearchDocuments:
-        """Return the documents of a set as tokens of the network, from the cache if possible."""
+        """Return the documents of a set, tokenized for the network, from the cache if possible."""
         cache_key = (*self._text_key, set_name, looks)
         if cache_key in self._documents:
-            self._documents[cache_key] = self._documents.pop(cache_key)  # the most recently used one is last
+            self._documents[cache_key] = self._documents.pop(cache_key)  # the most recently used set is last
             return self._documents[cache_key]
         while len(self._documents) >= _MAX_TOKENIZED_SETS:
             del self._documents[next(iter(self._documents))]
@@ -359,7 +349,7 @@ _workspace: _Workspace | None = None
 
 
 def _free_network() -> None:
-    """Free the memory of the network for another use. The tokenized documents stay."""
+    """Free the memory of the network, but not that of the tokenized documents."""
     if _workspace is not None:
         _workspace.network = None
 

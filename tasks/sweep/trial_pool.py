@@ -1,4 +1,4 @@
-"""Run a search on workers: connect samplers, scores and the confirmation with a runner and the ledger."""
+"""Run the search and the confirmation of a sweep on the workers of a runner, with scores from the ledger."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from mergegate.tasks.sweep.trial import TrialSetting, score_trial
 
 @dataclass(frozen=True)
 class PreparedSearch:
-    """A search that can start: all inputs exist, are pinned, and are allowed.
+    """Search that can start, because its inputs exist, are pinned and passed all checks.
 
     Args:
+        problem: Space, settings and objective of the search.
         method: Description of the searched merge, such as 'ties of 2 over base'.
-        directory: Directory that paths in recipes are relative to.
+        directory: Directory to which relative paths in recipes refer.
         setting: Settings that all trials share.
-        gate_documents: Number of documents of each gate task that neither trials nor the confirmation use.
+        gate_documents: Number of documents of each gate task that the sweep does not use.
     """
 
     problem: SearchProblem
@@ -49,12 +50,13 @@ class PreparedSearch:
 
 
 class TrialPool:
-    """Run the stages of a search on workers.
+    """Workers on which the steps of a sweep run: forecast, search and confirmation.
 
     Args:
+        search: Search to run.
         runner: Runner that scores candidates.
         ledger: Store of scored trials.
-        workers: Number of parallel workers. Each one is paid for.
+        workers: Number of parallel workers, for the cost of the search.
     """
 
     def __init__(self, search: PreparedSearch, runner: Runner, ledger: Ledger, workers: int) -> None:
@@ -62,9 +64,7 @@ class TrialPool:
         self._fingerprint = ""  # fingerprint of the parents' files when their hashes last matched the pinned ones
 
     def power(self) -> ConfirmationPower:
-        """Forecast the gains that the confirmation can detect.
-
-        This scores the hand-written recipes on the documents of the search.
+        """Score the hand-written recipes, and forecast the gains that the confirmation can detect.
 
         Raises:
             Refused: A hand-written recipe cannot be scored.
@@ -84,10 +84,10 @@ class TrialPool:
 
         Args:
             on_progress: Callback after each newly scored trial and after each generation.
-            on_generation: Callback after each generation, with all trials so far.
+            on_generation: Callback after each generation, with all trials so far. Default: do nothing.
 
         Raises:
-            Refused: A hand-written recipe has no score, or a parent that a constraint names has none.
+            Refused: A hand-written recipe, or a parent that a constraint names, has no score.
         """
         problem = self._search.problem
         references = dict.fromkeys(limit.reference for limit in problem.objective.limits)
@@ -104,7 +104,7 @@ class TrialPool:
         )
 
     def confirm(self, study: Study) -> Confirmation | NothingToConfirm:
-        """Test the winner on documents that no trial saw, or return why there is nothing to test.
+        """Test the winner on documents that no trial used, if it beat the reference in the search.
 
         Raises:
             Refused: The winner or its reference has no score on these documents.
@@ -140,7 +140,7 @@ class TrialPool:
         return [scores.table for scores in results]
 
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        """Score candidates, and reject a result unless the parents still match their pinned hashes when it arrives."""
+        """Score candidates. When a result arrives, check that the parents still have their pinned hashes."""
         parents = self._search.setting.parents
         for number, result in self._runner.run_each(partial(score_trial, self._search.setting), requests):
             # Compare hashes only if the fingerprint changed, because hashing can take longer than a trial.
