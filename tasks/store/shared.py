@@ -327,7 +327,7 @@ class _Lease:
                 self._store._fs.rm_file(self._path)
 
     def _holder(self) -> tuple[str, float]:
-        """Return owner and end of the lease. An unreadable lease, which may be half-written, counts as held for a while."""
+        """Return owner and end of the lease. An unreadable one may be half-written and counts as held for a while."""
         try:
             content = json.loads(self._store._fs.cat_file(self._path))
             return str(content["owner"]), min(float(content["until"]), time.time() + 2 * self._store.lease_s)

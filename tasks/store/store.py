@@ -115,7 +115,7 @@ class _Entry(Generic[T]):
 
 
 class Store:
-    """Artifact store in the directory ``root``. Users may delete anything in it at any time; runs rebuild what they miss.
+    """Artifact store in the directory ``root``. Users may delete anything in it, because runs rebuild what they miss.
 
     Args:
         root: Directory of the store.
