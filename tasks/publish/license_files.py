@@ -107,7 +107,8 @@ def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdic
     """
     own_files = tuple(_own_files(parents, verdict))
     required = [item for item in verdict.combination.obligations if item.kind == "text"]
-    # The weights may be under a license whose text no parent requires. An unknown license is required by model.
+    # The weights may be under a license whose text no obligation requires. The obligation for an unknown license names
+    # the model instead of the license.
     identifiers = {identifier for item in required for identifier in item.because}
     required += [
         Obligation(kind="text", text=f"ship the text of {identifier}", because=(identifier,))

@@ -113,7 +113,7 @@ class PublicNames:
         elif type(original) in (list, tuple):
             items = type(original)(self.apply(item) for item in original)
             changed = original if all(new is old for new, old in zip(items, original, strict=True)) else items
-        return changed  # type: ignore[no-any-return]  # of the same type
+        return changed  # type: ignore[no-any-return]  # has the type of ``value``
 
     def rename_yaml(self, text: str) -> str:
         """Return the YAML in `text` with every local path renamed, including quoted and escaped paths."""
@@ -173,7 +173,7 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
                 if is_short and not first:
                     continue
                 is_shared = is_short or path in (str(Path.home()), tempfile.gettempdir())
-                # ``first`` is a name that a stranger wrote.
+                # ``first`` comes from an untrusted file.
                 if first and is_shared and not os.path.lexists(os.path.join(path, first)):  # noqa: PTH118
                     continue
                 leak = match[0].decode(errors="replace")

@@ -105,7 +105,7 @@ class Signature:
     def matches_key(self, key_file: Path) -> bool:
         """Return whether the counterpart of the public key in ``key_file`` created the signature.
 
-        Raises InvalidInput if ``key_file`` is not a public key on a supported curve.
+        Raise InvalidInput if ``key_file`` is not a public key on a supported curve.
         """
         key = public_key(key_file)
         try:
@@ -118,7 +118,7 @@ class Signature:
 def read_signature(bundle: bytes) -> Signature:
     """Parse a signature bundle.
 
-    Raises ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
+    Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
     """
     problem = "not a signature that mergegate can read"
     try:

@@ -55,7 +55,7 @@ class Launch:
 def find_server(settings: ServeSettings, root: Path) -> ServerKind:
     """Return the program and version of the server that ``settings`` select, without starting it.
 
-    A relative ``serve.python`` is relative to ``root``. Raises InvalidInput if vLLM is not installed in that
+    A relative ``serve.python`` is relative to ``root``. Raise InvalidInput if vLLM is not installed in that
     environment.
     """
     if (command := settings.command) is not None:

@@ -65,7 +65,7 @@ def base_name(name: str) -> str:
 def plan_lora(adapted_model: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
     """Return the base and the adapter if vLLM can serve them as LoRA, or else the reason why it cannot.
 
-    Raises InvalidInput if the files are not a checkpoint, or the adapter does not fit it.
+    Raise InvalidInput if the files are not a checkpoint, or the adapter does not fit it.
     """
     assert adapted_model.adapter is not None  # callers ensure this
     adapted_model.open()  # raises unless every tensor of the adapter belongs to the base

@@ -96,7 +96,7 @@ class ServerProcess:
     def await_ready(self, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
         """Wait until the server answers and lists its model.
 
-        ``on_wait`` is called repeatedly with the elapsed seconds. Raises ServerEnded if the server exits, or is stopped
+        ``on_wait`` is called repeatedly with the elapsed seconds. Raise ServerEnded if the server exits, or is stopped
         because it is not ready in time.
         """
         began, tries = time.monotonic(), 1

@@ -79,7 +79,7 @@ def make_reference(
 ) -> Reference:
     """Load the model, score the texts, render the chat, and free the memory for the server.
 
-    ``on_progress`` is never called, because the work takes only seconds. Raises InvalidInput if transformers cannot
+    ``on_progress`` is never called, because the work takes only seconds. Raise InvalidInput if transformers cannot
     load the model, or memory does not suffice.
     """
     import torch

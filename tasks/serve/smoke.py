@@ -37,7 +37,7 @@ _CHECKS: tuple[tuple[str, ServerCheck], ...] = (
     ("over-long prompt", checks.check_length_limit),
 )
 _SEE_LOG = "see the log for details"
-STEPS = len(_CHECKS) + 4  # static, reference, ready, throughput
+STEPS = len(_CHECKS) + 4  # plus static checks, reference, server start and throughput
 
 OnStep = Callable[[int, str], None]  # receives the number of finished steps out of ``STEPS``, and the current step
 

@@ -251,7 +251,7 @@ class _Inputs:
     def find_text_directory(self, recipe: Recipe) -> Path | None:
         """Return the directory of the texts in the recipe, verified by hash, or None if the recipe has no texts.
 
-        Raises InvalidInput if a text is missing or has changed.
+        Raise InvalidInput if a text is missing or has changed.
         """
         texts = sorted({text for document in (*recipe.steps, recipe) for text in document.texts.values()})
         if not texts:

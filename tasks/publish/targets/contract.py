@@ -192,7 +192,7 @@ class PublishTarget(PublishSettings, ABC):
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Return the release that is published today, or None before the first.
 
-        Raises Refused if the target is unavailable, because no merge may pass without a comparison with its champion.
+        Raise Refused if the target is unavailable, because no merge may pass without a comparison with its champion.
         """
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
@@ -252,7 +252,7 @@ class PublishTarget(PublishSettings, ABC):
     def open(cls, reference: str) -> PublishedRelease | None:
         """Open a release by a user's reference, without a profile. Return None if the reference has another form.
 
-        Raises InvalidInput if the reference has this target's form, but there is no such release or it is unavailable.
+        Raise InvalidInput if the reference has this target's form, but there is no such release or it is unavailable.
         """
 
 

@@ -60,7 +60,7 @@ class DirectoryTarget(PublishTarget):
     def check(self, root: Path) -> None:
         """Check that the directory is writable or can be created.
 
-        Raises InvalidInput if the path or its nearest existing parent is not a directory, and Refused without
+        Raise InvalidInput if the path or its nearest existing parent is not a directory, and Refused without
         permission to write there.
         """
         directory = (root / self.path).absolute()
@@ -124,7 +124,7 @@ class DirectoryTarget(PublishTarget):
                     for file in request.files:
                         _write(file, partial / file.name, report)
                     fsync_directories(partial)
-                for file in request.files:  # for the next run
+                for file in request.files:  # so that the next run need not hash them
                     hashes.remember(destination / file.name, file.sha256)
             else:
                 finish_directory(partial_directory)
@@ -215,7 +215,7 @@ class DirectoryRelease:
     def _identity(self, path: Path) -> tuple[int, str]:
         try:
             with open_plain(path, within=self.directory) as file:
-                digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # raw is enough
+                digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # an unbuffered file suffices
                 return file.tell(), digest.hexdigest()
         except FileNotFoundError:
             return 0, "a broken link"
@@ -234,7 +234,7 @@ def _versions_in(directory: Path) -> list[Path]:
 def _move_link(link: Path, version: str) -> bool:
     """Point ``link`` to ``version`` in one step. Return whether it pointed elsewhere before.
 
-    Raises Refused if ``link``, or a temporary link next to it, does not point to a version in the same directory, so
+    Raise Refused if ``link``, or a temporary link next to it, does not point to a version in the same directory, so
     that mergegate did not create it.
     """
     step = link.with_name(f".{link.name[:200]}.partial")

@@ -76,7 +76,7 @@ class HubRelease:
         }
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. Small files are cached. Raise Refused if it does not match the Hub's listing."""
+        """Return the content of a file; small files are cached. Raise Refused if it does not match the Hub's hash."""
         if name in self._small_files:
             return self._small_files[name]
         entry = self.access.listing(self.repo, self.commit)[name]

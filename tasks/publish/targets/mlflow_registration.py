@@ -118,7 +118,7 @@ class MlflowRegistry:
     def register(self, registration: Registration) -> tuple[str, bool]:
         """Write the missing entries until the registry matches ``registration``. Idempotent.
 
-        Returns the number of the registered version, and whether anything was written.
+        Return the number of the registered version, and whether anything was written.
         """
         has_changed, failures = False, 0
         for _ in range(_ROUNDS):
@@ -152,7 +152,7 @@ class MlflowRegistry:
     def move_alias(self, model: str, version: str, alias: str) -> bool:
         """Point ``alias`` to the last registration of the release ``version``. Idempotent.
 
-        Returns false if the version is not registered.
+        Return false if the version is not registered.
         """
         versions = self._retry(lambda: self._versions(model, _VERSION_TAG, version))
         if not versions:

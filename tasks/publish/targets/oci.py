@@ -55,7 +55,7 @@ _TITLE = "org.opencontainers.image.title"
 _VERSION = "org.opencontainers.image.version"
 _EMPTY = b"{}"  # content of the config blob, which the specification requires
 _ROUNDS = 20
-_SHOWN_DIGITS = 19  # of a digest in a message, including its prefix
+_SHOWN_DIGITS = 19  # leading characters of a digest in a message: 'sha256:' and 12 digits
 
 
 class OciTarget(PublishTarget):

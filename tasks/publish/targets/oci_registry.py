@@ -65,7 +65,7 @@ class Registry:
     def manifest(self, reference: str) -> tuple[bytes, str] | None:
         """Return a manifest by tag or digest, and its digest, or None if there is no such manifest.
 
-        Raises Refused if the registry rejects the request, does not answer, or returns bytes that do not match the
+        Raise Refused if the registry rejects the request, does not answer, or returns bytes that do not match the
         digest.
         """
         answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, expected=(200, 404))

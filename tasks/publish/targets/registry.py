@@ -33,7 +33,7 @@ _BUILT_IN = (DirectoryTarget, HubTarget, S3Target, OciTarget, MlflowTarget)
 def publish_targets() -> Mapping[str, type[PublishTarget]]:
     """Return every target by its name in a profile (``to``).
 
-    Raises InvalidInput if an installed package registers an object that is not a target, or a name that is taken.
+    Raise InvalidInput if an installed package registers an object that is not a target, or a name that is taken.
     """
     targets: dict[str, type[PublishTarget]] = {_name(target): target for target in _BUILT_IN}
     for point in entry_points(group=GROUP):
@@ -64,7 +64,7 @@ def _name(target: object) -> str:
 def find_release(reference: str) -> PublishedRelease:
     """Open the release that a user's reference names. A local directory takes precedence over other targets.
 
-    Raises InvalidInput if there is no such release.
+    Raise InvalidInput if there is no such release.
     """
     targets = publish_targets().values()
     for target in targets:

@@ -115,7 +115,7 @@ class S3Publication:
     def send(self, names: Sequence[str]) -> None:
         """Send the listing, which marks work in progress, then the files, several in parallel.
 
-        Raises Refused if the store ignores ``If-None-Match``, because it would not stop a second publisher.
+        Raise Refused if the store ignores ``If-None-Match``, because it would not stop a second publisher.
         """
         checksum = _checksum(hashlib.sha256(self.listing).digest())
         self.location.write(self.listing_name, self.listing, **checksum)
@@ -168,7 +168,7 @@ class S3Publication:
                     raise file.alteration_error() from None
                 except Exception as error:
                     if is_of_client(error) and streamed is not None and streamed != file.sha256:
-                        raise file.alteration_error(streamed) from None  # the store has noticed, too
+                        raise file.alteration_error(streamed) from None  # the store rejected the same bytes
                     raise
                 if streamed is not None and streamed != file.sha256:
                     raise file.alteration_error(streamed)

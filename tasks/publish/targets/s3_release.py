@@ -82,7 +82,7 @@ def move_alias(location: S3Location, version: str, name: str) -> None:
 def read_alias(location: S3Location, name: str) -> tuple[ReleasedVersion, str] | None:
     """Return the version that the alias ``name`` points to and the entity tag of its object, or None.
 
-    Raises Refused if the object is not an alias.
+    Raise Refused if the object is not an alias.
     """
     with explained_errors(location):
         stored = location.read(f"{name}.json")
