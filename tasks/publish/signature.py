@@ -103,7 +103,7 @@ class Signature:
     hint: str  # sha256 of the public key in PEM; helps to find the key and proves nothing
 
     def matches_key(self, key_file: Path) -> bool:
-        """Return whether the counterpart of the public key in ``key_file`` created the signature.
+        """Return whether the private key that belongs to the public key in ``key_file`` created the signature.
 
         Raise InvalidInput if ``key_file`` is not a public key on a supported curve.
         """

@@ -263,7 +263,7 @@ def _compare_ids(name: str, theirs: Sequence[int] | None, ours: Sequence[int]) -
 
 
 def check_ends(subject: ServedSubject) -> list[Check]:
-    """Check that generation stops at each end-of-sequence id, at the end of a turn, and after each ``stops`` prompt."""
+    """Check that generation stops at each end-of-sequence id, after a turn, and after each prompt in ``stops``."""
     name, field, reference = "end of sequence", "generation_config.json: eos_token_id", subject.reference
     checks: list[Check] = []
     if reference is not None and not reference.ends:

@@ -35,7 +35,7 @@ class Completion:
 
 
 class Client:
-    """HTTP client for one server. Each request opens its own connection, because the server may end in between.
+    """HTTP client for one server. Each request opens its own connection, because the server may end between requests.
 
     ``url`` may end with ``/v1``. ``timeout`` is the longest time without receiving a byte, in seconds. ``key`` is a
     bearer token; by default, none is sent.

@@ -15,7 +15,7 @@ from mergegate.merge_core.wording import format_bytes, format_short_time
 
 
 class ServingCost(BaseModel):
-    """Measured cost of serving a model. None: not measured, or not measurable by a client of the server."""
+    """Measured cost of serving a model. A value is None if it was not measured, or if a client cannot measure it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

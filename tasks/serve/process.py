@@ -42,7 +42,7 @@ _TAIL = 1 << 20  # bytes at the start and at the end of a log that are searched 
 
 
 class ServerEnded(Exception):
-    """A server ended, or was not ready in time. The message is the cause from its log."""
+    """A server ended, or was not ready in time. The message is the cause that its log shows."""
 
     def __init__(self, cause: str, blame: Blame, returncode: int | None) -> None:
         super().__init__(cause)

@@ -44,7 +44,7 @@ OnStep = Callable[[int, str], None]  # receives the number of finished steps out
 
 @dataclass(frozen=True)
 class SmokeSetup:
-    """Server to start, device on which transformers computes the reference, and file for the server's output."""
+    """Server to start, device for computing the reference with transformers, and file for the server's output."""
 
     kind: ServerKind
     device: str
@@ -127,7 +127,7 @@ def smoke_url(
     """Check the answers of a server that is already running.
 
     ``checkpoint`` is the model that the server should be serving. Without it, no checks that need a reference run.
-    Raises InvalidInput if the server does not answer, or does not list the model.
+    Raise InvalidInput if the server does not answer, or does not list the model.
     """
     client = Client(server.url, settings.request_timeout, server.key)
     try:
@@ -223,7 +223,7 @@ class ServerProbe:
             raise
 
     def record_no_answer(self, reason: str) -> None:
-        """Add a failed check, because the server did not answer for ``reason``."""
+        """Add a failed check with ``reason``, because the server did not answer during the latest check."""
         remedy = "increase serve.request_timeout for a slow machine; otherwise see the server's log"
         self.checks.append(Check.failed_check(self.step, reason, "an answer", remedy))
 

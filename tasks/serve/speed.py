@@ -17,7 +17,7 @@ _ENOUGH = 15.0  # seconds after which no further try starts
 
 @dataclass(frozen=True)
 class Speed:
-    """Fastest of up to three tries. None: could not be measured.
+    """Fastest of up to three tries. A value is None if it could not be measured.
 
     Args:
         seconds_to_first_token: Time from sending a request for one token to receiving the answer.
@@ -56,7 +56,7 @@ def measure_speed(subject: ServedSubject) -> tuple[list[Check], Speed]:
 
 
 def _timed(subject: ServedSubject, tokens: int) -> tuple[Answer, float]:
-    """Request ``tokens`` tokens, and return the answer and the seconds. vLLM does not stop before that number."""
+    """Request ``tokens`` tokens, and return the answer and the seconds. vLLM generates exactly that many."""
     began = time.monotonic()
     answer = subject.complete(subject.settings.prompts[0], tokens, extension={"ignore_eos": True})
     return answer, time.monotonic() - began

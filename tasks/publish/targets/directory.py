@@ -6,9 +6,9 @@
     releases/demo/latest             a symlink to the current version; it moves in one step
     releases/demo/production         an alias: another symlink, to the version that was promoted
 
-mergegate writes a version to a temporary directory next to the final one. It compares the hash of each written file
-with the gated one and flushes the file to the disk. Then one rename makes the version visible and another moves
-``latest``. After a kill, the next run completes the publication.
+mergegate writes a version to a temporary directory next to the final one. It hashes each file while writing it,
+compares the hash with that of the file that passed the gate, and flushes the file to the disk. Then one rename makes
+the version visible and another moves ``latest``. After a kill, the next run completes the publication.
 """
 
 from __future__ import annotations

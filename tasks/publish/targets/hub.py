@@ -94,7 +94,10 @@ class HubTarget(PublishTarget):
         require_write_access(self.repo, self._access())
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Download the head of ``main``, a commit. Return None for an empty or missing repository."""
+        """Download the latest commit of ``main``. Return None if the repository is empty or missing.
+
+        The ``head`` of the release is this commit.
+        """
         access = self._access()
         commit = main_commit(access, self.repo)
         if commit is None or not set(access.listing(self.repo, commit)) - WRITTEN_BY_HUB:
@@ -160,7 +163,7 @@ class HubTarget(PublishTarget):
                 time.sleep(min(2.0**failures, _MAX_WAIT_S))
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version on whose commit the tag ``name`` is. See :func:`version_on` for several versions."""
+        """Return the version that the tag ``name`` points to, or None (see :func:`version_on`)."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         access = self._access()

@@ -31,7 +31,7 @@ WRITTEN_BY_HUB = frozenset({".gitattributes"})
 
 @dataclass(frozen=True)
 class DesiredFile:
-    """A gated file. ``blob`` is its git blob id, or None for a file that is too large for one."""
+    """A file that passed the gate. ``blob`` is its git blob id, or None if the file is too large for one."""
 
     size: int
     sha256: str

@@ -138,7 +138,7 @@ class MlflowRegistry:
         raise self._refusal(MlflowError("the written entries are missing afterwards"))
 
     def source(self, model: str, *, alias: str = "", number: str = "") -> str:
-        """Return the location of the model version with an alias or a number, or an empty string without one."""
+        """Return the location of the release that ``alias`` or ``number`` of ``model`` names, or an empty string."""
         if alias:
             return str(member(self._retry(lambda: self._alias(model, alias)), "source"))
         answer = self._retry(lambda: self._client.get("model-versions/get", name=model, version=number))

@@ -4,10 +4,10 @@ The digest of the manifest identifies the release: the same files give the same 
 rejects a manifest whose blobs are missing and a blob whose hash differs from its name, so a tag always points to a
 complete release.
 
-**Tags have no guard**, because registries ignore ``If-Match``. If two publishers read ``latest`` before either writes
-it, the last one wins, and neither is notified. mergegate reduces the risk: it reads ``latest`` directly before and
-after it writes, and writes a version's tag only if it does not exist. If that is not enough, publish from one place or
-to a target with a guard (S3, the Hub).
+**Writing a tag has no guard**, because registries ignore ``If-Match``. If two publishers read ``latest`` before either
+writes it, the last one wins, and neither is notified. mergegate reduces the risk: it reads ``latest`` directly before
+and after it writes, and writes a version's tag only if it does not exist. If that is not enough, publish from one place
+or to a target with guarded writes (S3, the Hub).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define the S3 target."""
+"""Define the S3 target. Its *pointer* is the object ``latest.json`` (see ``s3_state``)."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class S3Publication:
         )
 
     def is_confirmed(self, name: str) -> bool:
-        """Return whether the store's checksum confirms that the object has the content of the gated file."""
+        """Return whether the store's checksum confirms that the object equals the file that passed the gate."""
         file, answer = self.files[name], self.location.head(self.directory + name)
         if answer is None or answer.size != file.size:
             return False
@@ -145,7 +145,7 @@ class S3Publication:
                     upload.cancel()
 
     def send_file(self, file: ReleaseFile, report: Callable[[int], None]) -> None:
-        """Send one file. Raise Refused if the source file has changed since the gate.
+        """Send one file. Raise Refused if it has changed since the gate.
 
         A large file is sent in parts with a sha256 each. The object is created only if the whole file matches.
         """
@@ -199,7 +199,7 @@ class S3Publication:
             raise
 
     def remove_leftovers(self, pointer: Pointer | None) -> None:
-        """Remove what runs left that were interrupted more than seven days ago. Failures are only logged."""
+        """Remove files and uploads of runs that were interrupted over seven days ago. Failures are only logged."""
         try:
             released_paths = {item.path for item in pointer.versions} if pointer else set()
             since = self.location.now() - _ABANDONED
