@@ -101,8 +101,9 @@ def publish(
 
     Raises:
         InvalidInput: The Hub token or the signing key is missing.
-        Refused: The version exists with different content, the merge differs from the gated or approved one, the Hub
-            would misread the card, the target rejects the release, or its head is not ``expected_head``.
+        Refused: The version exists with different content, a file differs from the one that passed the gate, the
+            release is not the approved one, the Hub would misread the card, the target rejects the release, or its head
+            is not ``expected_head``.
     """
     files = _release_files(target, root, parts)
     if approved_digest is not None and (digest := merkle(file_identities(files))) != approved_digest:

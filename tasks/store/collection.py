@@ -9,9 +9,9 @@ Only one collector works at a time; a second one waits. The collector locks the 
 another process has locked, moves the entry into ``.trash`` in one step, and deletes it there. A collector that is
 killed therefore never leaves an incomplete artifact under its final name. The next collector empties the trash.
 
-Before a run opens an artifact, it records that it uses it. After the collector has moved an entry into the trash, it
-reads these records again and moves the entry back if a run needs it. Either the collector sees the record, or the run
-finds the artifact missing and builds it again. Neither waits for the other.
+Before a run opens an artifact, it adds the artifact to its record. After the collector has moved an entry into the
+trash, it reads the records of all runs again and moves the entry back if a run needs it. Either the collector sees the
+record, or the run finds the artifact missing and builds it again. Neither waits for the other.
 """
 
 from __future__ import annotations

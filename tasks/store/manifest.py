@@ -68,7 +68,7 @@ def receive_directory(
         The sha256 of every file by its final path, so that callers need not hash the files again.
 
     Raises:
-        ContentMismatch: A file differs from its size or hash, or its name leads out of the directory.
+        ContentMismatch: A file differs from its listed size or hash, or its name leads out of the directory.
         Exception: Any error that ``fetch`` raises.
     """
     arriving = final.with_name(final.name + ARRIVING)

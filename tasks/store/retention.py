@@ -116,7 +116,7 @@ def runs_that_count(runs: Iterable[RunUse]) -> dict[str, str]:
     """Return the runs whose entries must be kept, as a dict from run ID to reason.
 
     For each flow and profile, these are the runs in progress; the last run, even if it was killed, because the next run
-    resumes it; the last two judged runs; and the last run that released, because its merge is the champion.
+    resumes it; the last two judged runs; and the last run that published, because its merge is the champion.
     """
     by_profile: dict[tuple[str, str], list[RunUse]] = defaultdict(list)
     for run in runs:

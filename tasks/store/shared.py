@@ -93,7 +93,7 @@ class SharedStore:
         return hashes or {}
 
     def discard(self, stage: str, key: str) -> None:
-        """Remove an artifact whose files match its manifest but which is invalid, to make room for a rebuilt one."""
+        """Remove an artifact that the local store has found invalid, to make room for a rebuilt one."""
         marker = self._path(stage, f"{key[:32]}{_SUFFIX}")
         self._try(lambda: self._fs.rm_file(marker), f"{stage} {key[:12]} was not removed")
 
