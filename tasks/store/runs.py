@@ -43,7 +43,7 @@ _RUN = re.compile("[A-Za-z0-9_-]{1,100}")
 
 @dataclass
 class OpenRun:
-    """Run in progress. Its process holds a lock on the record ``file``, so that other processes can see that it runs."""
+    """Run in progress. Its process holds a lock on the record ``file``, which tells other processes that it runs."""
 
     file: Path
 

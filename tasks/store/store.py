@@ -94,7 +94,7 @@ class BuildCallbacks:
     Attributes:
         on_wait: Called once if another process is building the same result.
         on_damage: Called with the reason if the stored result is damaged and has to be built again.
-        hashes_of: Called with the value that was built. Returns the sha256, by name, of files that the build hashed while
+        hashes_of: Called with the built value. Returns the sha256, by name, of files that the build hashed while
             writing them. The store does not hash these files again.
     """
 
