@@ -1,4 +1,4 @@
-"""Publish a release: define its files, and bring them to their target in one atomic step."""
+"""Publish a release: define its files, and bring all of them to a target in one atomic step."""
 
 from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import (

@@ -1,7 +1,7 @@
-"""Write the machine-learning bill of materials of a release: CycloneDX 1.6, as plain JSON.
+"""Write the machine-learning bill of materials of a release: CycloneDX 1.6 (ECMA-424), as plain JSON.
 
-Source: CycloneDX 1.6 specification (ECMA-424). It has one component, the merged model, with the parents as its pedigree
-and the files as its parts. Without dates and random serial numbers, the same release gives the same bytes.
+Its main component is the merged model, with the parents as its pedigree; the other components are the files. It has no
+dates and no random serial number, so the same release gives the same bytes.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ def model_card(
     files: Sequence[str],
     publication: Publication,
 ) -> str:
-    """Return the content of README.md. Deterministic: it contains no dates and no local paths.
+    """Return the content of README.md, which contains no dates and no local paths.
 
-    ``missing`` lists the obligations that the release does not fulfill: license texts that a user must add by hand.
-    ``files`` names the other files of the release that are known so far.
+    ``missing`` lists the obligations that the release does not fulfill: license texts that a user must add. ``files``
+    names the files of the release that exist before the card is written.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     # Lines that licenses require to be displayed, such as 'Built with Llama'.

@@ -95,7 +95,7 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
 
     problem = ""
     try:
-        parsed = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]  # of a library without that type
+        parsed = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]  # the library has no type for it
         if differences := sorted(name for name in {*parsed, *metadata} if parsed.get(name) != metadata.get(name)):
             name = differences[0]
             problem = f"the Hub's library reads {name} as {parsed.get(name)!r} instead of {metadata.get(name)!r}"

@@ -21,7 +21,7 @@ _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
 
 
 def quality_section(content: ReportContent) -> str:
-    """Return the section under 'Evidence': the verdict in one sentence, then the tables that have content."""
+    """Return the text under 'Evidence': the verdict in one sentence, its reasons, and the tables that are not empty."""
     verdict = content.verdict
     parts = [f"**{wording.title(verdict)}.** {escape(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
@@ -55,11 +55,10 @@ def quality_section(content: ReportContent) -> str:
 
 
 def score_interval(score: TaskScore) -> tuple[float, float]:
-    """Return the 95 % interval of one score, in the score's own unit.
+    """Return the 95 % interval of one score, in the score's own unit, or NaN without a standard error.
 
-    For a share of right answers this is Wilson's interval (1927, J. Am. Stat. Assoc. 22:209), which has a positive
-    width even if all answers are right and stays within [0, 1]. For graded scores it is the normal interval. NaN if
-    there is no standard error.
+    For a share of correct answers, this is Wilson's interval (1927, J. Am. Stat. Assoc. 22:209). It stays within [0, 1]
+    and has a positive width even if all answers are correct. For graded scores, it is the normal interval.
     """
     quantile, p, n = normal_quantile((1 + _CONFIDENCE) / 2), score.score, score.n
     variance = p * (1 - p)
@@ -78,7 +77,7 @@ def escape(text: str) -> str:
 
 
 def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
-    """Return a Markdown table. The last ``numbers`` columns are right-aligned, and cells are displayed literally."""
+    """Return a Markdown table that displays its cells literally. The last ``numbers`` columns are right-aligned."""
     head = tuple(columns)
     rule = [":--"] * (len(head) - numbers) + ["--:"] * numbers
     lines = [tuple(map(escape, head)), tuple(rule), *(tuple(map(escape, row)) for row in rows)]

@@ -1,9 +1,8 @@
-"""Define the files of a release: their names, hashes and content, and the list of checksums over them.
+"""Define the files of a release (names, hashes and content) and their list of checksums.
 
 SHA256SUMS lists the sha256 of every file written before it, in the format of ``sha256sum --check``. It reveals an
-edited ``provenance.json``, which cannot list itself. It does not reveal that both were edited. That takes either a
-version that is a content hash (the directory or tag is named by a hash over all files, including this one) or a
-signature, which is written last and covers this file too.
+edited ``provenance.json``, which cannot list itself. If both are edited, only two things reveal it: a version that is a
+hash over all files including SHA256SUMS, or a signature, which is written last and covers SHA256SUMS, too.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_METADATA_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ReleaseFile:
-    """One file of a release. ``source`` is a path, or the content itself."""
+    """One file of a release. ``source`` is its path on this machine, or its content."""
 
     name: str  # relative, with forward slashes
     size: int
@@ -41,11 +40,10 @@ class ReleaseFile:
     source: Path | bytes
 
     def read(self) -> bytes:
-        """Return the whole content."""
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
     def alteration_error(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
-        """Return the error for a source with another ``sha256`` than the gated one, or with another ``problem``."""
+        """Return the error for a source that has changed since the gate: its new ``sha256``, or another ``problem``."""
         return Refused(
             str(self.source),
             found=f"sha256 {sha256[:12]}…" if sha256 else problem,
@@ -55,7 +53,7 @@ class ReleaseFile:
 
 
 def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
-    """Return the files of an artifact without the store's own bookkeeping files."""
+    """Return the files of an artifact without those that only the store uses."""
     return tuple(
         ReleaseFile(name, (artifact.directory / name).stat().st_size, sha256, artifact.directory / name)
         for name, sha256 in sorted(artifact.files.items())
@@ -64,7 +62,7 @@ def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
 
 
 def written_file(name: str, text: str) -> ReleaseFile:
-    """Return a file with text written for the release."""
+    """Return a file of the release with the content ``text``."""
     data = text.encode()
     return ReleaseFile(name, len(data), sha256_of(data), data)
 
@@ -80,17 +78,17 @@ def file_identities(files: Iterable[ReleaseFile]) -> dict[str, tuple[int, str]]:
 
 
 def content_version(files: Iterable[ReleaseFile]) -> str:
-    """Return a version that is a content hash: the first 12 hex digits of the Merkle digest over all files."""
+    """Return the version name for these files: the first 12 hex digits of the Merkle digest over all of them."""
     return merkle(file_identities(files))[:VERSION_DIGITS]
 
 
 def is_content_version(name: str) -> bool:
-    """Return whether ``name`` has the form of a content version. If not, a user chose it."""
+    """Return whether ``name`` has the form of a content hash. Otherwise, a user chose it."""
     return re.fullmatch(r"[0-9a-f]{12}", name) is not None
 
 
 def checksums_text(hashes: Mapping[str, str]) -> str:
-    """Return the content of SHA256SUMS for a mapping of file name to sha256, sorted by name."""
+    """Return the content of SHA256SUMS, sorted by name, for the sha256 of each file by name."""
     return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(hashes.items()))
 
 

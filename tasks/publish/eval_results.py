@@ -1,8 +1,8 @@
 """Write scores for the leaderboards of the Hub: ``.eval_results/NAME.yaml``, for tasks that are registered benchmarks.
 
-A leaderboard compares models on a complete benchmark under its usual metric. So a score from a sample of the documents
-or under another metric is not written. Values are percentages, as on the leaderboards. ``BENCHMARKS`` maps tasks to
-benchmarks; scores of all other tasks appear only in the model index of the card.
+A leaderboard compares models on a complete benchmark under one metric, with values in percent. Scores from a sample of
+the documents or under another metric are not written. ``BENCHMARKS`` maps tasks to benchmarks. Scores of other tasks
+appear only in the model index of the card.
 
 Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each dataset (ids of its tasks).
 """
@@ -18,7 +18,7 @@ from mergegate.tasks.report import ReportContent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark that is registered on the Hub, and lm-eval's task for it."""
+    """A benchmark that is registered on the Hub, as an lm-eval task evaluates it."""
 
     dataset: str  # its id on the Hub
     task_id: str  # id in the dataset's eval.yaml
@@ -37,7 +37,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def eval_results(content: ReportContent) -> dict[str, str]:
-    """Return the YAML files by name; empty if no registered benchmark was evaluated completely."""
+    """Return the content of each YAML file, by name. Empty if no registered benchmark was evaluated completely."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     files: dict[str, str] = {}

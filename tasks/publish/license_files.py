@@ -1,12 +1,12 @@
 """Collect the files that a release must include under the licenses of its parents.
 
-* ``LICENSE``: the text of the license of the weights, or of all of them one after another.
+* ``LICENSE``: the text of the license of the weights. If there are several licenses, all texts with headings.
 * ``licenses/<identifier>.txt``: a license text that must accompany the weights.
 * ``licenses/<model>.txt``: the license file of a parent or an ancestor, with its copyright lines.
 * ``NOTICE``: sentences that must be reproduced verbatim, and the parents' own notices.
 * ``MODIFICATIONS``: a statement that files were changed.
 
-A text that is not available is an open obligation.
+A required text that is not available becomes an open obligation (see ``open_obligations``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ them, so it is under the licence of what was released with it.
 
 @dataclass(frozen=True)
 class _ModelLicenseFile:
-    """A license file that comes with a model."""
+    """License file in the directory of a parent, or license text of an ancestor."""
 
     model: str
     license: str  # identifier of the model's license
@@ -52,7 +52,7 @@ class _ModelLicenseFile:
 
 
 def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[ReleaseFile, ...]:
-    """Return the license files of a release, with unique names. The result is deterministic."""
+    """Return the license files of a release, with unique names."""
     own_files = tuple(_own_files(parents, verdict))
     obligations = verdict.combination.obligations
     files: dict[str, str] = {}
@@ -90,12 +90,10 @@ def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) 
 
 
 def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVerdict) -> tuple[tuple[str, str], ...]:
-    """Return name and text of the card and license files of the optimizer state that is stored for the next merge.
+    """Return name and text of the card and license files that accompany the stored optimizer state.
 
-    The license check of the next merge finds them where it finds those of any other parent. The result is
-    deterministic.
-
-    ``license`` is the license verdict of the release that the state belongs to.
+    The license check of the next merge reads them as it reads those of a parent. ``license`` is the license verdict of
+    the release that the state belongs to.
     """
     front = yaml.safe_dump(dict(license.combination.card), sort_keys=False, allow_unicode=True)
     texts = ((file.name, file.read().decode()) for file in license_files(parents, license))
@@ -105,11 +103,12 @@ def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVer
 def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[Obligation, ...]:
     """Return the obligations that ``license_files`` cannot fulfill.
 
-    These are texts that are neither shipped with mergegate nor included with a model. A user must add them by hand.
+    These require texts that come neither with mergegate nor with a model. A user must add them to the release.
     """
     own_files = tuple(_own_files(parents, verdict))
     required = [item for item in verdict.combination.obligations if item.kind == "text"]
-    # The weights may be under a license whose text no parent requires. An unknown license is required by model.
+    # The weights may be under a license whose text no obligation requires. The obligation for an unknown license names
+    # the model instead of the license.
     identifiers = {identifier for item in required for identifier in item.because}
     required += [
         Obligation(kind="text", text=f"ship the text of {identifier}", because=(identifier,))
@@ -148,7 +147,7 @@ def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> 
 
 
 def _texts_of_parent(parent: PinnedCheckpoint, pattern: re.Pattern[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield model, file name and text of each matching file of a parent and of the adapter that is applied to it."""
+    """Yield model, file name and text of each matching file of a parent and of its adapter."""
     models = [(parent.name, parent.directory)]
     if parent.adapter:
         models.append((parent.adapter.ref, parent.adapter.directory))
@@ -187,6 +186,6 @@ def _license_text(own_files: Sequence[_ModelLicenseFile], verdict: LicenseVerdic
 
 
 def _file_name(name: str) -> str:
-    """Return a file name that is safe on any file system and in any URL, for an untrusted model name."""
+    """Convert an untrusted model name to a file name that is safe on any file system and in any URL."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "--", name).strip(".-")
     return plain[:_MAX_NAME_LENGTH] or "model"

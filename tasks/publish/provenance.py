@@ -3,7 +3,7 @@
 Sources: in-toto attestation framework, Statement v1 and ResourceDescriptor; SLSA build provenance v1 (slsa.dev). The
 user's choices are in ``externalParameters``, and everything else that determines the bytes in ``internalParameters``.
 Data without a SLSA field (verdict, license, metadata of the card) has a name with mergegate's own prefix, as the
-specification asks. Without dates and local paths, the same inputs give the same bytes.
+specification requires. The file has no dates and no local paths, so the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ LISTING = "application/vnd.mergegate.checkpoint-listing+json"
 class MergeOrigin:
     """Inputs and byproducts of a merge.
 
-    Attributes:
-        texts: Texts that parents read for the merge: sha256 by the path in the recipe.
-        byproducts: Unpublished outputs of the merge, for the next merge: digest and path in the store, by name.
+    ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``byproducts``
+    holds digest and path in the store of each unpublished output that the next merge reads, by name.
     """
 
     numerics: Numerics
@@ -46,7 +45,7 @@ def provenance(
     license: LicenseVerdict,
     card: Mapping[str, object],
 ) -> str:
-    """Return the content of ``provenance.json`` for ``files``: the products, inputs, recipe and verdict.
+    """Return the content of ``provenance.json`` for ``files``: products, inputs, recipe and verdict.
 
     ``content`` contains recipe, overrides, evaluation and verdict, with public names. ``card`` is the metadata of the
     model card.

@@ -1,8 +1,8 @@
 """Keep absolute paths of this machine out of everything that is published.
 
-`PublicNames` renames local models, texts and directories before a report, a card or a provenance is written.
-`require_no_private_paths` then scans every file of a release, for any target, and refuses to publish a file that still
-contains one.
+`PublicNames` renames local models, texts and directories before a report, a card or a provenance is written. Before
+publication to any target, `require_no_private_paths` scans every file for remaining paths and refuses the release if it
+finds one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ _URL = r"(?:file:(?://(?:localhost)?)?)?"
 
 @dataclass(frozen=True)
 class PublicNames:
-    """Public names of local paths.
-
-    Attributes:
-        names: Local path, as written or resolved, -> its name in published files.
-    """
+    """Name in published files for each local path, both as written and resolved."""
 
     names: Mapping[str, str]
 
@@ -55,17 +51,17 @@ class PublicNames:
         root: Path,
         paths: Iterable[str] = (),
     ) -> PublicNames:
-        """Return the names for the release of a recipe.
+        """Return the public names for the release of a recipe.
 
         A path below the directory of the recipe is named relative to it. Any other absolute path is named by its last
         component, and by more components if two names would be equal.
 
         Args:
             recipe: The recipe as its author wrote it.
-            parents: Its models.
+            parents: Models of the recipe.
             root: Directory of the profile.
-            paths: Other paths that may occur, such as those of the profile and of other recipes. They never change
-                the names of the recipe's own paths.
+            paths: Other paths that may occur, such as those in the profile and in other recipes. They never change the
+                names of the paths in this recipe.
         """
         base = recipe.directory or root
         written = tuple(recipe_paths(recipe))
@@ -117,10 +113,10 @@ class PublicNames:
         elif type(original) in (list, tuple):
             items = type(original)(self.apply(item) for item in original)
             changed = original if all(new is old for new, old in zip(items, original, strict=True)) else items
-        return changed  # type: ignore[no-any-return]  # of the same type
+        return changed  # type: ignore[no-any-return]  # has the type of ``value``
 
     def rename_yaml(self, text: str) -> str:
-        """Return the YAML in `text` with every local path renamed, including quoted and escaped ones."""
+        """Return the YAML in `text` with every local path renamed, including quoted and escaped paths."""
         names = PublicNames({str(Path.home()): "~"} | dict(self.names)) if str(Path.home()) != "/" else self
         renamed, expected = names.rename_text(text), [names.apply(document) for document in parse_yaml(text, "recipe")]
         with suppress(InvalidInput):
@@ -143,7 +139,7 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
     """Raise Refused if a file of a release contains an absolute path of this machine.
 
     Args:
-        files: Files of the release. In weight files only the header is scanned, in other files all bytes.
+        files: Files of the release. Only the header of a weight file is scanned, but every byte of other files.
         directories: Directories of the project and of its models. The user's home, the working directory and the
             directory for temporary files are added.
         name: Name of the release, for the message.
@@ -177,7 +173,7 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
                 if is_short and not first:
                     continue
                 is_shared = is_short or path in (str(Path.home()), tempfile.gettempdir())
-                # ``first`` is a name that a stranger wrote.
+                # ``first`` comes from an untrusted file.
                 if first and is_shared and not os.path.lexists(os.path.join(path, first)):  # noqa: PTH118
                     continue
                 leak = match[0].decode(errors="replace")
@@ -191,7 +187,7 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
 
 
 def _is_private(text: str) -> bool:
-    """Return whether `text` can only be meant as a path of this machine."""
+    """Return whether `text` can only mean a path of this machine."""
     return text.startswith(("/", "~", "file:"))
 
 

@@ -1,11 +1,11 @@
-"""Define the settings of publication that all targets share: version name, signing key and manual approval.
+"""Define the publication settings that all targets share: version name, signing key and manual approval.
 
 ::
 
-    publish: {to: hub, repo: acme/support, approval: true}                    # within three days
+    publish: {to: hub, repo: acme/support, approval: true}                    # rejected after three days without answer
     publish: {to: hub, repo: acme/support, approval: {timeout: 12 h}}
 
-A target adds its own settings (``targets``).
+Each target adds settings of its own (see ``targets``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class ApprovalSettings(BaseModel):
 
     @property
     def timeout_s(self) -> float:
-        """Timeout in seconds."""
         return parse_duration(self.timeout, "timeout")
 
 

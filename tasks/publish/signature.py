@@ -6,8 +6,8 @@
     openssl ec -in release.key -pubout -out release.pub                  # give it to those who verify releases
 
 ``model.sig`` is a sigstore bundle (v0.3) that contains a DSSE envelope with an in-toto statement. The statement lists
-the sha256 of every file but itself. mergegate reads what ``model_signing sign key`` writes, and
-``model_signing verify key`` reads what mergegate writes. It signs hashes that are already known, so hundreds of GB are
+the sha256 of all other files. mergegate can read the signatures of ``model_signing sign key``, and
+``model_signing verify key`` those of mergegate. mergegate signs hashes that are already known, so hundreds of GB are
 not read again, and a signature can be compared with the Hub's own listing. ECDSA is deterministic (RFC 6979): signing
 again gives the same bytes.
 
@@ -56,7 +56,7 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
     """Return the signature bundle as JSON.
 
     Args:
-        name: Name of the release, for people only.
+        name: Name of the release, for display only.
         files: sha256 (64 hex digits) of every file, by name.
         key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without a password.
 
@@ -95,7 +95,7 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
 
 @dataclass(frozen=True)
 class Signature:
-    """A parsed signature. Parsing does not verify it; ``matches_key`` does."""
+    """A parsed signature that is not verified yet (see :meth:`matches_key`)."""
 
     files: Mapping[str, str]  # name -> sha256, as signed
     payload: bytes
@@ -103,10 +103,9 @@ class Signature:
     hint: str  # sha256 of the public key in PEM; helps to find the key and proves nothing
 
     def matches_key(self, key_file: Path) -> bool:
-        """Return whether this key created the signature.
+        """Return whether the private key that belongs to the public key in ``key_file`` created the signature.
 
-        Raises:
-            InvalidInput: ``key_file`` is not a public key on a supported curve.
+        Raise InvalidInput if ``key_file`` is not a public key on a supported curve.
         """
         key = public_key(key_file)
         try:
@@ -119,10 +118,7 @@ class Signature:
 def read_signature(bundle: bytes) -> Signature:
     """Parse a signature bundle.
 
-    Unknown fields are an error, so that no byte of a bundle can be changed unnoticed.
-
-    Raises:
-        ValueError: The bundle is not a signature of this kind. The message says why.
+    Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
     """
     problem = "not a signature that mergegate can read"
     try:
@@ -147,11 +143,7 @@ def read_signature(bundle: bytes) -> Signature:
 
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
-    """Return the private key in ``file``.
-
-    Raises:
-        InvalidInput: The file is not a private key on a supported curve.
-    """
+    """Return the private key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
     key = _load_key(file, "private", lambda data: serialization.load_pem_private_key(data, password=None))
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
         raise _wrong_key(file, "private")
@@ -159,11 +151,7 @@ def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def public_key(file: Path) -> ec.EllipticCurvePublicKey:
-    """Return the public key in ``file``.
-
-    Raises:
-        InvalidInput: The file is not a public key on a supported curve.
-    """
+    """Return the public key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
     key = _load_key(file, "public", serialization.load_pem_public_key)
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise _wrong_key(file, "public")
@@ -188,7 +176,7 @@ def _wrong_key(file: Path, kind: str) -> InvalidInput:
 
 
 def _root(digests: list[str]) -> str:
-    """Return the digest of the release: sha256 over the digests of the files, in the order of the list."""
+    """Return the sha256 over the concatenated digests of the files, which represents the release."""
     return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
 
 
@@ -204,7 +192,7 @@ def _hint(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def _from_base64(value: object) -> object:
-    """Decode base64, and accept only its canonical form: otherwise unused bits could be changed unnoticed."""
+    """Decode base64 in canonical form only. Otherwise, unused bits could be changed unnoticed."""
     if not isinstance(value, str):
         raise ValueError("not base64")
     data = base64.b64decode(value, validate=True)

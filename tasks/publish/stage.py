@@ -1,7 +1,7 @@
 """Run the publish stage: bring checkpoint, card, provenance and report to the target, all or nothing.
 
-If approval is required, the question to the reviewer names the release by the digest of all its files. The answer is
-valid for that digest only, and ``publish`` compares the digest with the release again before it publishes.
+A request for approval names the release by the digest of all its files. The answer is valid for that digest only, and
+``publish`` compares it with the release again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ from mergegate.tasks.store import Artifact, StoredValue, merkle
 
 
 class ReleaseParts(NamedTuple):
-    """The inputs of a release, independent of its target.
+    """Inputs of a release, independent of its target.
 
-    Attributes:
-        state: Optimizer state for the next merge, if the optimizer has any. It is not published, but the provenance
-            names it.
-        names: Public names of local models and texts, as used in ``content``.
+    ``state`` is the optimizer state for the next merge, if there is any. The provenance names it, but it is not
+    published. ``names`` are the public names of local models and texts, as used in ``content``.
     """
 
     content: ReportContent
@@ -66,10 +64,8 @@ class ReleaseParts(NamedTuple):
 class PendingRelease:
     """A release that is ready to be published.
 
-    Attributes:
-        version: Version name.
-        digest: 64 hex digits over the name, size and sha256 of every file.
-        is_current: Whether exactly this release is already the published one, so that nothing would change.
+    ``digest`` has 64 hex digits and covers name, size and sha256 of every file. ``is_current`` means that the target's
+    current release has exactly these files, so that publishing changes nothing.
     """
 
     version: str
@@ -98,16 +94,16 @@ def publish(
     expected_head: str | None = None,
     approved_digest: str | None = None,
 ) -> Release:
-    """Publish to ``target``. Relative paths start at ``root``. Idempotent.
+    """Publish the release to ``target``. Idempotent. Relative paths start at ``root``.
 
-    ``expected_head`` is ``CurrentRelease.head`` of the release that the merge was compared with. If the target's head
-    has changed, the release is refused. None: any head is accepted. ``approved_digest`` is the digest of the release
-    that a reviewer approved. None: approval is not required.
+    ``expected_head`` is ``CurrentRelease.head`` of the release that the merge was compared with. None: accept any head.
+    ``approved_digest`` is the digest of the release that a reviewer approved. None: approval is not required.
 
     Raises:
         InvalidInput: The Hub token or the signing key is missing.
-        Refused: The version exists with different content, the merge differs from the gated or approved one, the card
-            does not read as intended, the target rejects the release, or its head is not ``expected_head``.
+        Refused: The version exists with different content, a file differs from the one that passed the gate, the
+            release is not the approved one, the Hub would misread the card, the target rejects the release, or its head
+            is not ``expected_head``.
     """
     files = _release_files(target, root, parts)
     if approved_digest is not None and (digest := merkle(file_identities(files))) != approved_digest:
@@ -130,11 +126,9 @@ def publish(
 
 
 def pending_release(target: PublishTarget, root: Path, parts: ReleaseParts) -> PendingRelease:
-    """Return the release that :func:`publish` would publish, and whether it is published already. Changes nothing.
+    """Return the release that :func:`publish` would publish, without publishing it.
 
-    Raises:
-        InvalidInput: As ``publish``.
-        Refused: As ``publish``, or the target is unavailable.
+    The errors are those of ``publish``, and Refused if the target is unavailable.
     """
     files = _release_files(target, root, parts)
     sums = next(file.read() for file in files if file.name == SUMS)
@@ -147,9 +141,9 @@ def pending_release(target: PublishTarget, root: Path, parts: ReleaseParts) -> P
 
 
 def _release_files(target: PublishTarget, root: Path, parts: ReleaseParts) -> tuple[ReleaseFile, ...]:
-    """Return all files of a release. The result is deterministic.
+    """Return all files of a release. The same inputs give the same bytes.
 
-    Each layer describes the layers before it: the card describes the checkpoint, the bill of materials lists the files,
+    Each file describes the files before it: the card describes the checkpoint, the bill of materials lists the files,
     the provenance covers both, SHA256SUMS covers all of these, and the signature covers everything.
     """
     content, pinned, numerics, names = parts.content, parts.pinned, parts.numerics, parts.names

@@ -1,8 +1,8 @@
-"""Serve the merge as production will serve it, and check its answers before it is published.
+"""Serve a merge as in production, and check the server's answers before the merge is published.
 
 A checkpoint that loads is not necessarily a model that answers. ``static_checks`` finds the problems that headers and
-configuration reveal. ``process`` starts a server in its own environment and always ends it. ``checks`` sends requests
-to the server. ``smoke`` runs all steps in order, and ``stage`` turns them into a cached stage of the release.
+configuration reveal. ``process`` starts a server, and always ends it. ``checks`` sends requests to the server.
+``smoke`` runs all steps in order, and ``stage`` turns them into a cached stage of the release.
 """
 
 from mergegate.tasks.serve.launch import find_server

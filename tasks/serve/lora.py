@@ -1,9 +1,9 @@
 """Serve an adapter with vLLM without merging it: vLLM loads the base, and the adapter as a LoRA module.
 
-Before vLLM starts, the adapter's configuration, the names of its tensors and the base show whether vLLM supports the
-adapter in this form. If not, the adapter is served merged into its base, and the verdict says why. vLLM refuses some
-adapters. It loads others but silently ignores parts of them, such as the factors of a module that it does not find by
-its name, or of a head that is tied to the embedding.
+The adapter's configuration, the names of its tensors and the base show whether vLLM supports the adapter in this form.
+If not, the adapter is served merged into its base, and the verdict says why. vLLM refuses some adapters. It silently
+ignores parts of others, such as the factors of a module that it does not find by name, or of a head that is tied to the
+embedding.
 
 Source: vLLM 0.32, ``lora/peft_helper.py``, ``lora/lora_model.py``, ``lora/layers``, ``config/lora.py``.
 """
@@ -34,11 +34,7 @@ _LORA_OPTIONS = ("--lora-modules", "--enable-lora", "--no-enable-lora", "--lora-
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A base and an adapter that vLLM can serve as LoRA.
-
-    Args:
-        max_rank: Value of ``--max-lora-rank``.
-    """
+    """A base and an adapter that vLLM can serve as LoRA. ``max_rank`` is the value of ``--max-lora-rank``."""
 
     base: Checkpoint
     adapter: Adapter
@@ -57,7 +53,7 @@ class ServedAdapter:
 
     @property
     def description(self) -> str:
-        """How the adapter is served, in one line for a verdict."""
+        """One line for a verdict that says how the adapter is served."""
         return f"{SERVED_AS_LORA} on its base: factors of rank {highest_rank(self.adapter)}, room for {self.max_rank}"
 
 
@@ -69,8 +65,7 @@ def base_name(name: str) -> str:
 def plan_lora(adapted_model: PinnedCheckpoint, kind: ServerKind, settings: ServeSettings) -> ServedAdapter | str:
     """Return the base and the adapter if vLLM can serve them as LoRA, or else the reason why it cannot.
 
-    Raises:
-        InvalidInput: The files are not a checkpoint, or the adapter does not fit it.
+    Raise InvalidInput if the files are not a checkpoint, or the adapter does not fit it.
     """
     assert adapted_model.adapter is not None  # callers ensure this
     adapted_model.open()  # raises unless every tensor of the adapter belongs to the base
@@ -118,5 +113,5 @@ def plan_lora(adapted_model: PinnedCheckpoint, kind: ServerKind, settings: Serve
 
 
 def highest_rank(adapter: Adapter) -> int:
-    """Return the highest rank as vLLM counts it: a rank in the configuration counts even if no module has it."""
+    """Return the highest rank in the adapter's configuration, even if no module has it, because vLLM counts it."""
     return max([adapter.config.rank, *adapter.config.rank_pattern.values()])

@@ -1,7 +1,7 @@
 """Describe the cost of serving a model, measured on the machine that served it.
 
-The numbers belong to one machine and one day, so they are in no key and in no release. They carry their date and
-machine, because a cached verdict shows the numbers of the run that measured them.
+The numbers depend on the machine and its load, so they are in no key and in no release. They carry their date and
+machine, because a cached verdict shows the numbers from the run that measured them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mergegate.merge_core.wording import format_bytes, format_short_time
 
 
 class ServingCost(BaseModel):
-    """Measured cost of serving a model. A value is None if it was not measured or a client cannot measure it."""
+    """Measured cost of serving a model. A value is None if it was not measured, or if a client cannot measure it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,14 +60,11 @@ class ServingCost(BaseModel):
 
     @property
     def occasion(self) -> str:
-        """Date and machine of the measurement, such as '2026-11-20, 2 cores'. It is empty if both are unknown."""
+        """Date and machine of the measurement, such as '2026-11-20, 2 cores', or an empty string."""
         return ", ".join(part for part in (self.when, self.machine) if part)
 
     def line(self) -> str:
-        """Return all quantities in one line.
-
-        Example: 'ready in 18 s · first token 12 ms · 410 tokens/s · 1.2 GB · measured 2026-11-20'.
-        """
+        """Return one line: 'ready in 18 s · first token 12 ms · 410 tokens/s · 1.2 GB · measured 2026-11-20'."""
         parts = (
             self.ready and f"ready in {self.ready}",
             self.first_token and f"first token {self.first_token}",
@@ -86,12 +83,12 @@ def token_rate(tokens_per_second: float) -> str:
 
 
 def today() -> str:
-    """Return the current date in UTC in ISO format, for example ``2026-11-20``."""
+    """Return the current date in UTC, such as ``2026-11-20``."""
     return datetime.now(UTC).date().isoformat()
 
 
 def machine_name(device: str) -> str:
-    """Return the hardware behind the measurements: cores, processor, and GPUs if ``device`` is ``cuda``."""
+    """Return cores and processor of this machine, and its GPUs if ``device`` is ``cuda``."""
     cores = cores_of_process()
     description = f"{cores} core{'' if cores == 1 else 's'}"
     # The name of the processor as the kernel reports it, without trademarks and clock rate.

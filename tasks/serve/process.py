@@ -42,7 +42,7 @@ _TAIL = 1 << 20  # bytes at the start and at the end of a log that are searched 
 
 
 class ServerEnded(Exception):
-    """Error for a server that ended or did not become ready in time. The message is the cause found in its log."""
+    """A server ended, or was not ready in time. The message is the cause that its log shows."""
 
     def __init__(self, cause: str, blame: Blame, returncode: int | None) -> None:
         super().__init__(cause)
@@ -50,7 +50,7 @@ class ServerEnded(Exception):
 
 
 class ServerProcess:
-    """A server process. Entering the context starts it and leaving ends it. Neither waits until it is ready."""
+    """A server process. Entering the context starts it without waiting until it is ready; leaving ends it."""
 
     def __init__(self, launch: Launch, log: Path, settings: ServeSettings, grace: float = GRACE) -> None:
         self._launch, self._log, self._settings, self._grace = launch, log, settings, grace
@@ -72,12 +72,12 @@ class ServerProcess:
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak use of main memory in bytes. It is None until the server has ended."""
+        """Peak use of main memory in bytes, or None until the server has ended."""
         return self._end.peak_memory or None
 
     @property
     def peak_gpu_memory(self) -> int | None:
-        """Peak use of memory on all GPUs in bytes. It is None until the server has ended, or if it used no GPU."""
+        """Peak memory use on all GPUs in bytes. None until the server has ended, or if it used no GPU."""
         return self._end.peak_gpu_memory or None
 
     def __enter__(self) -> Self:
@@ -96,11 +96,8 @@ class ServerProcess:
     def await_ready(self, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
         """Wait until the server answers and lists its model.
 
-        Args:
-            on_wait: Called repeatedly with the elapsed seconds.
-
-        Raises:
-            ServerEnded: The server exited, or was not ready in time and has been ended.
+        ``on_wait`` is called repeatedly with the elapsed seconds. Raise ServerEnded if the server exits, or is stopped
+        because it is not ready in time.
         """
         began, tries = time.monotonic(), 1
         while True:
@@ -133,19 +130,19 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running, or has exited without being cleaned up yet."""
+        """Whether the process is running or is still being cleaned up after its exit."""
         return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:
         """Return whether the server is not running, or exits within ``within`` seconds.
 
-        Callers use this after a failed connection. When a server dies, its connections fail slightly before its exit
-        can be observed.
+        Use this after a failed connection, because the connections of a dying server fail shortly before its exit
+        shows.
         """
         return self._process is None or self._process.ends(within)
 
     def diagnose(self) -> ServerEnded:
-        """Stop the server and return the reason why it ended."""
+        """Stop the server, and return an error with the reason why it ended."""
         self.stop()
         returncode = self._end.returncode
         if self._end.reason == "limit":
@@ -195,7 +192,7 @@ class ServerProcess:
                 self._not_started = str(error)
 
     def _text(self) -> str:
-        """Return the log of the server. If it is very long, return only its start and its end."""
+        """Return the server's log, or only its start and end if it is very long."""
         try:
             content = self._log.read_bytes()
         except OSError:

@@ -1,4 +1,4 @@
-"""Compute the answers that a server should give, with transformers and the same checkpoint."""
+"""Compute with transformers the answers that a server of the same checkpoint should give."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _ANSWER = "yes"  # assistant message in the chat that is rendered to find out ho
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A fixed text and its likelihood.
+    """A fixed text, its token ids (including those that the tokenizer prepends) and its likelihood.
 
-    Args:
-        ids: Token ids, including the tokens that the tokenizer prepends.
-        logprobs: Log-probability of each token except the first, given its predecessors, in nats. Shape [len(ids) - 1].
+    ``logprobs`` is the log-probability of each token except the first, given the tokens before it, in nats. Shape
+    [len(ids) - 1].
     """
 
     text: str
@@ -32,10 +31,8 @@ class ScoredText:
 class Chat:
     """A conversation, rendered with the tokenizer's template up to the assistant's answer.
 
-    Args:
-        ids: Token ids; empty if the template cannot be rendered.
-        turn_ends: Id and text of the special token that ends an assistant's turn, if any.
-        problem: Error that the template raised; empty if it can be rendered.
+    If the template raises an error, ``ids`` is empty and ``problem`` is the error. ``turn_ends`` is id and text of the
+    special token that ends an assistant's turn, if any.
     """
 
     messages: tuple[Mapping[str, str], ...]
@@ -46,12 +43,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class Reference:
-    """Everything known about the correct answers of a model.
+    """Expected answers of a model.
 
     Args:
         texts: Fixed texts with their likelihoods.
-        chat: Rendered conversation; None if the checkpoint has no chat template.
-        ends: End-of-sequence ids from generation_config.json, or else config.json, and from the tokenizer.
+        chat: Rendered conversation, or None if the checkpoint has no chat template.
+        ends: End-of-sequence ids from the tokenizer and from generation_config.json, or config.json if that has none.
     """
 
     texts: tuple[ScoredText, ...]
@@ -61,13 +58,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """Parameters of a reference.
+    """Input of :func:`make_reference`.
 
     Args:
         texts: Texts to score.
         question: Message of the user in the chat to render.
         dtype: Name of the torch dtype in which both transformers and the server compute.
-        longest: Longest request that the server accepts, in tokens; longer texts are cut.
+        longest: Longest request that the server accepts, in tokens. Longer texts are truncated.
     """
 
     texts: tuple[str, ...]
@@ -82,10 +79,8 @@ def make_reference(
 ) -> Reference:
     """Load the model, score the texts, render the chat, and free the memory for the server.
 
-    ``on_progress`` is never called, because the work takes only seconds.
-
-    Raises:
-        InvalidInput: transformers cannot load the model, or the memory does not suffice.
+    ``on_progress`` is never called, because the work takes only seconds. Raise InvalidInput if transformers cannot
+    load the model, or memory does not suffice.
     """
     import torch
 

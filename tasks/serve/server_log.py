@@ -1,4 +1,4 @@
-"""Find out from a server's log why it ended, and whether the model, the machine or the settings are to blame."""
+"""Find out from a log why a server ended, and whether the model, the machine or the settings are to blame."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
 
 
 def root_cause(log: str) -> str:
-    """Return the line that says why a server ended: the first error that is not a consequence, else the last line."""
+    """Return the line of a log that says why a server ended.
+
+    This is the first error that is not the consequence of another one, or the last line of a log without errors.
+    """
     errors = []
     for line in log.splitlines():
         if _NOT_ERROR.search(line[:80]):
@@ -61,20 +64,16 @@ def root_cause(log: str) -> str:
 
 
 def assign_blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
-    """Decide whether the machine, the settings or the model is to blame for the end of a server.
+    """Decide whether the model, the machine or the settings are to blame for the end of a server.
 
-    The machine is to blame if it lacks memory, a GPU or the server itself, and also for SIGKILL, which the kernel sends
-    when memory is short. The settings are to blame if the server does not know its arguments. In all other cases the
-    model is to blame.
+    The machine is to blame if it lacks memory, a GPU or the server itself, and after SIGKILL, which the kernel sends
+    when memory is short. The settings are to blame if the server does not know its arguments. Otherwise the model is.
 
-    If the server had already answered, the model is to blame unless the machine reached a limit: memory (also of a
-    worker), kernels that this build of the server has only for GPUs, or instructions that the processor refuses
-    (SIGILL).
+    After the server has answered, only two ends are not the model's fault: SIGKILL, and a limit of the machine, such as
+    memory (also of a worker), a kernel that this build of the server has only for GPUs, or an instruction that the
+    processor lacks (SIGILL).
 
-    Args:
-        cause: Result of ``root_cause``.
-        returncode: Exit status; negative for a signal.
-        had_answered: Whether the server had answered before it ended.
+    ``cause`` is the result of ``root_cause``. ``returncode`` is negative for a signal.
     """
     if _LIMITS.search(cause) or returncode == -9:
         return "machine"

@@ -1,4 +1,4 @@
-"""Define the section ``serve`` of a profile. Importing this module is cheap."""
+"""Define the section ``serve`` of a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the smoke test: static checks, reference, server, its answers and verdict."""
+"""Run the smoke test: static checks, reference answers, server, checks of its answers, and verdict."""
 
 from __future__ import annotations
 
@@ -37,20 +37,14 @@ _CHECKS: tuple[tuple[str, ServerCheck], ...] = (
     ("over-long prompt", checks.check_length_limit),
 )
 _SEE_LOG = "see the log for details"
-STEPS = len(_CHECKS) + 4  # static, reference, ready, throughput
+STEPS = len(_CHECKS) + 4  # plus static checks, reference, server start and throughput
 
 OnStep = Callable[[int, str], None]  # receives the number of finished steps out of ``STEPS``, and the current step
 
 
 @dataclass(frozen=True)
 class SmokeSetup:
-    """Where a checkpoint is served.
-
-    Attributes:
-        kind: Server to start, from ``find_server``.
-        device: Device on which transformers computes the reference.
-        log: File for the output of the server.
-    """
+    """Server to start, device for computing the reference with transformers, and file for the server's output."""
 
     kind: ServerKind
     device: str
@@ -61,10 +55,8 @@ class SmokeSetup:
 class RunningServer:
     """A server that is already running.
 
-    Attributes:
-        url: Address of the server, with or without ``/v1``.
-        model: Name of the model on the server; None for the first model that the server lists.
-        key: Bearer token.
+    ``url`` may end with ``/v1``. ``model`` is the name of the model on the server, or None for the first that the
+    server lists. ``key`` is a bearer token.
     """
 
     url: str
@@ -80,10 +72,10 @@ def smoke_checkpoint(
     adapted_model: PinnedCheckpoint | None = None,
     on_progress: OnStep = lambda done, step: None,
 ) -> ServeVerdict:
-    """Serve ``model`` and check its answers.
+    """Serve ``model`` and check the server's answers.
 
-    ``adapted_model`` is the base with its adapter if ``model`` is the two of them merged. vLLM then serves the adapter
-    as LoRA, if it can. The reference is always computed from ``model``.
+    If ``model`` is an adapter merged into its base, ``adapted_model`` names the two separately. vLLM then serves the
+    adapter as LoRA if it can. The reference is always computed from ``model``.
 
     Raises:
         InvalidInput: The checkpoint cannot be read.
@@ -121,7 +113,7 @@ def smoke_checkpoint(
 
 
 class _LoraUnsupported(Exception):
-    """The server does not support LoRA for models of this kind."""
+    """The server does not support LoRA for this architecture."""
 
 
 def smoke_url(
@@ -134,10 +126,8 @@ def smoke_url(
 ) -> ServeVerdict:
     """Check the answers of a server that is already running.
 
-    ``checkpoint`` is the model that the server should be serving. Without it, no reference answers are available.
-
-    Raises:
-        InvalidInput: The server does not answer, or does not list the model.
+    ``checkpoint`` is the model that the server should be serving. Without it, no checks that need a reference run.
+    Raise InvalidInput if the server does not answer, or does not list the model.
     """
     client = Client(server.url, settings.request_timeout, server.key)
     try:
@@ -182,7 +172,7 @@ def smoke_url(
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
-    """Compute the expected answers with transformers, in the dtype in which the model is served."""
+    """Compute the expected answers in the dtype in which the server computes."""
     dtype = serving_dtype(settings, checkpoint)
     request = ReferenceRequest(tuple(settings.texts), settings.prompts[0], dtype, device, longest)
     return call_model_process(
@@ -191,7 +181,7 @@ def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, de
 
 
 class ServerProbe:
-    """Sequence of checks on a running server. The results so far are available at any time."""
+    """Checks of a running server. After an error, ``checks`` has the results up to then."""
 
     def __init__(self, subject: ServedSubject, on_progress: OnStep = lambda done, step: None) -> None:
         self._subject, self._on_progress = subject, on_progress
@@ -233,12 +223,12 @@ class ServerProbe:
             raise
 
     def record_no_answer(self, reason: str) -> None:
-        """Record that the server did not answer during the latest check."""
+        """Add a failed check with ``reason``, because the server did not answer during the latest check."""
         remedy = "increase serve.request_timeout for a slow machine; otherwise see the server's log"
         self.checks.append(Check.failed_check(self.step, reason, "an answer", remedy))
 
     def cost(self, server: ServerProcess | None = None) -> ServingCost:
-        """Return the measured cost. Memory is known only for a server that mergegate started, after it has ended."""
+        """Return the measured cost. Memory is known only for a ``server`` that mergegate started and that has ended."""
         return ServingCost(
             seconds_to_ready=server.seconds_to_ready if server else None,
             seconds_to_first_token=self._speed.seconds_to_first_token,
@@ -249,7 +239,7 @@ class ServerProbe:
 
 
 class _Served(NamedTuple):
-    """A checkpoint, or the base of ``lora`` with its adapter, and the expected answers."""
+    """A checkpoint, or an adapter with its base, and the expected answers."""
 
     checkpoint: Checkpoint
     lora: ServedAdapter | None
@@ -263,7 +253,7 @@ def _serve(
     """Start the server, check its answers, and return the checks and the cost.
 
     Raises:
-        _LoraUnsupported: The server does not support the adapter for this kind of model.
+        _LoraUnsupported: The server does not support LoRA for this architecture.
         MachineFailed: The server cannot run on this machine.
     """
     kind, log, lora = setup.kind, setup.log, served_subject.lora

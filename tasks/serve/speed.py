@@ -1,4 +1,4 @@
-"""Measure how fast a running server answers one request at a time, after it has warmed up."""
+"""Measure how fast a running server answers one request at a time, after warming up."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _ENOUGH = 15.0  # seconds after which no further try starts
 
 @dataclass(frozen=True)
 class Speed:
-    """Fastest of a few tries. None: could not be measured.
+    """Fastest of up to three tries. A value is None if it could not be measured.
 
     Args:
-        seconds_to_first_token: Time from sending a request for one token to receiving it: HTTP, reading the prompt and
-            one step.
-        tokens_per_second: Rate of one stream of ``max_tokens`` after the first prompt, including the time to read it.
+        seconds_to_first_token: Time from sending a request for one token to receiving the answer.
+        tokens_per_second: Rate of one stream of ``max_tokens``. The time includes reading the prompt.
     """
 
     seconds_to_first_token: float | None = None
@@ -30,7 +29,7 @@ class Speed:
 
 
 def measure_speed(subject: ServedSubject) -> tuple[list[Check], Speed]:
-    """Measure the speed of one stream, and check it against the profile's minimum if it has one."""
+    """Measure the speed of one stream, and compare it with ``min_tokens_per_second`` if that is set."""
     floor = subject.settings.min_tokens_per_second
     expected = f"≥ {floor:g} tokens/s" if floor is not None else ""
     first: list[float] = []
@@ -57,7 +56,7 @@ def measure_speed(subject: ServedSubject) -> tuple[list[Check], Speed]:
 
 
 def _timed(subject: ServedSubject, tokens: int) -> tuple[Answer, float]:
-    """Request exactly ``tokens`` tokens, if the server can ignore the end of sequence. Return answer and seconds."""
+    """Request ``tokens`` tokens, and return the answer and the seconds. vLLM generates exactly that many."""
     began = time.monotonic()
     answer = subject.complete(subject.settings.prompts[0], tokens, extension={"ignore_eos": True})
     return answer, time.monotonic() - began

@@ -26,7 +26,7 @@ from mergegate.tasks.store import NotInKey
 
 
 class ServerVersion(BaseModel):
-    """Server to which a verdict applies."""
+    """Program and version of the server that produced a verdict."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,11 +36,7 @@ class ServerVersion(BaseModel):
 
 
 def server_of(settings: ServeSettings, root: Path) -> ServerVersion:
-    """Return the server that the settings select, without starting it.
-
-    Raises:
-        InvalidInput: The server is not installed.
-    """
+    """Return the server that the settings select, without starting it. Raise InvalidInput if it is not installed."""
     kind = find_server(settings, root)
     return ServerVersion(label=kind.label, python=kind.python, on_cpu=kind.on_cpu)
 
@@ -52,12 +48,12 @@ def serve_models(
     parents: Sequence[Model] = (),
     adapted_model: PinnedCheckpoint | None = None,
 ) -> ServedModels | None:
-    """Serve the merge and, if ``settings.parents`` is set, its parents. Return None without settings.
+    """Serve the merge and, if ``settings.parents`` is set, its parents. Return None if ``settings`` is None.
 
-    Parents are served only for comparison. Neither their answers nor a failure to serve them refuses the merge.
+    The parents are served only for comparison. Neither their answers nor a failure to serve them refuses the merge.
 
-    If the merge is an adapter, ``merge`` is the adapter merged into its base, and ``adapted_model`` is the base with
-    the adapter.
+    If the merge is an adapter, ``merge`` is the base with the adapter merged into it, and ``adapted_model`` names the
+    base and the adapter separately.
 
     Raises:
         InvalidInput: The server is not installed, or the merge cannot be read.
@@ -92,12 +88,12 @@ def serve(
     runtime: Runtime,
     adapted: PinnedCheckpoint | None = None,
 ) -> ServeVerdict:
-    """Serve ``model`` and check its answers. The artifact holds ``server.log`` unless no server was started.
+    """Serve ``model`` and check the server's answers. The artifact holds ``server.log`` if a server was started.
 
     Raises:
         InvalidInput: The checkpoint cannot be read.
-        MachineFailed: The server cannot run on this machine. This is not a verdict, so only the log is stored, under
-            ``logs`` in the project's state.
+        MachineFailed: The server cannot run on this machine. There is no verdict then, and only the log is stored,
+            under ``logs`` in mergegate's home directory.
     """
     return _smoke(out, model, settings, server, runtime, adapted)
 
@@ -106,7 +102,7 @@ def serve(
 def measure_parent(
     out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime
 ) -> Measurement:
-    """Serve ``model`` with the same checks, only to measure its cost. Raise the same errors as ``serve``."""
+    """Serve ``model`` to measure its cost, with the same checks and errors as :func:`serve` but without a verdict."""
     verdict = _smoke(out, model, settings, server, runtime)
     is_measured = verdict.measured.tokens_per_second is not None
     problem = "" if is_measured or not verdict.failures else str(verdict.failures[0])

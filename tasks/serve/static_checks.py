@@ -1,4 +1,4 @@
-"""Find the problems that headers, configuration, tokenizer and weights reveal before a server starts.
+"""Find problems in headers, configuration, tokenizer and weights before a server starts.
 
 vLLM starts without complaint despite each of these problems:
 
@@ -34,10 +34,7 @@ _SMALL: Mapping[str, tuple[int, int]] = {"F8_E4M3": (0x7F, 0x7F), "F8_E5M2": (0x
 def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: bool = False) -> list[Check]:
     """Run all static checks, the cheapest first.
 
-    Args:
-        checkpoint: Checkpoint to check.
-        must_chat: Whether a chat template is required.
-        runs_code: Whether Python files in the checkpoint may be executed.
+    ``must_chat`` requires a chat template. ``runs_code`` permits executing Python files in the checkpoint.
     """
     checks = [*check_tensors(checkpoint, runs_code=runs_code), check_vocabulary(checkpoint), check_finite(checkpoint)]
     if must_chat and checkpoint.chat_template is None:
@@ -49,10 +46,10 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: 
 
 
 def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Check]:
-    """Compare names and shapes of the tensors with the model that the configuration describes, built without memory.
+    """Compare names and shapes of the tensors with the model that ``config.json`` describes.
 
-    transformers itself translates the names in the checkpoint into names in the model, as it does when it loads a
-    checkpoint. Each kind of disagreement gives one check: missing, of another shape, not part of this model.
+    transformers builds that model without allocating weights, and translates the names in the checkpoint as it does
+    when it loads one. The result has one failed check for missing, one for mismatched and one for unexpected tensors.
     """
 
     def failed_check(location: str, observation: str, expected: str, remedy: str) -> Check:
@@ -138,7 +135,7 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
 
 
 def check_finite(checkpoint: Checkpoint) -> Check:
-    """Check that every weight is finite. All weights are read, one block at a time."""
+    """Check that every weight is finite, reading all weights one block at a time."""
     broken: list[tuple[str, int]] = []
     total = 0
     for tensor in checkpoint.stored_tensors():
@@ -163,7 +160,7 @@ def check_finite(checkpoint: Checkpoint) -> Check:
 
 
 class Disagreements(NamedTuple):
-    """Names and shapes in a checkpoint that disagree with the model in transformers. Each tuple is sorted."""
+    """Differences between the tensors of a checkpoint and the model in transformers. Each tuple is sorted."""
 
     missing: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, list[int], list[int]], ...] = ()  # name, stored shape, expected shape
@@ -173,7 +170,7 @@ class Disagreements(NamedTuple):
 
 
 def _load_on_meta(checkpoint: Checkpoint, runs_code: bool, on_progress: TellProgress) -> Disagreements:
-    """Load the checkpoint onto PyTorch's meta device, in the process that holds models."""
+    """Load the checkpoint onto PyTorch's meta device. This runs in the process that holds models."""
     try:
         import torch
         import transformers

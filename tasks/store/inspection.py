@@ -1,6 +1,6 @@
-"""Inspect a store for damaged, set-aside, unfinished and leftover files, and clean them up.
+"""Find damaged, set-aside, unfinished and leftover files in a store, and clean them up.
 
-Runs do not need this module, because they skip damaged state. It serves operators who want to see the condition of a
+Runs do not need this module, because they skip damaged files. It serves operators who want to see the condition of a
 store or to free space::
 
     for finding in examine_store(root):
@@ -51,14 +51,14 @@ FindingKind = Literal["damaged", "set aside", "unfinished", "abandoned", "left o
 
 @dataclass(frozen=True)
 class StateFinding:
-    """File or directory in mergegate's home directory that is not valid state.
+    """Problem with a file or directory in mergegate's home directory.
 
     Args:
-        kind: ``damaged``: the next run that needs it rebuilds it. ``set aside``: a run found it damaged and rebuilt
-            it. ``unfinished``: the next run with the same inputs resumes it. ``abandoned``: no run has resumed it for
-            a month. ``left over``: a killed run left it, and no run reads it. ``foreign``: mergegate did not write it
-            and does not touch it.
-        explanation: Explanation of the kind.
+        kind: ``damaged``: the next run that needs it rebuilds it. ``set aside``: a run found it damaged and rebuilt it.
+            ``unfinished``: the next run with the same inputs resumes it. ``abandoned``: no run has resumed it for 30
+            days. ``left over``: a killed process left it, and no run reads it. ``foreign``: mergegate did not write it
+            and does not change it.
+        explanation: Reason for the kind, such as ``it was altered``.
         bytes: Size on the disk in bytes.
     """
 
@@ -71,9 +71,8 @@ class StateFinding:
 def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
     """Yield everything in the store at ``root`` that is not a complete artifact, except work in progress.
 
-    Artifacts must have the file names and sizes of their manifests, and values must match their digests.
-
-    With ``deep``, the hashes of all files are checked, too. This reads every byte and does not use cached hashes.
+    An artifact must have the file names and sizes that its manifest lists, and a value must match its digest. With
+    ``deep``, all files are hashed again and compared with their manifest, too.
     """
     if not root.is_dir():
         if os.path.lexists(root):
@@ -104,13 +103,13 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
 
 
 def examine_database(database: Path) -> Iterator[StateFinding]:
-    """Yield a finding if the SQLite database is damaged."""
+    """Yield a finding if the SQLite database in the file ``database`` is damaged."""
     if why := sqlite_fault(database, patience_s=_DATABASE_PATIENCE_S):
         yield damaged_finding(database, why)
 
 
 def leftover_finding(path: Path) -> StateFinding | None:
-    """Return a finding if the name of ``path`` marks it as set aside or as left over from an unfinished write."""
+    """Return a finding if the name of ``path`` shows that it was set aside or is from an unfinished write."""
     if is_set_aside(path):
         return StateFinding("set aside", path, "it was damaged, and a run rebuilt it", directory_bytes(path))
     if is_temporary(path) and not path.is_dir():
@@ -123,12 +122,12 @@ def _foreign(path: Path) -> StateFinding:
 
 
 def damaged_finding(path: Path, why: str) -> StateFinding:
-    """Return a finding that ``path`` is damaged for the reason ``why``."""
+    """Return a finding of the kind ``damaged`` with ``why`` as its explanation."""
     return StateFinding("damaged", path, why, directory_bytes(path))
 
 
 def mend_state(finding: StateFinding) -> str:
-    """Set aside damaged files, remove files that no run reads, and leave resumable work and foreign files alone.
+    """Set aside a damaged file, or remove a file that no run reads. Do not touch unfinished or foreign files.
 
     Returns:
         ``removed``, ``set aside``, or an empty string if nothing was done.
@@ -146,9 +145,10 @@ def mend_state(finding: StateFinding) -> str:
 
 
 def directory_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files below a directory, in bytes.
+    """Return the size in bytes of a file, or of all regular files below a directory.
 
-    A link counts with its own size, and a file that is deleted during the scan counts as zero.
+    If ``path`` is a link, the result is the size of the link itself. A file that is deleted during the scan counts as
+    zero.
     """
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size if os.path.lexists(path) else 0

@@ -1,17 +1,16 @@
 """Compute content keys: the sha256 of the canonical JSON of everything that determines a result.
 
-A key is ``sha256(canonical JSON of {stage, version, inputs})``. It may only cover inputs that change the result. Fields
-that do not, such as a path, a display name or a duration, are marked in their declaration::
+A key is ``sha256(canonical JSON of {stage, version, inputs})`` and covers only inputs that change the result. Fields
+that do not change it, such as a path or a display name, are marked in their declaration::
 
     class Model(BaseModel):
         digest: str
         directory: Annotated[Path, NotInKey]
 
-Keys that differ in a single input may form a *family*. They share a prefix, so one directory listing finds all members
-and no separate index is needed.
+Keys that differ in a single input may form a *family*. They share a prefix, so one directory listing finds all members.
 
-Values without an obvious canonical form (sets, arbitrary objects, NaN) raise an error, because an unstable key would
-silently recompute the stage in every run.
+Values without a canonical form (sets, arbitrary objects, NaN) raise an error, because an unstable key would make every
+run repeat the stage without notice.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pydantic import BaseModel
 
 
 class _NotInKey:
-    """Marker for a pydantic field that does not affect any result. Keys and digests omit the field."""
+    """Marker for a pydantic field that does not change any result. Keys and digests omit such fields."""
 
     def __repr__(self) -> str:
         return "NotInKey"
@@ -36,17 +35,17 @@ class _NotInKey:
 
 NotInKey = _NotInKey()
 
-_FAMILY_DIGITS = 16  # Number of leading key digits that all members of a family share.
+_FAMILY_DIGITS = 16  # Number of leading digits of a key that all members of its family share.
 
 
 def canonical(value: object) -> Any:
-    """Return ``value`` in its canonical form of plain JSON types.
+    """Convert a value to plain JSON types in a unique form.
 
-    Objects may define their own form with a method ``content_key() -> object``. Pydantic models become
-    ``{field: value}`` without the fields marked ``NotInKey``.
+    An object may define this form in a method ``content_key() -> object``. A pydantic model becomes a dict of its
+    fields without those marked ``NotInKey``.
 
     Raises:
-        TypeError: A type has no stable form. The message names the type.
+        TypeError: A type has no canonical form. The message names the type.
         ValueError: A number is NaN or infinite, which JSON cannot represent.
     """
     if hasattr(value, "content_key"):
@@ -80,24 +79,25 @@ def digest(value: object) -> str:
 
 
 def stage_key(stage: str, version: int, inputs: Mapping[str, object], varying_input: str | None = None) -> str:
-    """Return the key of one stage call: 64 hex digits that cover the stage's name, version and inputs.
+    """Return the key of one stage call: 64 hex digits.
 
-    ``varying_input`` names the input that distinguishes the members of a family. The key then begins with
-    :func:`family_prefix`. Default: the key does not belong to a family.
+    ``varying_input`` names the input in which the members of a family differ. The key then begins with
+    :func:`family_prefix`. Default: the key belongs to no family.
     """
     key = digest({"stage": stage, "version": version, "inputs": dict(inputs)})
     return key if varying_input is None else family_prefix(stage, version, inputs, varying_input) + key[_FAMILY_DIGITS:]
 
 
 def family_prefix(stage: str, version: int, inputs: Mapping[str, object], varying_input: str) -> str:
-    """Return the 16 hex digits that begin all keys of a family, whose members differ only in ``varying_input``.
+    """Return the 16 hex digits with which all keys of a family begin.
 
-    Two families may share a prefix by chance, so callers compare the whole key of each member.
+    The keys differ only in ``varying_input``. Two families may share a prefix by chance, so callers must also compare
+    the rest of each key.
     """
     common = {name: value for name, value in inputs.items() if name != varying_input}
     return digest({"stage": stage, "version": version, "apart": varying_input, "inputs": common})[:_FAMILY_DIGITS]
 
 
 def merkle(files: Mapping[str, tuple[int, str]]) -> str:
-    """Return the digest of a set of files, ``{relative name: (size in bytes, sha256)}``, independent of their order."""
+    """Return the digest of a set of files, given as ``{relative name: (size in bytes, sha256)}`` in any order."""
     return digest({name: [size, sha256] for name, (size, sha256) in files.items()})

@@ -1,7 +1,7 @@
-"""Define the files that describe stored content, and receive directories from another machine atomically.
+"""Define the JSON files that describe stored content, and receive directories from other machines atomically.
 
-mergegate fetches the files into a temporary directory next to the final one, compares them with a list of sizes and
-hashes, and then renames the directory. A directory with its final name is therefore complete and correct.
+mergegate fetches the files into a temporary directory next to the final one, compares their sizes and hashes with a
+list, and then renames the directory. A directory with its final name is therefore complete and correct.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ListedFile(BaseModel):
 
 
 class ArtifactManifest(BaseModel):
-    """Content of ``manifest.json``: the key, a digest of all content, and every file. Parsed strictly."""
+    """Content of ``manifest.json``: the key of the artifact, the digest of its content, and all of its files."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -38,7 +38,7 @@ class ArtifactManifest(BaseModel):
 
 
 class ValueRecord(BaseModel):
-    """Stored result of a stage that writes no files. ``sha256`` is the digest of ``value`` as stored."""
+    """Stored result of a stage that writes no files. ``sha256`` is the digest of the field ``value``."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -55,21 +55,20 @@ class ContentMismatch(Exception):
 def receive_directory(
     final: Path, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]
 ) -> dict[Path, str]:
-    """Fetch ``files`` into the new directory ``final``.
+    """Fetch ``files`` into the new directory ``final``, or leave nothing behind after an error.
 
-    The caller holds a lock, so that only one process at a time receives this directory. After an error, nothing is
-    left behind.
+    The caller must hold a lock, so that only one process at a time receives this directory.
 
     Args:
-        final: Directory to create. Leftovers of an earlier, killed transfer next to it are removed.
+        final: Directory to create. The files of an earlier, interrupted transfer next to it are removed.
         files: Size in bytes and sha256 of each file, by relative name.
         fetch: Function that writes the file with the given name to the given path, whose parent directory exists.
 
     Returns:
-        The sha256 of every file by its final path, so that the files need not be read again.
+        The sha256 of every file by its final path, so that callers need not hash the files again.
 
     Raises:
-        ContentMismatch: A file has different content, or a name that leads out of the directory.
+        ContentMismatch: A file differs from its listed size or hash, or its name leads out of the directory.
         Exception: Any error that ``fetch`` raises.
     """
     arriving = final.with_name(final.name + ARRIVING)

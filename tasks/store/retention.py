@@ -1,9 +1,9 @@
-"""Decide which entries of a store to keep and which to remove. The decision reads no disk.
+"""Decide which entries of a store to keep and which to remove, without accessing the disk.
 
-Entries stay while a run needs them: a run in progress, the run that created the published release, or one of the last
-runs of each profile. A run records every entry that it requests from the store, including cache hits, so no references
-have to be followed. The other entries are removed, least recently used first, if they are older than a grace period or
-as far as a quota demands::
+An entry stays while a run needs it: a run in progress, the run that created the published release, or one of the last
+runs of each profile. Each run records every entry that it requests from the store, including cache hits, so entries
+need not refer to each other. The other entries are removed, least recently used first, if they are older than a grace
+period, or until the store meets a quota::
 
     counting = runs_that_count(runs)
     plan = plan_retention(entries, needed_by(runs, counting), RetentionRule(grace_s=86_400.0), now)
@@ -24,7 +24,7 @@ EntryKind = Literal["artifact", "value", "unfinished", "set aside", "left over"]
 
 
 class EntryName(NamedTuple):
-    """Name of an entry: its stage and the first 32 hex digits of its key."""
+    """Stage of an entry and the first 32 hex digits of its key."""
 
     stage: str
     key: str
@@ -40,7 +40,8 @@ class RunUse:
         status: Final status, or an empty string if the run is in progress or was killed.
         judged: Whether the run got far enough that the next run of the profile will need the same entries.
         is_live: Whether the run is in progress.
-        used: Subject of each entry that the run used.
+        used: For each entry that the run used, the subject that the run recorded for it, such as a model, or an empty
+            string.
         bytes_created: Total size in bytes of the artifacts that the run created.
     """
 
@@ -57,13 +58,12 @@ class RunUse:
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """Entry of a store that can be removed on its own.
+    """File or directory in a store that can be removed separately.
 
     Args:
-        stage: Directory of the stage, or an empty string for an entry at the top of the store.
+        stage: Name of the stage, or an empty string for an entry at the top of the store.
         key: First 32 hex digits of the key, or an empty string if the name does not contain a key.
-        bytes: Size on the disk in bytes.
-        used: Time when it was created or last used, in seconds since the epoch.
+        used: Time of creation or last use, in seconds since the epoch.
     """
 
     stage: str
@@ -75,17 +75,16 @@ class StoreEntry:
 
     @property
     def entry_name(self) -> EntryName:
-        """Stage and key that the entry belongs to."""
         return EntryName(self.stage, self.key)
 
 
 @dataclass(frozen=True)
 class RetentionRule:
-    """Rule for removing entries that no run needs.
+    """Limits on the age and the total size of entries that no run needs.
 
     Args:
-        grace_s: Seconds without use after which an entry is removed. None: age alone never removes an entry.
-        quota: Size limit of the whole store in bytes. The least recently used entries above it are removed regardless
+        grace_s: Seconds without use after which an entry is removed. None: no age limit.
+        quota: Size limit of the whole store in bytes. Above it, the least recently used entries are removed regardless
             of age. None: no limit.
     """
 
@@ -97,12 +96,8 @@ class RetentionRule:
 class RetentionPlan:
     """Entries to remove and to keep, each with the reason, least recently used first.
 
-    Args:
-        removals: Entries to remove.
-        retained: Entries to keep.
-        bytes_before: Size of the whole store in bytes.
-        bytes_after: Size in bytes after all entries in ``removals`` are removed.
-        quota: Size limit in bytes. None: no limit.
+    ``bytes_before`` and ``bytes_after`` are the size of the whole store before and after the removals. ``quota`` is its
+    limit in bytes, or None.
     """
 
     removals: tuple[tuple[StoreEntry, str], ...]
@@ -113,16 +108,15 @@ class RetentionPlan:
 
     @property
     def over_quota(self) -> int:
-        """Number of bytes by which the needed entries exceed the quota. 0 if the quota is met."""
+        """Number of bytes by which the store exceeds the quota after the removals. 0 if it meets the quota."""
         return max(0, self.bytes_after - self.quota) if self.quota is not None else 0
 
 
 def runs_that_count(runs: Iterable[RunUse]) -> dict[str, str]:
-    """Return the reason for each run whose entries are kept, by run ID.
+    """Return the runs whose entries must be kept, as a dict from run ID to reason.
 
-    For each flow and profile, these are the runs in progress; the last run, however it ended, because a killed run is
-    resumed; the last two judged runs, which later runs without a verdict do not displace; and the last run that
-    released, because its merge is the champion.
+    For each flow and profile, these are the runs in progress; the last run, even if it was killed, because the next run
+    resumes it; the last two judged runs; and the last run that published, because its merge is the champion.
     """
     by_profile: dict[tuple[str, str], list[RunUse]] = defaultdict(list)
     for run in runs:
@@ -168,10 +162,10 @@ def plan_retention(
         entries: Entries of the store.
         reasons_to_keep: Entries that must stay, each with the reason.
         rule: Grace period and quota.
-        now: Seconds since the epoch. An entry with a later time of use, after the clock was set back, counts as used
-            now.
-        other_bytes: Size in bytes of the parts of the store that are not entries, such as its tables.
-        busy: Stage and name of entries that another process works on. They stay.
+        now: Current time in seconds since the epoch. If the clock was set back, an entry may have a later time of use.
+            It then counts as used now.
+        other_bytes: Size in bytes of the parts of the store that are not entries, such as its databases.
+        busy: Stage and name of each entry that another process has locked. These entries stay.
     """
     oldest_first = sorted(entries, key=lambda entry: (entry.used, entry.stage, entry.name))
     size = before = other_bytes + sum(entry.bytes for entry in oldest_first)

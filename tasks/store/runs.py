@@ -5,12 +5,12 @@
     with open_run(runs, run_id, "release", "support-assistant") as run:
         record_use(runs, run_id, "merge", key, "")     # before any process of the run opens the artifact
         run.end("released", judged=True)
-    forget_runs(runs)                                  # keep the relevant runs of each profile
+    forget_runs(runs)                                  # delete the records of runs that no longer count
 
-A run is a file ``<runs>/<id>.jsonl`` with one line for each use. Its process holds a shared lock on the file, which
-the kernel releases when the process ends, so a killed run needs no cleanup. Its record stays, because the next run
-resumes its work. Each line is appended in one call and never changed. The file is not flushed to the disk. If a power
-cut loses a line, garbage collection may remove that artifact, and the next run builds it again.
+The record of a run is the file ``<runs>/<id>.jsonl`` with one line for each use. The process of the run holds a shared
+lock on the file, which the kernel releases when the process ends. The record of a killed run stays, because the next
+run resumes its work. Each line is appended in one call and never changed. The file is not flushed to the disk. If a
+power cut loses a line, garbage collection may remove that artifact, and the next run builds it again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RUN = re.compile("[A-Za-z0-9_-]{1,100}")
 
 @dataclass
 class OpenRun:
-    """Run in progress. Other processes recognize it by its lock."""
+    """Run in progress. Its process holds a lock on the record ``file``, which tells other processes that it runs."""
 
     file: Path
 
@@ -51,7 +51,7 @@ class OpenRun:
         """Record how the run ended. Without this record, the run counts as killed.
 
         Args:
-            status: Status to display. ``released`` marks the run of the champion.
+            status: Status to display. ``released`` marks the run that published the champion.
             judged: Whether the run got far enough that the next run of the profile will need the same entries.
         """
         _append(self.file, {"ended": time.time(), "status": status, "judged": judged})
@@ -59,13 +59,13 @@ class OpenRun:
 
 @contextmanager
 def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]:
-    """Register a run for the duration of the block. A run that was suspended continues its earlier record.
+    """Register a run for the duration of the block. A resumed run continues its earlier record.
 
     Args:
         runs: Directory of the run records, created if it is missing.
         run: ID of the run: letters, digits, dashes and underscores.
         flow: Name of the flow.
-        profile: Name of the profile. With an empty string, the record is deleted at the end of the block.
+        profile: Name of the profile. If it is empty, the record is deleted at the end of the block.
     """
     assert _RUN.fullmatch(run), run
     state_directory(runs, private=True)
@@ -88,9 +88,9 @@ def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]
 
 
 def record_use(runs: Path, run: str, stage: str, key: str, subject: str) -> bool:
-    """Record that a run is about to use an artifact; return False if the run is not registered.
+    """Record that a run is about to use an artifact. Return False if the run is not registered.
 
-    Call this before opening the artifact, because the collector reads the records again after it has moved an entry.
+    Call this before opening the artifact. Otherwise, garbage collection may remove the artifact in between.
     """
     try:
         _append(runs / f"{run}{_SUFFIX}", {"stage": stage, "key": key[:_KEY_DIGITS], "subject": subject})
@@ -100,21 +100,20 @@ def record_use(runs: Path, run: str, stage: str, key: str, subject: str) -> bool
 
 
 def record_created(runs: Path, run: str, size: int) -> None:
-    """Record that a run has created an artifact of ``size`` bytes. Do nothing if the run is not registered."""
+    """Record that a run created an artifact of ``size`` bytes. Do nothing if the run is not registered."""
     with suppress(FileNotFoundError, NotADirectoryError):
         _append(runs / f"{run}{_SUFFIX}", {"made": size})
 
 
 def read_runs(runs: Path, run: str = "*") -> tuple[RunUse, ...]:
-    """Return all registered runs, in progress or ended, or only one. Records that cannot be read are skipped."""
+    """Return the records of all runs, in progress or ended, or only that of ``run``. Skip unreadable records."""
     return RunReader(runs, run).read()
 
 
 def forget_runs(runs: Path, profile: str | None = None) -> int:
-    """Delete the records of all ended runs of a profile that is no longer in use. Return how many were deleted.
+    """Delete the records of all ended runs of ``profile``, and return how many were deleted.
 
-    Without ``profile``, delete the records of runs that no longer count, of any profile. See
-    :func:`tasks.store.retention.runs_that_count`.
+    Without ``profile``, delete the records of ended runs that no longer count (see :func:`runs_that_count`).
     """
     records = read_runs(runs)
     if profile is None:
@@ -134,14 +133,14 @@ def forget_runs(runs: Path, profile: str | None = None) -> int:
 
 
 class RunReader:
-    """Reader of run records that parses only the files that have changed since its last call."""
+    """Reader of run records that parses only the files that changed since its last call."""
 
     def __init__(self, runs: Path, run: str = "*") -> None:
         self._runs, self._pattern = runs, f"{run}{_SUFFIX}"
         self._parsed: dict[Path, tuple[tuple[int, int, int], RunUse | None]] = {}
 
     def read(self) -> tuple[RunUse, ...]:
-        """Return all current records, oldest run first."""
+        """Return the records of all runs, the oldest run first."""
         files = sorted(self._runs.glob(self._pattern)) if self._runs.is_dir() else []
         records = [record for file in files if (record := self._read(file)) is not None]
         return tuple(sorted(records, key=lambda record: (record.started, record.run)))

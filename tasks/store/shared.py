@@ -1,4 +1,4 @@
-"""Share artifacts between machines through a second store behind the local one, at any address that fsspec supports.
+"""Share artifacts between machines through a second store at any address that fsspec supports.
 
 ::
 
@@ -7,14 +7,14 @@
     <address>/<stage>/<key>.json            a stage's value, with its digests
     <address>/<stage>/<key>.lease           which machine is building the artifact, and until when
 
-Reads go through the local store. A missing artifact is fetched from the shared store, compared file by file with its
-manifest, and then renamed into the local store, which checks it again. Writes happen in the background. A complete new
-artifact is sent to the shared store; if the process is killed first, the next process sends it, because a note in the
-local store lists pending transfers.
+Runs read only the local store. mergegate fetches an artifact that is missing there from the shared store, compares each
+file with the manifest, and renames the artifact into the local store, which checks it again. A background thread sends
+each new artifact to the shared store. A note in the local store lists pending transfers, so that the next process can
+complete them if this one is killed.
 
-The shared store is only a cache. An error of the shared store causes a warning and a miss, and mergegate does not use
-the store for the next minute. A lease that is unavailable, expired or taken twice therefore costs nothing but computing
-time.
+The shared store is only a cache. If it fails, mergegate logs a warning and works without it for the next minute. A
+lease that is unavailable, expired or taken twice costs only computing time, because both machines build the same
+artifact.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class SharedStore:
         address: Address in fsspec's form, such as ``s3://bucket/prefix`` or ``file:///mnt/shared``.
         root: Directory of the local store.
         max_bytes: Size limit in bytes. Larger artifacts are not shared.
-        stages_without_lease: Stages whose artifacts may be too large to share. Other machines do not wait for them.
+        stages_without_lease: Stages whose artifacts may exceed ``max_bytes``. Machines build these without waiting for
+            each other.
         lease_s: Duration of a lease in seconds. Default: 120.
     """
 
@@ -81,22 +82,23 @@ class SharedStore:
     def fetch(self, stage: str, key: str, final: Path) -> dict[Path, str]:
         """Fetch an artifact into the new directory ``final``, or a stage's value into the file ``final``.
 
-        The caller holds the lock of the key, and verifies the digests of a value.
+        The caller must hold the lock of the key and verify the digests of a value.
 
         Returns:
-            The sha256 of every fetched file of an artifact. Empty for a value, or if the artifact is not available.
+            The sha256 of each fetched file by its path. Empty for a value, or if the shared store does not have the
+            artifact.
         """
         hashes = self._try(lambda: self._fetch(stage, key, final), f"{stage} {key[:12]} was not fetched")
         self.fetch_counts[stage] += hashes is not None
         return hashes or {}
 
     def discard(self, stage: str, key: str) -> None:
-        """Remove an artifact that is complete but invalid, so that the rebuilt one can replace it."""
+        """Remove an artifact that the local store has found invalid, to make room for a rebuilt one."""
         marker = self._path(stage, f"{key[:32]}{_SUFFIX}")
         self._try(lambda: self._fs.rm_file(marker), f"{stage} {key[:12]} was not removed")
 
     def keys(self, stage: str, prefix: str) -> tuple[str, ...]:
-        """Return the keys of a stage's artifacts that begin with ``prefix``, shortened to 32 digits."""
+        """Return the keys of a stage's artifacts that begin with ``prefix``, each shortened to 32 digits."""
 
         def list_keys() -> tuple[str, ...]:
             paths = self._fs.glob(f"{self._path(stage, prefix)}*{_SUFFIX}")
@@ -106,13 +108,12 @@ class SharedStore:
 
     @contextmanager
     def reserve(self, stage: str, key: str, fetch: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
-        """Wait until the artifact was fetched or this machine may build it.
+        """Wait until the artifact has been fetched or this machine may build it.
 
-        Yields true if the artifact was fetched, perhaps after another machine had built it. Yields false if the caller
-        has to build it inside the block.
+        Yields true if the artifact has been fetched. Yields false if the caller has to build it inside the block.
 
-        ``fetch`` fetches the artifact if it is available, and returns whether it was. ``on_wait`` is called once if
-        another machine is building the artifact.
+        ``fetch`` tries to fetch the artifact and returns whether it succeeded. ``on_wait`` is called once if another
+        machine is building the artifact.
         """
         if self._sender is None:  # send what an earlier process did not send
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="sharing")  # Joined when the process ends.
@@ -168,7 +169,7 @@ class SharedStore:
         self._send_later(stage, path, note, lease)
 
     def settle(self) -> None:
-        """Wait until every offered artifact was sent or failed."""
+        """Wait until each offered artifact has been sent or its transfer has failed."""
         if self._sender is not None:
             self._sender.submit(lambda: None).result()
 
@@ -272,10 +273,7 @@ class SharedStore:
         return fs, str(base).rstrip("/")
 
     def _try(self, request: Callable[[], T], failure: str) -> T | None:
-        """Return the result of ``request``, or None if the shared store is unavailable or was so a short time ago.
-
-        If the request fails, this logs a warning with the text ``failure``.
-        """
+        """Return the result of ``request``, or None if the shared store fails now or failed within the last minute."""
         if time.monotonic() < self._unusable_until:
             return None
         try:
@@ -288,10 +286,7 @@ class SharedStore:
 
 
 class _Lease:
-    """Object in the shared store that names the machine that builds an artifact, and its deadline.
-
-    A thread renews the lease as long as it is held.
-    """
+    """Object in the shared store that names the machine building an artifact. A thread renews it while it is held."""
 
     def __init__(self, store: SharedStore, path: str) -> None:
         self._store, self._path = store, path
@@ -332,10 +327,7 @@ class _Lease:
                 self._store._fs.rm_file(self._path)
 
     def _holder(self) -> tuple[str, float]:
-        """Return the owner and the end of the lease.
-
-        An unreadable lease is damaged or being written. It counts as held for one lease duration.
-        """
+        """Return owner and end of the lease. An unreadable one may be half-written and counts as held for a while."""
         try:
             content = json.loads(self._store._fs.cat_file(self._path))
             return str(content["owner"]), min(float(content["until"]), time.time() + 2 * self._store.lease_s)
@@ -356,12 +348,9 @@ class _Lease:
 
 
 def require_shared(address: str, setting: str) -> None:
-    """Require that fsspec supports an address and that the package for it is installed.
+    """Raise InvalidInput if fsspec does not support ``address`` or the package for it is missing.
 
     ``setting`` is the setting that contains the address, for the error message.
-
-    Raises:
-        InvalidInput: fsspec does not support the address, or a package is missing.
     """
     import fsspec
 

@@ -1,9 +1,8 @@
-"""Store artifacts as immutable directories that are addressed by their key and either complete or absent.
+"""Store artifacts as immutable directories, each under its key and either complete or absent.
 
-The store writes an artifact to ``<root>/<stage>/<key>.partial``, syncs it, and renames it to
-``<root>/<stage>/<key>``. A directory with its final name is therefore always complete. Its ``manifest.json`` lists
-every file with size and sha256. An artifact is used only if it agrees with its manifest; anything else is a miss with
-a reason::
+The store writes an artifact to ``<root>/<stage>/<key>.partial``, flushes it to the disk, and renames it to
+``<root>/<stage>/<key>``. A directory with its final name is therefore complete. Its ``manifest.json`` lists every file
+with size and sha256. An artifact that disagrees with its manifest counts as missing::
 
     store = Store(Path(".mergegate/store"))
     artifact, is_new = store.build("merge", key, MergeRecord, lambda out: merge(plan, out))   # opens or builds it
@@ -11,8 +10,8 @@ a reason::
 
 A stage that writes no files has no directory. Its value is in ``<root>/<stage>/<key>.json``.
 
-If two processes need the same key, one builds the artifact while the other waits and then opens it. The lock uses
-flock(2). The kernel releases it when the process ends, so a killed run never leaves a lock behind.
+If two processes need the same key, one builds the artifact while the other waits and then opens it. They use flock(2)
+locks, which the kernel releases when a process ends, so a killed run leaves no lock behind.
 """
 
 from __future__ import annotations
@@ -59,18 +58,15 @@ TRASH = ".trash"  # Directory for entries that are being deleted. No run reads i
 
 
 class StoreMiss(Exception):
-    """The artifact is missing or damaged. The message gives the reason.
-
-    The pipeline handles this exception by running the stage again, so it never reaches the user.
-    """
+    """The store has no intact result for a key. The message gives the reason. The pipeline runs the stage again."""
 
 
 @dataclass(frozen=True)
 class StoredValue(Generic[R]):
     """Stored result of a stage.
 
-    ``digest`` (64 hex digits) covers the value except for fields marked ``NotInKey``. As an input of a later stage, the
-    value counts as its digest, so that equal content gives equal keys.
+    ``digest`` (64 hex digits) covers the value except for fields marked ``NotInKey``. It represents the value in the
+    keys of later stages, so that equal content gives equal keys.
     """
 
     stage: str
@@ -79,13 +75,13 @@ class StoredValue(Generic[R]):
     value: R
 
     def content_key(self) -> str:
-        """Return the digest, which represents this value in the keys of later stages."""
+        """Return the digest as the canonical form of this value in the keys of later stages."""
         return self.digest
 
 
 @dataclass(frozen=True)
 class Artifact(StoredValue[R]):
-    """Stored result of a stage together with the files that it wrote. ``digest`` covers all files, too."""
+    """Stored result of a stage and the files that the stage wrote. ``digest`` covers the files, too."""
 
     directory: Path
     files: Mapping[str, str]  # The sha256 of each file by its relative name.
@@ -93,13 +89,13 @@ class Artifact(StoredValue[R]):
 
 @dataclass(frozen=True)
 class BuildCallbacks:
-    """Callbacks of a build.
+    """Callbacks for :meth:`Store.build` and :meth:`Store.build_value`.
 
     Attributes:
         on_wait: Called once if another process is building the same result.
-        on_damage: Called with the reason if a stored result is damaged and has to be built again.
-        hashes_of: Returns the sha256 of files that the build hashed while writing them, by name, for the built value.
-            These files are not read again.
+        on_damage: Called with the reason if the stored result is damaged and has to be built again.
+        hashes_of: Called with the built value. Returns the sha256, by name, of files that the build hashed while
+            writing them. The store does not hash these files again.
     """
 
     on_wait: Callable[[], None] = lambda: None
@@ -109,13 +105,7 @@ class BuildCallbacks:
 
 @dataclass(frozen=True)
 class _Entry(Generic[T]):
-    """How to find and create one result in the store.
-
-    Attributes:
-        path: Directory or file of the result.
-        find: Opens the result in this store, or returns None.
-        create: Creates the result.
-    """
+    """Path of one result in the store, and functions that find it (or return None) and create it."""
 
     stage: str
     key: str
@@ -125,13 +115,12 @@ class _Entry(Generic[T]):
 
 
 class Store:
-    """Artifact store in the directory ``root``.
-
-    Users may delete ``root`` or anything in it at any time. mergegate rebuilds it.
+    """Artifact store in the directory ``root``. Users may delete anything in it, because runs rebuild what they miss.
 
     Args:
-        shared: Shared store from which missing artifacts are fetched and to which new ones are sent. Default: none.
-        about_to_read: Function called with a path before the file is hashed. See :class:`HashMemo`.
+        root: Directory of the store.
+        shared_store: Store from which missing artifacts are fetched and to which new ones are sent. Default: none.
+        about_to_read: Function called with the path of each file before the store hashes it (see :class:`HashMemo`).
     """
 
     def __init__(
@@ -144,13 +133,13 @@ class Store:
         self.hashes = HashMemo(root / HASHES, about_to_read)
 
     def directory(self, stage: str, key: str) -> Path:
-        """Return the directory of an artifact, whether or not it exists."""
+        """Return the path of an artifact's directory, which need not exist."""
         return self.root / stage / key[:32]
 
     def open(self, stage: str, key: str, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
-        """Return an artifact after comparing its files with its manifest: names, sizes and hashes.
+        """Open an artifact and compare the names, sizes and hashes of its files with its manifest.
 
-        With ``deep``, this reads every byte instead of using the cached hashes of unchanged files.
+        With ``deep``, this hashes every file again. By default, it uses the cached hashes of unchanged files.
 
         Raises:
             StoreMiss: The artifact is missing, incomplete or altered. The message names the file.
@@ -164,7 +153,7 @@ class Store:
         return artifact
 
     def _open(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
-        """Open the artifact in ``directory`` with the key in its manifest. Raise StoreMiss as :meth:`open` does."""
+        """Open the artifact in ``directory``, whose manifest states the key. Raise StoreMiss as :meth:`open` does."""
         try:
             manifest = _require_valid(
                 read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
@@ -207,11 +196,11 @@ class Store:
         on_damage: Callable[[str], None] = log.warning,
         about_to_read: Callable[[str], None] = lambda key: None,
     ) -> tuple[Artifact[R], ...]:
-        """Return every intact artifact of a stage whose key begins with ``prefix``, ordered by key.
+        """Return all intact artifacts of a stage whose keys begin with ``prefix``, ordered by key.
 
-        For ``prefix``, see :func:`family_prefix`. ``on_damage`` is called with the reason for each damaged artifact,
-        which is omitted from the result. ``about_to_read`` is called with the first 32 digits of each key before its
-        artifact is read.
+        For ``prefix``, see :func:`family_prefix`. ``about_to_read`` is called with the first 32 digits of each key
+        before that artifact is read. ``on_damage`` is called with the reason for each damaged artifact, which the
+        result omits.
         """
         for key in self.shared.keys(stage, prefix) if self.shared else ():
             final = self.directory(stage, key)
@@ -232,18 +221,14 @@ class Store:
     def hold_family(
         self, stage: str, prefix: str, on_wait: Callable[[], None] = lambda: None
     ) -> AbstractContextManager[None]:
-        """Lock a family, so that no other process adds members to it.
+        """Lock a family so that no other process adds members to it; see :func:`family_prefix` for ``prefix``.
 
-        For ``prefix``, see :func:`family_prefix`. ``on_wait`` is called once if another process holds the lock.
+        ``on_wait`` is called once if another process holds the lock.
         """
         return hold_lock(self._lock_file(stage, prefix), remove=True, on_wait=on_wait)
 
     def open_value(self, stage: str, key: str, value_type: type[R]) -> StoredValue[R]:
-        """Return the value of a stage that writes no files, after comparing it with its digests.
-
-        Raises:
-            StoreMiss: The value is missing or altered.
-        """
+        """Return the value of a stage that writes no files. Raise StoreMiss if it is missing or altered."""
         path = self._value_file(stage, key)
         if not os.path.lexists(path):
             raise StoreMiss(f"{stage} {key[:12]} is not in the store")
@@ -269,16 +254,15 @@ class Store:
         resumable: bool = False,
         callbacks: BuildCallbacks = BuildCallbacks(),
     ) -> tuple[Artifact[R], bool]:
-        """Return the artifact from the store, or build it if it is missing.
+        """Open the artifact with this key, or build it if the store does not have it.
 
         Args:
             stage: Name of the stage.
             key: Key of the stage call (see :func:`stage_key`).
-            value_type: Type that the stored value is validated as.
+            value_type: Type of the value, for validation.
             make: Function that writes files into the given directory and returns the value.
-            resumable: Whether ``make`` can resume from the files of a killed run in the directory. By default the
-                directory starts empty. A file named ``JOURNAL`` in it is not part of the artifact and is removed when
-                the artifact is complete.
+            resumable: Whether the directory for ``make`` keeps the files of a killed run, so that ``make`` can resume.
+                By default it is empty. A file named ``JOURNAL`` in it is removed when the artifact is complete.
             callbacks: Callbacks for waiting, damage and known hashes.
 
         Returns:
@@ -321,11 +305,7 @@ class Store:
         return self._find_or_create(_Entry(stage, key, final, find, create), callbacks.on_wait)
 
     def _find_or_create(self, entry: _Entry[T], on_wait: Callable[[], None]) -> tuple[T, bool]:
-        """Return the result from this store or the shared store, or create it under the lock of its key.
-
-        Returns:
-            The result, and whether this call created it.
-        """
+        """Find the result locally or in the shared store, or create it. Return it and whether this call created it."""
         stage, key, path, shared = entry.stage, entry.key, entry.path, self.shared
         with hold_lock(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             if (cached := entry.find()) is not None:
@@ -360,7 +340,7 @@ class Store:
         make: Callable[[], R],
         callbacks: BuildCallbacks = BuildCallbacks(),
     ) -> tuple[StoredValue[R], bool]:
-        """Return the value from the store, or compute it. Like :meth:`build`, for a stage that writes no files."""
+        """Return the value with this key, or compute it. Works as :meth:`build` for a stage that writes no files."""
         path = self._value_file(stage, key)
 
         def find() -> StoredValue[R] | None:
@@ -384,7 +364,7 @@ class Store:
         return self._find_or_create(_Entry(stage, key, path, find, create), callbacks.on_wait)
 
     def mark_used(self, stage: str, key: str) -> None:
-        """Record the time of use, so that garbage collection removes the least recently used entries first."""
+        """Set the time of last use to now, because garbage collection removes the least recently used entries first."""
         for path in (self.directory(stage, key), self._value_file(stage, key)):
             with suppress(OSError):  # Only one of the two exists, and it may be read-only or belong to another user.
                 os.utime(path, follow_symlinks=False)
@@ -422,7 +402,7 @@ class Store:
 
 
 def _content_digest(files: Mapping[str, Mapping[str, object]], value: BaseModel) -> str:
-    """Return the digest of a stage's files, except the file of the value, and of its value."""
+    """Return the digest of a stage's value and files. The file that contains the value does not count."""
     return digest({"files": {name: entry for name, entry in files.items() if name != VALUE}, "value": value})
 
 

@@ -14,13 +14,14 @@ from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
 
 class ReleasedModel(Model):
-    """A published release as a model, with its publication data.
+    """A published release as a model.
 
     Attributes:
-        head: State of the target, if it reports one. It prevents replacing another release by mistake.
+        head: State of the target (see ``CurrentRelease``), if it reports one. It prevents replacing another release by
+            mistake.
         version: Version name.
-        location: Published location, for people: a directory or an address.
-        complete: Whether its publication is complete.
+        location: Directory or address of the release, for display.
+        complete: Whether the publication was completed.
     """
 
     head: Annotated[str | None, NotInKey] = None
@@ -32,13 +33,13 @@ class ReleasedModel(Model):
 def load_released_model(
     target: PublishTarget | None, root: Path, merge: Model, hashes: HashMemo, version: str | None = None
 ) -> ReleasedModel | None:
-    """Return the checkpoint of the current release (the champion) or of an earlier one (the anchor), if there is one.
+    """Return the model of the current release (the champion) or of an earlier one (the anchor), or None without one.
 
-    If the merge is byte-identical to the release, the result has the identity of the merge. So a scheduled run with
-    nothing new evaluates nothing.
+    If the merge is byte-identical to the release, the result has the digest of the merge, so that cached evaluations
+    apply and a scheduled run with nothing new evaluates nothing.
 
-    Relative paths of the target start at ``root``, the directory of the profile. ``version`` is ``first`` or a version
-    name for the anchor, and None for the champion.
+    ``root`` is the directory of the profile, where relative paths of the target start. ``version`` is ``first`` or a
+    version name for the anchor, and None for the champion.
 
     Raises:
         InvalidInput: There is no such version.

@@ -1,9 +1,8 @@
 """Rebuild the weights of a release from its recipe and its parents, and compare them byte by byte.
 
-A release does not contain local paths. A parent on the Hub is downloaded at the commit in the provenance. A local
-parent is searched at the path in the recipe, relative to every recipe file with the same content below the working
-directory. It is used only if its digest is the one in the provenance. The device is of the kind in the provenance, if
-this machine has one.
+A release does not contain local paths. A parent on the Hub is downloaded at the commit in the provenance. For a local
+parent, mergegate searches the working directory for copies of the recipe, and tries the path in the recipe relative to
+each of them. It uses the parent only if its digest is the one in the provenance.
 """
 
 from __future__ import annotations
@@ -73,11 +72,11 @@ def rebuild_release(
     device: str = "auto",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ReproducedRelease:
-    """Merge again into ``out``, an empty directory, and compare every file with the release.
+    """Merge again into the empty directory ``out``, and compare every file with the release.
 
-    ``verified_release`` is the result of verifying the release, because only a consistent release is worth rebuilding.
-    Relative paths in the recipe start at ``directory``. None: mergegate searches for it. ``device`` is auto, cpu, cuda
-    or cuda:N. auto is the kind of device that built the release if available, or else cpu.
+    ``verified_release`` is the result of verifying ``release``. Relative paths in the recipe start at ``directory``.
+    None: mergegate searches for it. ``device`` is auto, cpu, cuda or cuda:N. auto is the kind of device in the
+    provenance if this machine has one, or else cpu.
 
     Raises:
         InvalidInput: A parent is missing or differs from the one in the provenance.
@@ -161,7 +160,7 @@ def rebuild_release(
 
 
 class _ProvenancePart(BaseModel):
-    """A part of the provenance, with the fields that a rebuild needs."""
+    """Part of the provenance, with the fields that a rebuild needs."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
@@ -202,7 +201,7 @@ class _Build(_ProvenancePart):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of the original merge, found on this machine or on the Hub and verified by their digests."""
+    """Inputs of the original merge, found on this machine or on the Hub and verified by their digests."""
 
     dependencies: Mapping[str, _Dependency]
     directories: Sequence[Path]  # base directories to search, the most likely first
@@ -238,7 +237,7 @@ class _Inputs:
         )
 
     def _candidates(self, reference: CheckpointRef, commit: str | None, *, is_adapter: bool) -> Iterator[Path]:
-        """Yield the directories that may contain a model or an adapter. One on the Hub is downloaded at its commit."""
+        """Yield the directories that may contain a model or an adapter. Download one from the Hub at its ``commit``."""
         if commit:
             snapshot = find_snapshot(reference.path, commit, adapter=is_adapter)
             download_snapshots([snapshot], self.hashes)
@@ -250,10 +249,9 @@ class _Inputs:
                     yield directory
 
     def find_text_directory(self, recipe: Recipe) -> Path | None:
-        """Return the directory of the texts that the models read, verified by hash. None: the recipe has no texts.
+        """Return the directory of the texts in the recipe, verified by hash, or None if the recipe has no texts.
 
-        Raises:
-            InvalidInput: A text is missing or has changed.
+        Raise InvalidInput if a text is missing or has changed.
         """
         texts = sorted({text for document in (*recipe.steps, recipe) for text in document.texts.values()})
         if not texts:

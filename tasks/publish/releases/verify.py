@@ -1,14 +1,14 @@
-"""Verify a release: compare every file with every statement about it, and the statements with each other.
+"""Verify a release: compare its files with every statement about them, and the statements with each other.
 
-Each kind of tampering is detected by:
+The following changes to a release are detected:
 
-* a flipped byte, a missing or an added file, even a special one (a link, a pipe): SHA256SUMS, the file list of the
-  provenance, the bill of materials, and the file list of the signature;
-* an edited provenance: SHA256SUMS, which lists it, and the recipe, card, bill of materials and files, which must agree
-  with it;
-* provenance and SHA256SUMS edited consistently: the version, if it is a content hash (over all files, and known to
-  others as the name of the directory or tag);
-* everything rebuilt under another version: only a signature, verified with a key from another channel.
+* a changed byte, a missing or an added file, even a special one (a link, a pipe): by SHA256SUMS, and by the file lists
+  of the provenance, the bill of materials and the signature;
+* an edited provenance: by SHA256SUMS, which lists it, and by the recipe, card, bill of materials and files, which must
+  agree with it;
+* a provenance and SHA256SUMS that were edited consistently: by the version, if that is a content hash, because users
+  know it as the name of the directory or tag;
+* a complete rebuild under another version: only by a signature, verified with a key from another channel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Files = Mapping[str, tuple[int, str]]
 
 @dataclass(frozen=True)
 class VerifiedRelease:
-    """A consistent release. ``version`` is None unless its name is a content hash."""
+    """A release whose files and statements agree. ``version`` is None unless its name is a content hash."""
 
     reference: str
     listing: Files
@@ -70,7 +70,7 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
     ``key`` is the public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
 
     Raises:
-        Refused: Something does not agree. The message lists every finding.
+        Refused: Files or statements disagree. The message lists every finding.
         InvalidInput: ``key`` is not a public key.
     """
     check = _ReleaseCheck(release)
@@ -113,7 +113,7 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
 
 
 class _ReleaseCheck:
-    """Comparisons of one release. Each adds its findings. A missing file is reported only by the lists of files."""
+    """Comparisons of one release, each of which adds to ``findings``. Only lists of files report a missing file."""
 
     def __init__(self, release: PublishedRelease) -> None:
         self.release, self.files = release, release.files()
@@ -131,7 +131,7 @@ class _ReleaseCheck:
         self.parents = [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
     def compare_statements(self) -> None:
-        """Compare provenance and bill of materials with the files and the recipe, and their parents with each other."""
+        """Compare provenance and bill of materials with the files, the recipe and each other."""
         listed = {
             str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
             for subject in _list(_at(self.statement, "subject"))
@@ -194,9 +194,9 @@ class _ReleaseCheck:
                 self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
 
     def compare_files(self, listed_digests: Mapping[str, str], source: str, unlisted_files: Collection[str]) -> bool:
-        """Compare the files with the list in ``source`` (name to sha256). Return whether they are equal.
+        """Compare the files with the list in ``source`` (sha256 by name), and return whether they are equal.
 
-        ``unlisted_files`` files were written after ``source``, so that it cannot list them.
+        ``unlisted_files`` are written after ``source``, so it cannot list them.
         """
         actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted_files}
         for name in sorted({*listed_digests, *actual}):
@@ -211,14 +211,14 @@ class _ReleaseCheck:
         return listed_digests == actual
 
     def _json(self, name: str) -> object:
-        """Return the content of a JSON file of the release, or None if it cannot be parsed."""
+        """Return the content of a JSON file, or None if it cannot be parsed."""
         try:
             return parse_json(self.read(name), name)
         except InvalidInput:
             return None
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file, or empty bytes for a special file, which the lists of files detect by hash."""
+        """Return the content of a file, or empty bytes for a special file, which the lists of files report."""
         try:
             return self.release.read(name)
         except InvalidInput:

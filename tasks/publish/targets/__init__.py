@@ -1,6 +1,6 @@
-"""Publishing targets: where a release can go. All implement one contract: check, current_release, publish, open.
+"""Targets to which a release can be published, and the contract that they implement.
 
-Other packages register theirs under the entry point ``mergegate.targets``.
+Other packages register targets under the entry point ``mergegate.targets``.
 """
 
 from mergegate.tasks.publish.targets.contract import (

@@ -4,7 +4,7 @@
 
     publish: {to: shelf, place: /srv/models}      # in a profile
 
-    class Shelf(PublishTarget):                   # in the module of the target; ``registry`` describes discovery
+    class Shelf(PublishTarget):                   # in the module of the target, which ``registry`` finds
         to: Literal["shelf"]                      # the target's name in a profile
         place: Path                               # its settings: strict, frozen, each with a description
 
@@ -14,13 +14,13 @@
         @classmethod
         def open(cls, reference): ...             # a published release, to verify or reproduce
 
-A run calls them in that order. Hours may pass between ``check`` and ``publish``, and another publisher may release in
-the meantime. To detect that, the ``head`` that ``current_release`` returned is passed to ``publish`` as
+A run calls the first three in this order. Hours may pass between ``check`` and ``publish``, and another publisher may
+release in the meantime. To detect that, a run passes the ``head`` from ``current_release`` to ``publish`` as
 ``expected_head``.
 
-An alias such as ``production`` points to one of the published versions. A version never changes; an alias moves. To
-keep the two apart, an alias consists of letters, ``-`` and ``_``, while nearly every version contains a digit. Each
-target detects the rare version whose name looks like an alias.
+An alias such as ``production`` points to one of the published versions. A version never changes; an alias moves. An
+alias consists of letters, ``-`` and ``_``, while nearly every version contains a digit. Each target detects the rare
+version whose name has the form of an alias.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class PublishRequest:
 
     Attributes:
         name: Name of the release in the profile.
-        version: Version name.
-        root: Directory of the profile; relative paths start there.
-        hashes: Cached sha256 digests of files that were read before.
+        root: Directory of the profile, where relative paths start.
+        hashes: Cached sha256 digests of files.
         expected_head: ``head`` of the release that this one was compared with. None: any head is accepted.
         on_progress: Callback for the bytes sent.
     """
@@ -88,12 +87,12 @@ class CurrentRelease:
 
     Attributes:
         directory: Directory of the complete checkpoint.
-        head: State of the target in the target's own terms. Pass it to ``publish`` as ``expected_head``: nothing is
-            published if the state has changed. None: the target cannot tell, or does not need to.
+        head: State of the target, as a commit or another identifier of the target's own. If it has changed when
+            ``publish`` receives it as ``expected_head``, nothing is published. None: the target has no such state.
         version: Version name. Empty: the name of ``directory``.
         location: Published location, as in ``Release``. None: ``directory``.
-        complete: Whether every step of the publication was completed. If not, publishing the same release again
-            completes it.
+        complete: Whether all steps of the publication were completed. If not, publishing the release again completes
+            it.
     """
 
     directory: Path
@@ -104,12 +103,12 @@ class CurrentRelease:
 
     @property
     def name(self) -> str:
-        """Version name for people."""
+        """Version name for display."""
         return self.version or self.directory.name
 
 
 class PublishedRelease(Protocol):
-    """A published release that can be read. ``version`` is its public name if that is a content hash."""
+    """A published release that can be read. ``version`` is its version name if that is a content hash, or None."""
 
     @property
     def reference(self) -> str: ...  # names the release in messages
@@ -121,7 +120,7 @@ class PublishedRelease(Protocol):
 
 @dataclass(frozen=True)
 class PublicationBlocked:
-    """Continuing would break a guarantee; an operator must decide."""
+    """Reason why continuing would break a guarantee, so that an operator must decide."""
 
     found: str
     expected: str
@@ -132,7 +131,7 @@ class PublicationBlocked:
 
 
 def version_taken(version: str, difference: str) -> PublicationBlocked:
-    """Return the outcome for a ``version`` that is published with other content. Versions never change."""
+    """Return the reason for a ``version`` that is published with other content."""
     return PublicationBlocked(
         f"the version {version} is already published with other content ({difference})",
         "the same content, because a version never changes",
@@ -141,7 +140,7 @@ def version_taken(version: str, difference: str) -> PublicationBlocked:
 
 
 def overtaken(current: str, expected: str) -> PublicationBlocked:
-    """Return the outcome for a target whose release has changed since this release was compared with it."""
+    """Return the reason for a target whose current release has changed since the merge was compared with it."""
     return PublicationBlocked(
         current,
         expected,
@@ -150,7 +149,7 @@ def overtaken(current: str, expected: str) -> PublicationBlocked:
 
 
 def undone(location: str, writer_hint: str = "") -> Refused:
-    """Return the error for a target where another writer undoes every step."""
+    """Return the error for a location where another writer undoes every step."""
     return Refused(
         location,
         found="another writer undoes every step as soon as mergegate takes it",
@@ -166,24 +165,23 @@ class PublishTarget(PublishSettings, ABC):
     """Form of a reference to a release at this target, for messages: 'the directory of a release'."""
 
     current_is_local: ClassVar[bool] = False
-    """Whether ``current_release`` only reads local files. For other targets it may download a release."""
+    """Whether ``current_release`` only reads local files, and never downloads a release."""
 
     @property
     def is_public(self) -> bool:
-        """Whether outsiders can see a release. If so, its licenses must have been checked for redistribution."""
+        """Whether outsiders can see a release, so that its licenses must have been checked for redistribution."""
         return False
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Reference that the model card tells readers to pass to ``mergegate verify``; '.' for a local directory."""
+        """Reference in the model card for ``mergegate verify``, or '.' for a local directory."""
 
     @abstractmethod
     def check(self, root: Path) -> None:
         """Raise an error if publishing would fail for a reason that can be known now. Leave no trace at the target.
 
-        Args:
-            root: Directory of the profile; relative paths start there.
+        ``root`` is the directory of the profile, where relative paths start.
 
         Raises:
             InvalidInput: A prerequisite, such as a token, is missing.
@@ -194,12 +192,11 @@ class PublishTarget(PublishSettings, ABC):
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Return the release that is published today, or None before the first.
 
-        Raises:
-            Refused: The target is unavailable. A merge must not pass because its champion was out of reach.
+        Raise Refused if the target is unavailable, because no merge may pass without a comparison with its champion.
         """
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Return an earlier release, to be the anchor, or None before the first.
+        """Return an earlier release for use as the anchor, or None before the first.
 
         ``version`` is ``first`` for the oldest release, or a version name.
 
@@ -230,11 +227,7 @@ class PublishTarget(PublishSettings, ABC):
         )
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version that the alias ``name`` points to, or None.
-
-        Raises:
-            Refused: The target is unavailable.
-        """
+        """Return the version that the alias ``name`` points to, or None. Raise Refused if the target is unavailable."""
         return None
 
     @property
@@ -246,8 +239,8 @@ class PublishTarget(PublishSettings, ABC):
     def publish(self, request: PublishRequest) -> Release:
         """Publish exactly the files of ``request`` under its version, and make that the current version.
 
-        The publication is atomic, even if the process is killed; running again completes it. If the release is
-        already published, nothing is changed. A version never changes its content.
+        The publication is atomic: after a kill, running again completes it. If the release is already published,
+        nothing changes. A version never changes its content.
 
         Raises:
             Refused: The version exists with different content, a source file has changed since the gate, the target's
@@ -257,23 +250,17 @@ class PublishTarget(PublishSettings, ABC):
     @classmethod
     @abstractmethod
     def open(cls, reference: str) -> PublishedRelease | None:
-        """Open a release by a user's reference, without a profile. Return None if it has another target's form.
+        """Open a release by a user's reference, without a profile. Return None if the reference has another form.
 
-        Raises:
-            InvalidInput: The reference has this target's form, but there is no such release or it is unavailable.
+        Raise InvalidInput if the reference has this target's form, but there is no such release or it is unavailable.
         """
 
 
 def check_target(target: PublishTarget | None, root: Path) -> None:
-    """Raise an error if publishing would fail: check the signing key, then the target.
+    """Check the signing key, then the target, and raise an error if publishing would fail.
 
-    Args:
-        target: Target of the profile. None: nothing is published.
-        root: Directory of the profile; relative paths start there.
-
-    Raises:
-        InvalidInput: The signing key is missing, or as ``PublishTarget.check``.
-        Refused: As ``PublishTarget.check``.
+    ``target`` is None if nothing is published. ``root`` is the directory of the profile, where relative paths start.
+    The errors are InvalidInput for a missing signing key, and those of ``PublishTarget.check``.
     """
     if target is None:
         return
@@ -283,12 +270,9 @@ def check_target(target: PublishTarget | None, root: Path) -> None:
 
 
 def require_alias_name(name: str, reserved_names: Collection[str]) -> None:
-    """Raise InvalidInput if ``name`` cannot be an alias.
+    """Raise InvalidInput if ``name`` is reserved or contains anything but letters, ``-`` and ``_``.
 
-    ``reserved_names`` holds the names that the target reserves, such as ``latest``.
-
-    Raises:
-        InvalidInput: The name is reserved or contains anything but letters, ``-`` and ``_``.
+    ``reserved_names`` are those that the target uses itself, such as ``latest``.
     """
     if name in reserved_names:
         raise InvalidInput(
@@ -307,7 +291,7 @@ def require_alias_name(name: str, reserved_names: Collection[str]) -> None:
 
 
 def alias_conflict(name: str, location: str) -> InvalidInput:
-    """Return the error for an alias ``name`` that is already a version at ``location``. Versions never move."""
+    """Return the error for an alias ``name`` that is already a version at ``location``."""
     return InvalidInput(
         _ALIAS_SETTING,
         found=f"{name!r}, which is a version at {location}",
@@ -317,7 +301,7 @@ def alias_conflict(name: str, location: str) -> InvalidInput:
 
 
 def no_such_version(version: str, location: str, versions: Collection[str] = ()) -> InvalidInput:
-    """Return the error for an alias of a ``version`` that does not exist at ``location``."""
+    """Return the error for an alias to a ``version`` that does not exist at ``location``."""
     return InvalidInput(
         _ALIAS_SETTING,
         found=f"no version {version!r} at {location}",

@@ -6,9 +6,9 @@
     releases/demo/latest             a symlink to the current version; it moves in one step
     releases/demo/production         an alias: another symlink, to the version that was promoted
 
-A version is written to a temporary directory next to its final name. Every file is hashed on the way, compared with the
-gated one, and fsynced. Then one rename makes the version visible and another moves ``latest``.
-Running again repairs a run that was killed in between. A run with nothing new changes nothing.
+mergegate writes a version to a temporary directory next to the final one. It hashes each file while writing it,
+compares the hash with that of the file that passed the gate, and flushes the file to the disk. Then one rename makes
+the version visible and another moves ``latest``. After a kill, the next run completes the publication.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class DirectoryTarget(PublishTarget):
     def check(self, root: Path) -> None:
         """Check that the directory is writable or can be created.
 
-        Raises:
-            InvalidInput: The path, or its nearest existing parent, is not a directory.
-            Refused: This process has no permission to write there.
+        Raise InvalidInput if the path or its nearest existing parent is not a directory, and Refused without
+        permission to write there.
         """
         directory = (root / self.path).absolute()
         ancestor = next(parent for parent in (directory, *directory.parents) if parent.exists())
@@ -87,7 +86,7 @@ class DirectoryTarget(PublishTarget):
         return CurrentRelease(latest.resolve()) if latest.is_dir() else None
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Return a version next to ``latest``. The first is the one with the oldest modification time."""
+        """Return a version next to ``latest``. ``first`` is the version with the oldest modification time."""
         directory = root / self.path
         versions = _versions_in(directory)
         if not versions:
@@ -125,7 +124,7 @@ class DirectoryTarget(PublishTarget):
                     for file in request.files:
                         _write(file, partial / file.name, report)
                     fsync_directories(partial)
-                for file in request.files:  # for the next run
+                for file in request.files:  # so that the next run need not hash them
                     hashes.remember(destination / file.name, file.sha256)
             else:
                 finish_directory(partial_directory)
@@ -166,13 +165,13 @@ class DirectoryTarget(PublishTarget):
 
     @classmethod
     def open(cls, reference: str) -> DirectoryRelease | None:
-        """Open the directory ``reference`` without reading it."""
+        """Open the directory ``reference`` without reading it, or return None if there is no such directory."""
         return DirectoryRelease(directory) if (directory := Path(reference)).is_dir() else None
 
 
 @dataclass(frozen=True)
 class DirectoryRelease:
-    """A release in a local directory. Verifying it reads every byte."""
+    """A release in a local directory. Verification hashes every file."""
 
     directory: Path
 
@@ -182,18 +181,17 @@ class DirectoryRelease:
 
     @property
     def version(self) -> str | None:
-        """Name of the directory, if it is a content hash."""
+        """Name of the directory if it is a content hash, or None."""
         name = self.directory.resolve().name
         return name if is_content_version(name) else None
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Return size and sha256 of every file, except files that git or a download left next to them.
+        """Return size and sha256 of every file, except those that git or a download added.
 
         A directory without provenance is not a release. None of its files is read, because it may be ``/``.
 
-        A special entry (a symlink that leaves the directory, a pipe, a device) is listed with its kind in place of a
-        sha256, so it never matches an expected file. Special entries are not read, and symlinked directories are not
-        entered.
+        A special entry (a symlink that leaves the directory, a pipe, a device) is not read. It is listed with its kind
+        in place of a sha256, so it never matches an expected file. Symlinked directories are not entered.
         """
         identities: dict[str, tuple[int, str]] = {}
         if not os.path.lexists(self.directory / PROVENANCE):
@@ -217,7 +215,7 @@ class DirectoryRelease:
     def _identity(self, path: Path) -> tuple[int, str]:
         try:
             with open_plain(path, within=self.directory) as file:
-                digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # raw is enough
+                digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # an unbuffered file suffices
                 return file.tell(), digest.hexdigest()
         except FileNotFoundError:
             return 0, "a broken link"
@@ -236,9 +234,8 @@ def _versions_in(directory: Path) -> list[Path]:
 def _move_link(link: Path, version: str) -> bool:
     """Point ``link`` to ``version`` in one step. Return whether it pointed elsewhere before.
 
-    Raises:
-        Refused: ``link``, or the link that a killed run left next to it, does not lead to a version in the same
-            directory, so mergegate did not create it.
+    Raise Refused if ``link``, or a temporary link next to it, does not point to a version in the same directory, so
+    that mergegate did not create it.
     """
     step = link.with_name(f".{link.name[:200]}.partial")
     for path in (link, step):

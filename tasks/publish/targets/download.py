@@ -1,6 +1,6 @@
-"""Download a published release to compare with, verify it against its file list, and cache it.
+"""Download a published release for comparison, verify it against its file list, and cache it.
 
-The cache is below the project's home and is keyed by content, so a scheduled run with the same champion downloads
+The cache is in mergegate's home directory and is keyed by content, so a scheduled run with the same champion downloads
 nothing. A release that no run has used for 30 days is removed.
 """
 
@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]) -> Path:
-    """Return a directory that contains exactly ``files``; download them if they are not cached.
+    """Return a directory that contains exactly ``files``, and download them if they are not cached.
 
     The sha256 of every downloaded file is added to the store's cache of hashes.
 
     Args:
         location: Published location of the release, for messages.
         files: Size in bytes and sha256 of each file, by name.
-        fetch: Function that downloads the file of a name to a path.
+        fetch: Function that downloads the file with the given name to the given path.
 
     Raises:
         Refused: The downloaded files differ from ``files``.

@@ -1,12 +1,12 @@
 """Define the Hub target: resolve the token, check its permissions, read and publish releases, and move aliases.
 
-``hub_access`` finds the token and ``require_write_access`` checks it. Each operation creates its own access object:
-hours may pass between the first and the last, and a commit in between must be seen.
+Each operation creates its own access object, because hours may pass between two operations, and the second must see
+commits in between.
 
-A version is a tag that never moves; an alias is a tag that does. The Hub cannot move a tag: mergegate deletes it and
-creates it again, so for a moment it does not exist. If that is interrupted, the next call finds the tag missing and
-completes the move. The Hub reports only the name and commit of a tag. A tag is taken for a version if it is the only
-one on its commit, or if the commit message says that it released that version. Every other tag is an alias.
+A version is a tag that never moves; an alias is a tag that does. The Hub cannot move a tag, so mergegate deletes it and
+creates it again. If that is interrupted, the next call finds the tag missing and creates it. The Hub reports only the
+name and commit of a tag. mergegate takes a tag for a version if it is the only one on its commit, or if the commit
+message says that it released that version. Every other tag is an alias.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class HubTarget(PublishTarget):
         require_write_access(self.repo, self._access())
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Download the head of ``main``. Its ``head`` is the commit. Return None for an empty repository."""
+        """Download the latest commit of ``main``. Return None if the repository is empty or missing.
+
+        The ``head`` of the release is this commit.
+        """
         access = self._access()
         commit = main_commit(access, self.repo)
         if commit is None or not set(access.listing(self.repo, commit)) - WRITTEN_BY_HUB:
@@ -103,7 +106,7 @@ class HubTarget(PublishTarget):
         return CurrentRelease(directory, commit, commit[:12], access.url(self.repo, commit))
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Download the release of a version's tag, or of the oldest one. Return None without any tag."""
+        """Download the release with a version's tag, or with the oldest tag. Return None without any tag."""
         access = self._access()
         if main_commit(access, self.repo) is None:
             return None
@@ -122,7 +125,7 @@ class HubTarget(PublishTarget):
         return CurrentRelease(download_commit(self.repo, commit, access), commit)
 
     def publish(self, request: PublishRequest) -> Release:
-        """Make ``main`` and the tag of the version contain the release."""
+        """Make ``main`` and the version's tag contain exactly the files of the release."""
         access, version = self._access(), request.version
         gated = self.gated or False
         published = publish_hub(request, self.repo, access, visibility=self.visibility, gated=gated)
@@ -160,7 +163,7 @@ class HubTarget(PublishTarget):
                 time.sleep(min(2.0**failures, _MAX_WAIT_S))
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version whose commit the tag ``name`` points to; the first by name if there are several."""
+        """Return the version that the tag ``name`` points to, or None (see :func:`version_on`)."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         access = self._access()
@@ -213,9 +216,10 @@ class HubTarget(PublishTarget):
 
 
 def version_on(tags: Mapping[str, str], name: str) -> str | None:
-    """Return the version that an alias means: another tag on its commit. Tags that cannot be aliases come first.
+    """Return the version that the alias ``name`` points to: another tag on its commit, or None without one.
 
-    ``tags`` holds the commit of every tag, by name.
+    ``tags`` holds the commit of every tag, by name. If several tags are on the commit, those that cannot be aliases
+    come first, in alphabetical order.
     """
     candidates = sorted(tag for tag, commit in tags.items() if tag != name and commit == tags.get(name))
     return next((tag for tag in candidates if not re.fullmatch(ALIAS_NAME, tag)), candidates[0] if candidates else None)

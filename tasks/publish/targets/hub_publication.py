@@ -1,12 +1,11 @@
 """Publish to the Hugging Face Hub: read the state, take the next step, and repeat until the release is published.
 
-``hub_state`` decides the steps and their order; this module makes the API calls. A failed call is never blindly
-repeated. The state is read again first, because a commit whose answer was lost may have succeeded. Everything sent is
-compared by the Hub's own hashes before anyone can see it, so a file that changed on disk or was damaged in transit
-never reaches ``main``.
+``hub_state`` decides the steps and their order; this module makes the API calls. After a failed call, the state is read
+again, because a commit whose answer was lost may have succeeded. Before outsiders can see the files, they are compared
+by the Hub's own hashes, so a file that changed on the disk or in transit never reaches ``main``.
 
-The token is passed to the client directly. No exception of the client leaves this module, because it carries the
-request and the request carries the token.
+The token is passed to the client directly. Exceptions of the client do not leave this module, because their requests
+contain the token.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ def publish_hub(
     gated: Gated = False,
     wait: Callable[[float], None] = time.sleep,
 ) -> PublishedCommit:
-    """Make ``main`` of ``repo`` and the tag of the version contain exactly the files of ``request``. Idempotent.
+    """Make ``main`` and the version's tag contain exactly the files of ``request``. Idempotent.
 
-    ``repo`` is ``org/name``. It is created as private if it does not exist. After a failure, ``wait`` waits for a
+    ``repo`` is ``org/name``. If it does not exist, it is created as private. After a failure, ``wait`` is called with a
     number of seconds before the state is read again.
 
     Raises:
@@ -127,12 +126,12 @@ def _client_errors() -> tuple[type[Exception], ...]:
 
 
 class _NotStored(RuntimeError):
-    """The Hub accepted a step without changing its listing."""
+    """The Hub accepted a step, but its listing did not change."""
 
 
 @dataclass(frozen=True)
 class _Connection:
-    """The API calls that one publication needs."""
+    """API calls of one publication."""
 
     request: PublishRequest
     access: HubAccess
@@ -148,7 +147,7 @@ class _Connection:
         return self.access.api()
 
     def observe(self) -> ObservedState:
-        """Read the repository's state: three small requests, and the listing of every new commit."""
+        """Read the state of the repository: three small requests, and the listing of every new commit."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
@@ -176,7 +175,7 @@ class _Connection:
         )
 
     def execute(self, step: Step) -> None:
-        """Execute one step. All calls are guarded: none of them does harm when it is late or repeated."""
+        """Execute one step. A call that is late or repeated does no harm."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
         match step:
@@ -221,10 +220,10 @@ class _Connection:
             self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
 
     def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
-        """Upload the content of large files, a few at a time. The commit then only refers to them.
+        """Upload the content of large files, a few at a time, so that the commit only refers to them.
 
-        Content that the Hub already has is not sent again, so an interrupted publication resumes. The card is
-        validated first, to avoid uploading hundreds of gigabytes for a card that the Hub rejects.
+        Content that the Hub already has is not sent again, so an interrupted publication resumes. The card is validated
+        first, to avoid uploading hundreds of gigabytes for a card that the Hub rejects.
         """
         from huggingface_hub import get_session, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
@@ -292,7 +291,6 @@ def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Disable the client's own progress bars."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

@@ -1,7 +1,7 @@
-"""Read releases from the Hub: find and download a commit, or read one file by file to verify it.
+"""Read releases on the Hub: download a commit, or read single files to verify it.
 
-Verification downloads nothing large: the Hub reports the sha256 of a file in large storage. Small files are read and
-compared with their git blob id, which proves that the bytes match the listing.
+Verification downloads nothing large, because the Hub reports the sha256 of a file in large storage. Small files are
+downloaded and compared with their git blob id, which proves that the bytes match the listing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main_commit(access: HubAccess, repo: str) -> str | None:
 
 
 def unreadable_release(repo: str, error: Exception, access: HubAccess) -> Refused:
-    """Return the error for a release that the Hub does not deliver."""
+    """Return the error for a release that cannot be read from the Hub."""
     return Refused(
         f"{repo} on the Hub",
         found=f"the current release cannot be read: {describe_hub_error(error, access)}",
@@ -54,7 +54,7 @@ def unreadable_release(repo: str, error: Exception, access: HubAccess) -> Refuse
 
 @dataclass(frozen=True)
 class HubRelease:
-    """A commit on the Hub. ``version`` is the tag that names it by its content hash."""
+    """A release on the Hub. ``version`` is the tag of its commit that is a content hash, or None."""
 
     access: HubAccess
     repo: str
@@ -76,11 +76,7 @@ class HubRelease:
         }
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file of the commit. Small files are downloaded once and cached.
-
-        Raises:
-            Refused: The Hub returns bytes that do not match its listing.
-        """
+        """Return the content of a file; small files are cached. Raise Refused if it does not match the Hub's hash."""
         if name in self._small_files:
             return self._small_files[name]
         entry = self.access.listing(self.repo, self.commit)[name]

@@ -1,11 +1,11 @@
 """Decide the next step from the state of a Hub repository to a complete release, as a pure function.
 
-A publication is this function in a loop: read the state, decide, take one step, read again. A lost answer, a kill or a
-second publisher just leads to another state to start from. The loop keeps no memory between steps, so running again is
-always correct. The order of the steps guarantees:
+A publication calls this function in a loop: read the state, decide, take one step, read again. The loop keeps no memory
+between steps, so a lost answer, a kill or a second publisher just leads to another state, and running again is always
+correct. The order of the steps guarantees:
 
 * ``main`` moves in one commit, from the complete old release to the complete new one.
-* That commit is guarded by the head it was decided on, so it never overwrites a release by another publisher.
+* The Hub accepts that commit only on the head for which it was decided, so it never overwrites another release.
 * A tag is created once, on a commit whose content was compared with the gated files, and it never moves.
 * A new repository is not visible to outsiders before its release is complete.
 """
@@ -31,7 +31,7 @@ WRITTEN_BY_HUB = frozenset({".gitattributes"})
 
 @dataclass(frozen=True)
 class DesiredFile:
-    """A gated file. ``blob`` is None for files too large for a plain git blob."""
+    """A file that passed the gate. ``blob`` is its git blob id, or None if the file is too large for one."""
 
     size: int
     sha256: str
@@ -46,7 +46,7 @@ class DesiredFile:
 
 @dataclass(frozen=True)
 class Head:
-    """A commit and the files it lists."""
+    """A commit and the files in it."""
 
     commit: str
     files: Mapping[str, RemoteFile]
@@ -75,13 +75,13 @@ class DesiredState:
         return tuple(sorted(set(head.files) - set(self.files) - WRITTEN_BY_HUB))
 
     def is_on(self, head: Head) -> bool:
-        """Return whether ``head`` lists exactly this release."""
+        """Return whether ``head`` contains exactly this release."""
         return not self.missing(head) and not self.stale(head)
 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """The repository's state. Without a repository or a branch ``main``, ``main`` is None."""
+    """State of the repository. ``main`` is None if the repository or its branch ``main`` does not exist."""
 
     exists: bool
     private: bool = True
@@ -108,14 +108,14 @@ class ChangeSettings:
 
 @dataclass(frozen=True)
 class CreateBranch:
-    """Create the staging branch."""
+    """Create the staging branch at the commit ``start``."""
 
     start: str
 
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Commit to the staging branch so that it lists exactly the release."""
+    """Commit to the staging branch so that it contains exactly the release."""
 
     parent: str
     missing: tuple[str, ...]
@@ -124,7 +124,7 @@ class StageFiles:
 
 @dataclass(frozen=True)
 class Promote:
-    """Commit to ``main`` so that it lists what ``source`` lists. Fails if the head of ``main`` is not ``parent``."""
+    """Commit to ``main`` so that it has the files of ``source``. Fails if the head of ``main`` is not ``parent``."""
 
     parent: str
     source: Head
@@ -169,8 +169,8 @@ Step = (
 def next_step(desired_state: DesiredState, observed_state: ObservedState, expected_head: str | None = None) -> Step:
     """Return the next step toward the desired state.
 
-    ``expected_head`` is the head of ``main`` that the release was compared with. If ``main`` is neither that nor
-    already this release, it has changed in the meantime. None: any head is accepted.
+    ``expected_head`` is the head of ``main`` that the release was compared with. Publication is blocked if the head of
+    ``main`` is neither that nor this release. None: any head is accepted.
     """
     if not observed_state.exists:
         return CreateRepository()

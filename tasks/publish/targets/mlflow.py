@@ -70,7 +70,7 @@ class MlflowTarget(PublishTarget):
         registry.check()
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Return the current release at ``storage``. It is complete once the alias points to it."""
+        """Return the current release at ``storage``. It is complete if the alias points to it."""
         release = self.storage.current_release(root)
         if release is None:
             return None
@@ -105,7 +105,7 @@ class MlflowTarget(PublishTarget):
             raise no_such_version(version, f"{self.model} in MLflow")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the release version that the alias points to."""
+        """Return the release version that the alias points to, or None."""
         return self._registry().alias_version(self.model, name) or None
 
     @classmethod
@@ -133,11 +133,7 @@ class MlflowTarget(PublishTarget):
 
 
 def _registry_at(uri: str | None, setting: str) -> MlflowRegistry:
-    """Return the registry at ``uri``, or else at the server in ``MLFLOW_TRACKING_URI``.
-
-    Raises:
-        InvalidInput: The address is missing or not an HTTP URL.
-    """
+    """Return the registry at ``uri``, or else at ``MLFLOW_TRACKING_URI``. Raise InvalidInput without an HTTP URL."""
     uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri or not uri.startswith(("http://", "https://")):
         raise InvalidInput(

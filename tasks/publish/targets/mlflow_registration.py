@@ -1,8 +1,8 @@
-"""Register a release with MLflow: read the state, write one thing, and repeat until the registration is complete.
+"""Register a release with MLflow: read the state, write one entry, and repeat until the registration is complete.
 
-A run records scores, drops with their intervals, and the inputs of the merge. A version of the registered model points
-to the location of the release and to the run. The alias is written last. Run and version are found again by the
-release's digest, so a lost answer or a kill is just another state to start from.
+An MLflow run records scores, drops with their intervals, and the inputs of the merge. A version of the registered model
+points to the location of the release and to this run. The alias is written last. mergegate finds existing entries by
+the digest of the release, so it can continue after a lost answer or a kill.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NextWrite = Literal["experiment", "run", "log", "finish", "model", "version", "a
 
 @dataclass(frozen=True)
 class Registration:
-    """The desired entries of a release in the registry."""
+    """Entries that a release should have in MLflow."""
 
     model: str
     version: str
@@ -53,7 +53,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class ObservedRegistry:
-    """The present entries of a release in the registry. Empty values: no entry."""
+    """Entries that a release has in MLflow. An empty value means that the entry does not exist."""
 
     experiment: str
     run: str
@@ -65,7 +65,7 @@ class ObservedRegistry:
 
 
 def describe_release(files: Sequence[ReleaseFile], model: str, version: str, alias: str, source: str) -> Registration:
-    """Convert the provenance of a release to a registration."""
+    """Build the registration of a release from its provenance. ``source`` is the location of the release."""
     provenance = next((file for file in files if file.name == PROVENANCE), None)
     predicate = member(json.loads(provenance.read()) if provenance else {}, "predicate")
     metrics: dict[str, float] = {}
@@ -107,7 +107,10 @@ def next_registry_write(observed_state: ObservedRegistry) -> NextWrite:
 
 @dataclass(frozen=True)
 class MlflowRegistry:
-    """The requests to MLflow's server that a release needs. After a transient error they are sent again."""
+    """Client of MLflow's server. It retries requests after transient errors.
+
+    Every method raises Refused if the server rejects a request or does not answer.
+    """
 
     url: str
     token: str = ""
@@ -115,11 +118,7 @@ class MlflowRegistry:
     def register(self, registration: Registration) -> tuple[str, bool]:
         """Write the missing entries until the registry matches ``registration``. Idempotent.
 
-        Returns:
-            Number of the registered version, and whether anything was written.
-
-        Raises:
-            Refused: The server rejects a request or does not answer.
+        Return the number of the registered version, and whether anything was written.
         """
         has_changed, failures = False, 0
         for _ in range(_ROUNDS):
@@ -139,33 +138,21 @@ class MlflowRegistry:
         raise self._refusal(MlflowError("the written entries are missing afterwards"))
 
     def source(self, model: str, *, alias: str = "", number: str = "") -> str:
-        """Return the location of the version that an alias or a number names, or an empty string without one.
-
-        Raises:
-            Refused: The server rejects the request or does not answer.
-        """
+        """Return the location of the release that ``alias`` or ``number`` of ``model`` names, or an empty string."""
         if alias:
             return str(member(self._retry(lambda: self._alias(model, alias)), "source"))
         answer = self._retry(lambda: self._client.get("model-versions/get", name=model, version=number))
         return str(member(answer, "model_version", "source"))
 
     def alias_version(self, model: str, alias: str) -> str:
-        """Return the release version that an alias points to, or an empty string.
-
-        Raises:
-            Refused: The server rejects the request or does not answer.
-        """
+        """Return the release version that an alias points to, or an empty string without one."""
         tags = member(self._retry(lambda: self._alias(model, alias)), "tags") or ()
         return next((str(tag["value"]) for tag in tags if tag["key"] == _VERSION_TAG), "")
 
     def move_alias(self, model: str, version: str, alias: str) -> bool:
-        """Point ``alias`` to the release ``version``; to its last registration if there are several. Idempotent.
+        """Point ``alias`` to the last registration of the release ``version``. Idempotent.
 
-        Returns:
-            Whether the version is registered.
-
-        Raises:
-            Refused: The server rejects a request or does not answer.
+        Return false if the version is not registered.
         """
         versions = self._retry(lambda: self._versions(model, _VERSION_TAG, version))
         if not versions:
@@ -177,7 +164,7 @@ class MlflowRegistry:
         return True
 
     def check(self) -> None:
-        """Raise Refused if the server does not answer or denies access."""
+        """Check that the server answers and grants access."""
         self._retry(lambda: self._client.get("registered-models/search", max_results="1"))
 
     @cached_property

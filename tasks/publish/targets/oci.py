@@ -1,13 +1,13 @@
 """Define the OCI target: content-addressed blobs, one manifest, a tag for the version, and the moving tag ``latest``.
 
-The digest of the manifest identifies the release: the same files give the same digest for every publisher. A
-registry rejects a manifest whose blobs are missing and a blob whose hash differs from its name, so a tag always leads
-to a complete release.
+The digest of the manifest identifies the release: the same files give the same digest for every publisher. A registry
+rejects a manifest whose blobs are missing and a blob whose hash differs from its name, so a tag always points to a
+complete release.
 
-**Tags have no guard.** Registries ignore ``If-Match``: if two publishers read before either writes, ``latest`` of the
-last one stays, and neither is notified. mergegate reduces the risk: it reads ``latest`` directly before writing and
-again afterwards, and writes a version's tag only if it does not exist. Where that is not enough, publish from one place
-or to a target with a guard (S3, the Hub).
+**Writing a tag has no guard**, because registries ignore ``If-Match``. If two publishers read ``latest`` before either
+writes it, the last one wins, and neither is notified. mergegate reduces the risk: it reads ``latest`` directly before
+and after it writes, and writes a version's tag only if it does not exist. If that is not enough, publish from one place
+or to a target with guarded writes (S3, the Hub).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TITLE = "org.opencontainers.image.title"
 _VERSION = "org.opencontainers.image.version"
 _EMPTY = b"{}"  # content of the config blob, which the specification requires
 _ROUNDS = 20
-_SHOWN_DIGITS = 19  # of a digest in a message, including its prefix
+_SHOWN_DIGITS = 19  # leading characters of a digest in a message: 'sha256:' and 12 digits
 
 
 class OciTarget(PublishTarget):
@@ -80,7 +80,7 @@ class OciTarget(PublishTarget):
         return f"oci://{self.repository}"
 
     def check(self, root: Path) -> None:
-        """Raise an error if an upload cannot be started, which proves write access. The upload is canceled."""
+        """Raise an error if the registry denies write access. This starts and cancels an upload."""
         registry = self._registry()
         upload = registry.ask("POST", "/blobs/uploads/", content=b"", expected=(202,))
         with suppress(Refused):
@@ -91,7 +91,7 @@ class OciTarget(PublishTarget):
         return self._download(_LATEST)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Download the release of a version's tag. Tags have no order, so ``first`` is not supported."""
+        """Download the release with a version's tag. ``first`` is not supported, because tags have no order."""
         if version == FIRST:
             raise Refused(
                 "evaluate.anchor",
@@ -176,7 +176,7 @@ class OciTarget(PublishTarget):
             registry.put_manifest(name, desired[0])
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version in the manifest that the tag ``name`` leads to."""
+        """Return the version in the manifest with the tag ``name``, or None."""
         manifest = self._registry().manifest(name)
         return (_manifest_version(manifest[0]) or None) if manifest else None
 
@@ -221,7 +221,7 @@ class OciTarget(PublishTarget):
 
 @dataclass(frozen=True)
 class OciRelease:
-    """A manifest in a registry. ``version`` is the tag that it was opened by, if that is a content hash."""
+    """A release in a registry. ``version`` is the tag with which it was opened if that is a content hash, or None."""
 
     registry: Registry
     digest: str
@@ -233,11 +233,7 @@ class OciRelease:
         return f"oci://{self.registry.repository}@{self.digest[:_SHOWN_DIGITS]}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Return size and sha256 of every file. The registry verified each blob against its digest on upload.
-
-        Raises:
-            Refused: A blob is no longer available.
-        """
+        """Return size and sha256 of every file, as the registry verified them. Raise Refused if a blob is missing."""
         for name, (_, sha256) in self._files.items():
             if not self.registry.has(f"sha256:{sha256}"):
                 raise Refused(self.reference, found=f"the blob of {name} is missing", expected="all of its blobs")
@@ -252,9 +248,9 @@ class OciRelease:
 
 
 def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> bytes:
-    """Return the deterministic manifest of a release: one layer per file, titled with the file's name.
+    """Return the manifest of a release: one layer per file, titled with the file's name.
 
-    ``files`` holds the size in bytes and the sha256 of each file, by name.
+    ``files`` holds the size in bytes and the sha256 of each file, by name. The same files give the same bytes.
     """
     layers = [
         {
@@ -278,11 +274,7 @@ def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> byte
 
 
 def parse_manifest(content: bytes, location: str) -> dict[str, tuple[int, str]]:
-    """Return size in bytes and sha256 of each file in a manifest, by name.
-
-    Raises:
-        Refused: The manifest is not that of a release.
-    """
+    """Return size in bytes and sha256 of each file by name. Raise Refused if it is not a release's manifest."""
     try:
         manifest: dict[str, Any] = json.loads(content)
         if manifest["artifactType"] != _ARTIFACT_TYPE:
@@ -311,7 +303,7 @@ def _manifest_version(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class _ObservedTags:
-    """State of the repository: digests of ``latest`` and of the version's tag (empty: no tag), and missing blobs."""
+    """Digests of ``latest`` and of the version's tag (empty: no tag), and digests of the missing blobs."""
 
     latest: str
     version: str

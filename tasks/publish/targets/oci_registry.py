@@ -1,7 +1,7 @@
-"""Access a repository of an OCI registry by the distribution specification 1.1: a dozen requests and no client library.
+"""Access a repository of an OCI registry by the distribution specification 1.1, without a client library.
 
 Credentials come from ``$DOCKER_CONFIG/config.json``, where ``docker login`` or ``oras login`` stored them. They are
-sent to the registry, or to the token service that the registry names, and only over TLS or the loopback interface.
+sent only to the registry, or to the token service that the registry names, over TLS or the loopback interface.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
 class NoAnswer(Exception):
-    """The registry gave no answer, or a transient error. The message names it and contains no headers."""
+    """The registry did not answer, or answered with a transient error. The message contains no headers."""
 
 
 @dataclass
 class Registry:
-    """A repository ``host/name``. Requests are retried after transient errors: all of them are safe to repeat.
+    """A repository ``host/name``. All requests are safe to repeat and are retried after transient errors.
 
-    Args:
-        repository: Name of the repository, with the host before the first slash.
-        plain: Use HTTP. Always the case on the loopback interface.
+    ``plain`` selects HTTP without TLS, which the loopback interface always uses.
     """
 
     repository: str
@@ -65,10 +63,10 @@ class Registry:
         return f"{scheme}://{self.host}/v2/{self.repository.partition('/')[2]}"
 
     def manifest(self, reference: str) -> tuple[bytes, str] | None:
-        """Return a manifest by tag or digest, and its digest. None: there is no such manifest.
+        """Return a manifest by tag or digest, and its digest, or None if there is no such manifest.
 
-        Raises:
-            Refused: The registry rejects the request, does not answer, or returns bytes that do not match the digest.
+        Raise Refused if the registry rejects the request, does not answer, or returns bytes that do not match the
+        digest.
         """
         answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, expected=(200, 404))
         if answer.status_code == 404:
@@ -79,7 +77,7 @@ class Registry:
         return answer.content, digest
 
     def put_manifest(self, reference: str, content: bytes) -> None:
-        """Write a manifest. The registry rejects it while one of its blobs is missing."""
+        """Write a manifest under a tag or digest. The registry rejects it while one of its blobs is missing."""
         headers = {"Content-Type": MANIFEST_TYPE}
         self.ask("PUT", f"/manifests/{reference}", headers=headers, content=content, expected=(201,))
 
@@ -112,7 +110,7 @@ class Registry:
         self._retry(get)
 
     def put_blob(self, digest: str, source: Path | bytes, size: int) -> str:
-        """Upload a blob and return the digest of the bytes read. The registry discards a blob with any other digest."""
+        """Upload a blob and return the digest of the sent bytes. The registry discards them if it is not ``digest``."""
 
         def put_blob() -> str:
             upload = self._send("POST", "/blobs/uploads/", content=b"")
@@ -132,7 +130,7 @@ class Registry:
         return self._retry(put_blob)
 
     def ask(self, method: str, path: str, *, expected: Collection[int], **options: Any) -> httpx.Response:
-        """Send a request and return the answer if its status is in ``expected``."""
+        """Send a request and return the answer. Raise Refused if its status is not in ``expected``."""
 
         def send() -> httpx.Response:
             answer = self._send(method, path, **options)
@@ -201,7 +199,7 @@ class Registry:
             return client.request(method, url, headers={**headers, **self._headers}, **options)
 
     def _authorize(self, challenge: str) -> str:
-        """Return the Authorization header that the registry wants: basic credentials, or a token from its service."""
+        """Return the Authorization header that the registry requests: basic credentials, or a token."""
         path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
         try:
             logins = json.loads(read_plain(path, 1 << 20))["auths"]
@@ -240,7 +238,7 @@ class Registry:
 
 
 class _HashedBody:
-    """A request body that is hashed while it is sent."""
+    """Request body that is hashed while it is sent."""
 
     def __init__(self, source: Path | bytes) -> None:
         self._source, self.digest = source, ""
@@ -259,7 +257,7 @@ class _HashedBody:
 
 
 def digest_of(content: bytes) -> str:
-    """Return the sha256 of ``content`` in the notation of registries."""
+    """Return the sha256 of ``content`` in the notation of registries: ``sha256:`` and 64 hex digits."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
@@ -269,7 +267,7 @@ def _wrong_bytes(location: str) -> Refused:
 
 @contextmanager
 def _hidden_requests() -> Iterator[None]:
-    """Replace exceptions of the client by NoAnswer. They carry their request, and the request carries the token."""
+    """Replace exceptions of the client by NoAnswer, because their requests contain the token."""
     import httpx
 
     try:

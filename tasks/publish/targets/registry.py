@@ -33,8 +33,7 @@ _BUILT_IN = (DirectoryTarget, HubTarget, S3Target, OciTarget, MlflowTarget)
 def publish_targets() -> Mapping[str, type[PublishTarget]]:
     """Return every target by its name in a profile (``to``).
 
-    Raises:
-        InvalidInput: An installed package registers an object that is not a target, or a name that is taken.
+    Raise InvalidInput if an installed package registers an object that is not a target, or a name that is taken.
     """
     targets: dict[str, type[PublishTarget]] = {_name(target): target for target in _BUILT_IN}
     for point in entry_points(group=GROUP):
@@ -54,7 +53,7 @@ def publish_targets() -> Mapping[str, type[PublishTarget]]:
 
 
 def _name(target: object) -> str:
-    """Return the single value of the literal field ``to``, or an empty string if ``target`` is not a target."""
+    """Return the name of a target (its field ``to``), or an empty string if ``target`` is not a target."""
     if not (isinstance(target, type) and issubclass(target, PublishTarget) and "to" in target.model_fields):
         return ""
     annotation = target.model_fields["to"].annotation
@@ -63,10 +62,9 @@ def _name(target: object) -> str:
 
 
 def find_release(reference: str) -> PublishedRelease:
-    """Open the release that a user's reference names, at any target. A local directory takes precedence.
+    """Open the release that a user's reference names. A local directory takes precedence over other targets.
 
-    Raises:
-        InvalidInput: There is no such release.
+    Raise InvalidInput if there is no such release.
     """
     targets = publish_targets().values()
     for target in targets:
@@ -97,4 +95,4 @@ class _AnyTarget:
 
 
 Target = Annotated[PublishTarget, _AnyTarget()]
-"""Type of a profile setting that selects a publishing target."""
+"""Type of a profile setting that selects a target."""

@@ -1,4 +1,4 @@
-"""Define the S3 target."""
+"""Define the S3 target. Its *pointer* is the object ``latest.json`` (see ``s3_state``)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class S3Target(PublishTarget):
         return s3_location(self.url, self.endpoint, "publish.url").url
 
     def check(self, root: Path) -> None:
-        """Raise an error if the bucket cannot be listed or written. An upload is started and aborted."""
+        """Raise an error if the bucket denies listing or writing. This starts and aborts an upload."""
         location = self._location()
         with explained_errors(location):
             location.ask("head_bucket")
@@ -88,7 +88,7 @@ class S3Target(PublishTarget):
             location.ask("abort_multipart_upload", Key=key, UploadId=upload["UploadId"])
 
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Download the release that the pointer names. Its head is the entity tag of the pointer."""
+        """Download the release that the pointer names. Its ``head`` is the entity tag of the pointer."""
         location = self._location()
         if (stored := read_pointer(location)) is None:
             return None
@@ -116,7 +116,7 @@ class S3Target(PublishTarget):
         return CurrentRelease(download_entry(location, entry))
 
     def publish(self, request: PublishRequest) -> Release:
-        """Send the files of the version, then move the pointer: read the state, take the next step, and repeat.
+        """Send the files of the version, then move the pointer.
 
         Raises:
             Refused: The version exists with different content, the pointer has moved, a source file has changed since
@@ -156,12 +156,12 @@ class S3Target(PublishTarget):
         raise undone(location.url)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Write ``name.json`` next to the pointer."""
+        """Write the object ``name.json`` next to the pointer."""
         require_alias_name(name, {POINTER.removesuffix(".json")})
         move_alias(self._location(), version, name)
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version in ``name.json``."""
+        """Return the version in the object ``name.json``, or None if it does not exist."""
         alias = read_alias(self._location(), name)
         return alias[0].version if alias else None
 

@@ -44,8 +44,8 @@ class S3Answer:
 
     Attributes:
         sha256: 64 hex digits, if the store has the checksum of the whole object.
-        parts_sha256: For an object uploaded in parts: sha256 over the sha256 of each part in base64, and the size of a
-            part in bytes.
+        parts_sha256: For an object uploaded in parts: the sha256 over the sha256 of each part, in base64, and the size
+            of a part in bytes.
     """
 
     size: int
@@ -67,7 +67,7 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
     def ask(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call the client, and retry after transient errors. Use it only for requests that are safe to repeat.
+        """Call a method of the client, and retry after transient errors. The request must be safe to repeat.
 
         Raises:
             Exception: An exception of the client. ``status_code`` classifies it and ``refusal`` converts it.
@@ -94,7 +94,7 @@ class S3Location:
             raise
 
     def write(self, name: str, content: bytes, **options: str) -> bool:
-        """Write a small JSON object. Return false if a guard in ``options`` (IfMatch, IfNoneMatch) does not hold."""
+        """Write a small JSON object. Return false if a guard in ``options`` (IfMatch, IfNoneMatch) prevents it."""
         try:
             self.ask("put_object", Key=self.key(name), Body=content, ContentType="application/json", **options)
         except Exception as error:
@@ -109,7 +109,7 @@ class S3Location:
         yield from self.ask("get_object", Key=self.key(name))["Body"].iter_chunks(_CHUNK)
 
     def sha256(self, name: str, answer: S3Answer) -> str:
-        """Return the sha256 of an object: the store's own checksum if it has one, or else that of the download."""
+        """Return the sha256 of an object: the store's own checksum, or else the hash of the downloaded content."""
         if answer.sha256 is not None:
             return answer.sha256
         digest = hashlib.sha256()
@@ -146,7 +146,7 @@ class S3Location:
             continuation = {"ContinuationToken": page["NextContinuationToken"]}
 
     def now(self) -> datetime:
-        """Return the time of the store's own clock."""
+        """Return the time of the store's clock, or of this machine's if the store does not report it."""
         headers = self.ask("head_bucket")["ResponseMetadata"]["HTTPHeaders"]
         try:
             return parsedate_to_datetime(headers["date"])
@@ -163,11 +163,7 @@ class S3Location:
 
 
 def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
-    """Parse ``url``.
-
-    Raises:
-        InvalidInput: The URL is not of the form ``s3://bucket/prefix``.
-    """
+    """Parse ``url``. Raise InvalidInput at ``setting`` if it is not of the form ``s3://bucket/prefix``."""
     if not re.fullmatch(S3_URL, url):
         raise InvalidInput(
             setting, found=repr(url), expected="s3://bucket/prefix", remedy="specify both a bucket and a prefix"
@@ -177,11 +173,7 @@ def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
 
 
 def parse_pointer(location: S3Location, content: bytes) -> Pointer:
-    """Parse ``latest.json``.
-
-    Raises:
-        Refused: The content is not a pointer.
-    """
+    """Parse the content of ``latest.json``. Raise Refused if it is not a pointer."""
     try:
         return Pointer.model_validate_json(content)
     except ValidationError:
@@ -199,7 +191,7 @@ def encoded_sha256(digest: bytes) -> str:
 
 
 def status_code(error: BaseException) -> int | None:
-    """Return the HTTP status of an exception of the client, or None."""
+    """Return the HTTP status in an exception of the client, or None."""
     status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status if isinstance(status, int) else None
 
@@ -223,7 +215,7 @@ def is_transient_error(error: BaseException) -> bool:
 
 
 def refusal(location: S3Location, error: Exception) -> MergegateError:
-    """Convert an exception of the client to an error for the user. Only its message leaves this module."""
+    """Convert an exception of the client to an error for the user, which keeps only the message."""
     from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
     url = location.url

@@ -2,11 +2,11 @@
 
 ``s3_state`` decides the steps and their order, and ``s3`` repeats them until the release is published. Every file is
 read once and hashed while it is sent. The store compares the received bytes with the gated sha256. Before the pointer
-moves, mergegate compares the checksums that the store reports once more.
+moves, mergegate checks the checksums that the store reports once more.
 
-Large files are sent in parts by requests of our own. boto3's multipart upload would complete an object before the
-sha256 of the whole file is compared, and over TLS it sends the checksum of a part after the body (``aws-chunked``),
-which some compatible stores reject.
+Large files are sent in parts without boto3's multipart upload. That upload would complete an object before the sha256
+of the whole file is compared, and over TLS it sends the checksum of a part after the body (``aws-chunked``), which some
+compatible stores reject.
 """
 
 from __future__ import annotations
@@ -54,13 +54,10 @@ _log = logging.getLogger(__name__)
 
 
 class S3Publication:
-    """The requests that one publication needs.
+    """Requests of one publication.
 
-    Args:
-        request: Release to publish. Its ``expected_head`` is the entity tag of the pointer.
-        location: Bucket and prefix of the target.
-        multipart_threshold: Largest file that is sent in one request, in bytes. Larger files are sent in parts, for
-            which the store has no sha256 of the whole object.
+    ``multipart_threshold`` is the largest file that is sent in one request, in bytes. Larger files are sent in parts,
+    and the store has no sha256 of the whole object.
     """
 
     def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
@@ -91,7 +88,7 @@ class S3Publication:
         )
 
     def is_confirmed(self, name: str) -> bool:
-        """Return whether the store's checksum confirms that it has exactly this content."""
+        """Return whether the store's checksum confirms that the object equals the file that passed the gate."""
         file, answer = self.files[name], self.location.head(self.directory + name)
         if answer is None or answer.size != file.size:
             return False
@@ -118,8 +115,7 @@ class S3Publication:
     def send(self, names: Sequence[str]) -> None:
         """Send the listing, which marks work in progress, then the files, several in parallel.
 
-        Raises:
-            Refused: The store ignores ``If-None-Match`` and would not stop a second publisher.
+        Raise Refused if the store ignores ``If-None-Match``, because it would not stop a second publisher.
         """
         checksum = _checksum(hashlib.sha256(self.listing).digest())
         self.location.write(self.listing_name, self.listing, **checksum)
@@ -149,12 +145,9 @@ class S3Publication:
                     upload.cancel()
 
     def send_file(self, file: ReleaseFile, report: Callable[[int], None]) -> None:
-        """Send one object, and compare it with the gated file while it is read.
+        """Send one file. Raise Refused if it has changed since the gate.
 
         A large file is sent in parts with a sha256 each. The object is created only if the whole file matches.
-
-        Raises:
-            Refused: The source file has changed since the gate.
         """
         key = self.location.key(self.directory + file.name)
         if file.size <= self.multipart_threshold:
@@ -175,7 +168,7 @@ class S3Publication:
                     raise file.alteration_error() from None
                 except Exception as error:
                     if is_of_client(error) and streamed is not None and streamed != file.sha256:
-                        raise file.alteration_error(streamed) from None  # the store has noticed, too
+                        raise file.alteration_error(streamed) from None  # the store rejected the same bytes
                     raise
                 if streamed is not None and streamed != file.sha256:
                     raise file.alteration_error(streamed)
@@ -206,7 +199,7 @@ class S3Publication:
             raise
 
     def remove_leftovers(self, pointer: Pointer | None) -> None:
-        """Remove leftovers of runs that were interrupted long ago. Failures are only logged: the release is done."""
+        """Remove files and uploads of runs that were interrupted over seven days ago. Failures are only logged."""
         try:
             released_paths = {item.path for item in pointer.versions} if pointer else set()
             since = self.location.now() - _ABANDONED
@@ -266,7 +259,7 @@ class _HashedFile(io.RawIOBase):
 
 
 def _checksum(digest: bytes) -> dict[str, str]:
-    """Return the options of a request whose body the store compares with a sha256 digest."""
+    """Return request options with which the store compares the body with a sha256 digest."""
     return {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": encoded_sha256(digest)}
 
 

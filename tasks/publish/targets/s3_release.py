@@ -1,7 +1,7 @@
-"""Read pointer, releases and aliases in a bucket, download a release to compare with, and move aliases.
+"""Read the pointer, releases and aliases in a bucket, download a release for comparison, and move aliases.
 
-Each alias is a small object next to the pointer and is written under a guard. Verification downloads only objects
-without a sha256 in the store, that is, objects that were uploaded in parts.
+Each alias is a small object next to the pointer. Verification downloads only objects that were uploaded in parts,
+because the store has no sha256 of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ _ROUNDS = 5
 
 @contextmanager
 def explained_errors(location: S3Location) -> Iterator[None]:
-    """Convert exceptions of the client in the block to errors for the user.
-
-    Raises:
-        Refused: The store rejects the request or does not answer.
-        InvalidInput: Credentials are missing.
-    """
+    """Convert exceptions of the client in the block to Refused, or to InvalidInput if credentials are missing."""
     try:
         yield
     except Exception as error:
@@ -56,7 +51,7 @@ def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
 
 
 def move_alias(location: S3Location, version: str, name: str) -> None:
-    """Point ``name`` to ``version``. A concurrent move is detected, and the state is read again.
+    """Point the alias ``name`` to ``version``. After a concurrent move, read the state and try again.
 
     Raises:
         InvalidInput: There is no such version, or ``name`` is a version.
@@ -85,10 +80,9 @@ def move_alias(location: S3Location, version: str, name: str) -> None:
 
 
 def read_alias(location: S3Location, name: str) -> tuple[ReleasedVersion, str] | None:
-    """Return the version that ``name`` points to and the entity tag of its object, or None.
+    """Return the version that the alias ``name`` points to and the entity tag of its object, or None.
 
-    Raises:
-        Refused: The object is not an alias.
+    Raise Refused if the object is not an alias.
     """
     with explained_errors(location):
         stored = location.read(f"{name}.json")
@@ -121,7 +115,7 @@ class S3Release:
         return self.entry.digest[:12]
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Return size and sha256 of every object below the version's path, whether or not it belongs there."""
+        """Return size and sha256 of every object below the version's path, even if it is not part of the release."""
         directory, files = f"{self.entry.path}/", {}
         with explained_errors(self.location):
             for name, size, _ in sorted(self.location.objects(directory)):
@@ -131,11 +125,7 @@ class S3Release:
         return files
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file.
-
-        Raises:
-            Refused: The file does not exist, or is too large for a metadata file.
-        """
+        """Return the content of a small file. Raise Refused if it does not exist or is too large."""
         key = f"{self.entry.path}/{name}"
         with explained_errors(self.location):
             answer = self.location.head(key)

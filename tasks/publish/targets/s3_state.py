@@ -8,16 +8,14 @@
     prefix/.listings/3f9a0c71b2de.json     size and sha256 of every file of a version
     prefix/production.json                 an alias: the version that it points to, in the pointer's format
 
-Readers follow the pointer, so a version that it does not name is not yet released. The order of the steps guarantees:
+A version is released once the pointer names it. The state is read again after each step, so a lost answer, a kill or a
+second publisher just leads to another state. The order of the steps guarantees:
 
 * The path of a version ends in a hash of its files. So two publishers never write different bytes to one object, and
-  the next run completes what an interrupted run left.
-* The pointer moves in one write. The write is guarded by the state that it was decided on, and happens only after the
-  store's own checksums confirmed every object.
+  the next run completes the work of an interrupted run.
+* The pointer moves in one write, after the store's own checksums have confirmed every object. The store rejects the
+  write if the pointer is not the one for which it was decided.
 * A version that the pointer has named keeps its content.
-
-The state is read again after each step, so a lost answer, a kill or a second publisher is just another state to start
-from.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Pointer(BaseModel):
     versions: tuple[ReleasedVersion, ...]
 
     def find(self, version: str) -> ReleasedVersion | None:
-        """Return the version of this name, or None. Only a pointer that a user edited lacks its current version."""
+        """Return the version with this name, or None."""
         return next((item for item in self.versions if item.version == version), None)
 
 
@@ -69,7 +67,7 @@ class VersionListing(BaseModel):
 
 @dataclass(frozen=True)
 class DesiredVersion:
-    """The release to publish. ``files``: size in bytes and sha256 by name."""
+    """The release to publish, with size in bytes and sha256 of each file by name."""
 
     version: str
     files: Mapping[str, tuple[int, str]]
@@ -89,7 +87,7 @@ class ObservedLocation:
 
     Attributes:
         pointer: None before the first release.
-        head: Condition for a guarded write of the pointer: its entity tag, or ``NO_POINTER``.
+        head: Entity tag of the pointer, or ``NO_POINTER``. A guarded write requires that it has not changed.
         has_listing: Whether the listing of the version exists.
         confirmed_files: Files of the version whose content the store's own checksums confirm.
         foreign_files: Objects below the version's path that are not in the release.
@@ -104,14 +102,14 @@ class ObservedLocation:
 
 @dataclass(frozen=True)
 class SendFiles:
-    """Send these files, and the listing of all files."""
+    """Send the files in ``names``, and the listing of all files."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class MovePointer:
-    """Write the pointer if its state is still ``head``."""
+    """Write the pointer if its head is still ``head``."""
 
     pointer: Pointer
     head: str
@@ -128,8 +126,8 @@ S3Step = SendFiles | MovePointer | UpToDate | PublicationBlocked
 def next_s3_step(desired_state: DesiredVersion, observed_state: ObservedLocation, expected_head: str) -> S3Step:
     """Return the next step toward the desired version.
 
-    ``expected_head`` is the head of the pointer when the release was compared. If the pointer neither has this head nor
-    names this release, it has moved in the meantime.
+    ``expected_head`` is the head of the pointer that the release was compared with. Publication is blocked if the
+    pointer has another head and does not name this release as the current one.
     """
     entry, pointer = desired_state.entry, observed_state.pointer
     previous = pointer.find(desired_state.version) if pointer else None
