@@ -6,7 +6,7 @@
     {"time": "2026-11-22T03:00:12.113+00:00", "level": "info", "event": "stage ended", "stage": "merge", "subject": "",
      "key": "5f0c…", "status": "made", "seconds": 4.1, "run": "0197…", "flow": "release", "profile": "support", …}
 
-The log is off by default. Each line is appended in one call, so several runs may share a file. Errors while writing the
+The log is off by default. Each line is written in one call, so several runs may share a file. Errors while writing the
 log never fail the run.
 """
 
@@ -45,7 +45,7 @@ class JsonLog(logging.Handler):
         common_fields: Fields to add to each line: the run, its flow and its profile.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The log file cannot be opened.
     """
 
     def __init__(self, path: str, common_fields: Mapping[str, str]) -> None:
@@ -55,7 +55,7 @@ class JsonLog(logging.Handler):
         self._file = os.dup(sys.stderr.fileno()) if path == "-" else os.open(path, flags, 0o640)
 
     def write(self, event: str, *, level: str = "info", **fields: object) -> None:
-        """Write one line. If the disk refuses it, the line is lost but the run continues."""
+        """Write one line with ``event`` and ``fields``. A line that cannot be written is lost, and the run continues."""
         stage, subject, key = running_stage()
         line: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level}
         line |= {"event": event, "stage": stage, "subject": subject, "key": key} | fields | self._common_fields
@@ -66,7 +66,7 @@ class JsonLog(logging.Handler):
             return
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log record, with its traceback in the same line."""
+        """Write a log record as one line, including its traceback."""
         try:
             fields: dict[str, Any] = {"logger": record.name, "message": record.getMessage()[:_MAX_MESSAGE]}
             if record.exc_info and record.exc_info[0]:
@@ -106,7 +106,7 @@ class _LoggedProgress(RelayedProgress):
 def json_log(
     common_fields: Mapping[str, str], default: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
 ) -> Iterator[Callable[..., None]]:
-    """Write a log of the block if the environment requests one, and yield a function that writes additional lines.
+    """Log the block to the file that ``MERGEGATE_LOG`` names, if any, and yield a function that writes additional lines.
 
     Args:
         common_fields: Fields to add to each line.

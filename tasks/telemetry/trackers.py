@@ -4,10 +4,11 @@
 
     MERGEGATE_WANDB=acme/releases        # project, or team/project; extra "wandb", which reads its own key
     WANDB_MODE=offline                   # wandb's own: files below .mergegate/wandb, for a later 'wandb sync'
+
     MERGEGATE_MLFLOW=releases            # an experiment, created if absent; no extra needed
     MLFLOW_TRACKING_URI=https://mlflow.acme.example  # and MLFLOW_TRACKING_TOKEN: MLflow's own variables
 
-Every run is logged, independent of its outcome. The target ``mlflow`` additionally registers a model version for each
+Every run is logged, whatever its outcome. The publish target ``mlflow`` also registers a model version for each
 release.
 """
 
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def tracked_numbers(record: RunRecord) -> dict[str, float]:
-    """Return points, ratios, seconds and bytes by name. A tracker groups them by the part before the slash."""
+    """Return the numbers of a run by name: points, ratios, seconds and bytes. Trackers group names by their first part."""
     numbers = {"seconds": record.seconds, "bytes_merged": float(record.bytes_merged)}
     if record.perplexity is not None:
         numbers["perplexity_ratio"] = record.perplexity
