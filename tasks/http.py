@@ -173,8 +173,8 @@ def retry_transient(
     """Return a retry policy that calls a function up to ``attempts`` times.
 
     It retries exceptions that ``transient`` accepts, and ``Answer`` values with one of ``statuses``. After the last
-    attempt, it returns the answer or raises the exception. Waits are 1, 2, 4, … seconds, or the time in ``Retry-After`` if
-    that is longer, and never more than a minute. Tests replace ``sleep`` and ``now`` so that they do not wait.
+    attempt, it returns the answer or raises the exception. Waits are 1, 2, 4, … seconds, or the time in ``Retry-After``
+    if that is longer, and never more than a minute. Tests replace ``sleep`` and ``now`` so that they do not wait.
     """
     import tenacity
 
@@ -197,7 +197,7 @@ def retry_transient(
 
 
 def retry_after_seconds(retry_after: str, now: float) -> float:
-    """Return the seconds to wait according to a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3), or else 0."""
+    """Return the seconds to wait from a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3), or else 0."""
     with suppress(ValueError):
         return float(retry_after)
     with suppress(ValueError, TypeError):

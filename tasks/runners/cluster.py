@@ -1,4 +1,4 @@
-"""Process items on a Dask or Ray cluster. Each item is an uncached Prefect task, submitted through Prefect's task runner.
+"""Process items on a Dask or Ray cluster. Each item is an uncached Prefect task.
 
 mergegate pickles each item with its function, the mergegate home and a marker file. A worker that does not see the
 marker has another home. The worker returns a pickle of the result or exception, with the progress events of the stages

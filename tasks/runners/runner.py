@@ -85,8 +85,8 @@ class Runner(Protocol):
     def run_each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
         """Call ``function`` for each item. Yield the item's index with the result or exception, in order of completion.
 
-        Closing the iterator cancels the items in progress. ``function`` is a module-level function, and must be picklable like
-        the items. It must be safe to repeat, because it is called again for an item whose worker dies.
+        Closing the iterator cancels the items in progress. ``function`` is a module-level function. It and the items
+        must be picklable. It must be safe to repeat, because it is called again for an item whose worker dies.
         """
 
 

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def list_host_gpus(driver: Path = _DRIVER) -> tuple[str, ...]:
-    """Return the UUIDs of the host's GPUs in bus order, the numbering of NVML and, if all GPUs are of one kind, of CUDA."""
+    """Return the UUIDs of the host's GPUs in bus order, as NVML numbers them, and CUDA if all are alike."""
     uuids = []
     for path in sorted(driver.glob("*/information")):
         with suppress(OSError, UnicodeDecodeError):
@@ -131,7 +131,7 @@ _locks = GpuLocks()
 
 
 def acquire_gpus() -> GpuLease:
-    """Wait for exclusive use of all GPUs that this process may see. Use the lease in a ``with`` block, or release it."""
+    """Wait for exclusive use of all GPUs that this process may see. Enter the lease, or release it."""
     if current_slot().scheduled:
         return GpuLease((), lambda: None)
     return _locks.acquire(os.environ)

@@ -63,7 +63,7 @@ _FORBIDDEN: tuple[tuple[str, int, int | None], ...] = (
 
 
 def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the system call filter for seccomp(2), one instruction per tuple: code, jump if true, jump if false, operand.
+    """Return the system call filter for seccomp(2), as tuples of code, jump if true, jump if false, operand.
 
     Raises:
         KeyError: The system call numbers of ``machine`` are unknown.

@@ -354,8 +354,8 @@ class Supervisor:
 class Gpus:
     """Memory use on NVIDIA GPUs according to the driver's library (NVML). Zero without GPUs.
 
-    In a container, NVML lists processes by their IDs on the host, or not at all. If NVML lists none of the given processes,
-    the increase in total memory use since the start counts as theirs.
+    In a container, NVML lists processes by their IDs on the host, or not at all. If it lists none of the given
+    processes, the increase in total memory use since the start counts as theirs.
 
     Args:
         library: Loaded NVML library. None: the library of this machine.

@@ -1,4 +1,4 @@
-"""Decide about a watched candidate: apply the kill switch first, then the evidence of the judged pairs.
+"""Decide on a watched candidate: apply the kill switch first, then the evidence from the judged pairs.
 
 The functions are pure. The result converts to the common verdict (``tasks.stage.Verdict``): ``promote`` passes,
 ``roll back`` and ``kill`` fail, and ``wait`` is inconclusive.
@@ -32,7 +32,7 @@ _OUTCOMES: dict[ShadowOutcome, Outcome] = {
 
 
 class ShadowVerdict(BaseModel):
-    """Decision about a watched candidate, with the evidence behind it."""
+    """Decision on a watched candidate, with the evidence for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,7 +69,7 @@ def shadow_verdict(
 
     Args:
         candidate: Version of the candidate.
-        scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2.
+        scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2.
         consistency: Share of the judged pairs in which both orders agree, or None if no pair was judged.
         rows: Requests of both arms, in the order in which they ended.
         hours: Hours for which the candidate was watched.

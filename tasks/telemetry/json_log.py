@@ -55,7 +55,7 @@ class JsonLog(logging.Handler):
         self._file = os.dup(sys.stderr.fileno()) if path == "-" else os.open(path, flags, 0o640)
 
     def write(self, event: str, *, level: str = "info", **fields: object) -> None:
-        """Write one line with ``event`` and ``fields``. A line that cannot be written is lost, and the run continues."""
+        """Write one line with ``event`` and ``fields``. If writing fails, only the line is lost."""
         stage, subject, key = running_stage()
         line: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level}
         line |= {"event": event, "stage": stage, "subject": subject, "key": key} | fields | self._common_fields
@@ -106,7 +106,7 @@ class _LoggedProgress(RelayedProgress):
 def json_log(
     common_fields: Mapping[str, str], default: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
 ) -> Iterator[Callable[..., None]]:
-    """Log the block to the file that ``MERGEGATE_LOG`` names, if any, and yield a function that writes additional lines.
+    """Log the block to the file that ``MERGEGATE_LOG`` names, and yield a function that writes more lines.
 
     Args:
         common_fields: Fields to add to each line.

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def tracked_numbers(record: RunRecord) -> dict[str, float]:
-    """Return the numbers of a run by name: points, ratios, seconds and bytes. Trackers group names by their first part."""
+    """Return the numbers of a run (points, ratios, seconds, bytes). Trackers group the names by their first part."""
     numbers = {"seconds": record.seconds, "bytes_merged": float(record.bytes_merged)}
     if record.perplexity is not None:
         numbers["perplexity_ratio"] = record.perplexity

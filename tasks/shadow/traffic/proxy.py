@@ -60,7 +60,7 @@ class _BrokenAnswer(Exception):  # not a failure of the proxy: raised to abort t
 
 
 class ShadowProxy:
-    """Proxy for all user requests.
+    """ASGI application that forwards user requests to the parent or the candidate.
 
     Args:
         settings: Servers and limits.
@@ -105,7 +105,7 @@ class ShadowProxy:
             await server.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Answer one HTTP request through one of the servers."""
         if scope["type"] != "http":
             return
         if self._in_flight >= self._settings.max_requests:

@@ -1,4 +1,4 @@
-"""Read a request of a client, identify its session, and decide whether a second server may get a copy.
+"""Read a client's request, identify its session, and decide whether a second server may get a copy.
 
 Only requests on an allowlist are copied, because the effects of other requests are unknown.
 """
@@ -29,7 +29,7 @@ _EFFECTS = ("store", "previous_response_id", "conversation", "container", "backg
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """Request that the proxy forwards and records.
+    """A request that the proxy forwards and records.
 
     Attributes:
         scope: ASGI scope of the request.
@@ -37,7 +37,7 @@ class ProxiedRequest:
         body: Complete body of a generation request, or an iterator over the body of any other request.
         document: Parsed body, if it is a JSON object.
         key: Key of the session that the request belongs to.
-        request_id: Request ID sent by the client, otherwise generated.
+        request_id: Request ID sent by the client, or else generated.
         exchange: Generated ID that all records of this request share.
         at: Time of arrival, as Unix time.
     """
@@ -63,7 +63,7 @@ class ProxiedRequest:
 
     @property
     def is_generation(self) -> bool:
-        """Whether the request asks a model for text. Other requests are neither recorded nor compared."""
+        """Whether the request prompts a model for text. Other requests are neither recorded nor compared."""
         return is_generation(self.method, self.path)
 
 
@@ -98,7 +98,7 @@ class ArmAnswer:
     def add(self, piece: bytes, limit: int) -> None:
         """Add a piece of the body.
 
-        If the body is longer than ``limit`` bytes, one additional byte is stored, which marks it as too long.
+        A body longer than ``limit`` bytes is cut to ``limit + 1`` bytes, which marks it as too long.
         """
         if self.first_byte is None:
             self.first_byte = self.elapsed_seconds()
@@ -106,15 +106,15 @@ class ArmAnswer:
 
 
 def is_generation(method: str, path: str) -> bool:
-    """Return whether a request only generates text, judging by its method and path."""
+    """Return whether a request with this method and path prompts a model for text."""
     return method == "POST" and path.rstrip("/").endswith(_GENERATION_PATHS)
 
 
 def may_be_copied(method: str, path: str, body: Mapping[str, Any] | None) -> bool:
-    """Return whether the same request may be sent to a second server.
+    """Return whether a copy of the request may be sent to a second server.
 
-    Tools of type ``function`` run at the client and therefore only once. All other tools run at the server, so requests
-    with such tools are not copied.
+    Tools of type ``function`` run at the client, and only for the answer that it receives. All other tools run at the
+    server, so requests with such tools are not copied.
     """
     if not is_generation(method, path) or body is None:
         return False
@@ -147,12 +147,12 @@ def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, head
 
 
 def session_hash(key: str, salt: str) -> str:
-    """Return the recorded form of a session key: a hash that only shows which requests belong together."""
+    """Return the form of a session key for records: a hash that only shows which requests belong together."""
     return hashlib.blake2b(f"kept:{salt}:{key}".encode(), digest_size=12).hexdigest()
 
 
 async def read_request(scope: Scope, receive: Receive, session_header: str) -> ProxiedRequest | None:
-    """Read a request. Return None if its body is too long to hold in memory.
+    """Read a request, or return None if its body is too long to hold in memory.
 
     Args:
         scope: ASGI scope of the request.

@@ -29,12 +29,12 @@ class Upstream:
     """Client of one server with its own connections, so that a server that hangs does not block the other one.
 
     Args:
-        server: URL, model name and key of the server.
+        server: URL, model name and API key variable of the server.
         timeout: Longest time without a byte, in seconds.
         connect: Timeout for opening a connection, in seconds.
 
     Raises:
-        InvalidInput: If the environment variable of the API key is not set.
+        InvalidInput: The environment variable for the API key is not set.
     """
 
     def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
@@ -62,11 +62,11 @@ class Upstream:
             method: HTTP method.
             path: Path as the client sent it. ``/v1`` is replaced by the path of the server's URL.
             query: Query string.
-            headers: Headers of the client.
+            headers: Headers from the client.
             body: Bytes, or an asynchronous iterator of bytes.
 
         Raises:
-            httpx.HTTPError: If the server does not respond.
+            httpx.HTTPError: The server does not respond.
         """
         request_path = path.decode("latin-1")
         if request_path == _API or request_path.startswith(f"{_API}/"):
