@@ -1,10 +1,9 @@
 """Predict how long a run takes on a machine that has no earlier run, from sizes, documents, tokens and a benchmark.
 
-The prediction is good to a factor of three. After a first run, its measured duration replaces the prediction.
-
-A model that is evaluated multiplies: two operations for each parameter and token. It generates token by token, and
-reads all of its weights for each token. Small models spend their time between the products, which is counted per call
-and per request. Pure functions: this module measures nothing.
+The prediction is good to a factor of three. After a first run, its measured duration replaces the prediction. The model
+assumes that an evaluation computes two operations for each parameter and token. To generate, it also reads all weights
+for each token. Small models spend most of their time between the matrix products, so the prediction adds a constant per
+call and per request. The functions are pure: this module measures nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ AROUND = 3.0  # Seconds for checks, judging, explanation, report and publication
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Size of an evaluated model: number of parameters, bytes of its weights, and number of tensors."""
+    """Number of parameters, bytes and tensors of a model to evaluate."""
 
     parameters: int
     nbytes: int
@@ -36,7 +35,7 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class PromptLoad:
-    """Load of one evaluation pass.
+    """Amount of text in one evaluation pass.
 
     Args:
         requests: Number of texts that the model reads.
@@ -54,7 +53,7 @@ class PromptLoad:
 def evaluation_seconds(size: NetworkSize, load: PromptLoad, rates: Rates) -> float:
     """Return the seconds to load a model and to evaluate it.
 
-    ``rates`` are those of this machine, including ``products``. A nonzero ``bus`` means that they are those of a GPU.
+    ``rates`` are measured on this machine, including ``products``. If ``bus`` is not zero, they are the rates of a GPU.
     """
     memory = rates.products / _OPERATIONS_A_BYTE if rates.bus else rates.copy
     calls = (load.requests + load.written) / load.batch

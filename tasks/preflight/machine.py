@@ -1,8 +1,7 @@
 """Compare the resources of this machine with the needs of a run: disk, memory and GPU memory.
 
-The check is part of every run, and its result is never cached. Anything that cannot work is refused before a
-download starts. Anything that may not work is a warning of ``mergegate check``, because other programs may end before
-the run.
+Every run repeats the check. It refuses anything that cannot work before a download starts. Anything that may not work
+is only a warning in ``mergegate check``, because other programs may end before the run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Disk:
     Args:
         directory: Directory on this disk, to identify the disk in messages.
         free: Free space in bytes.
-        writes: Number of bytes that the run will write to this disk, by purpose of the data.
+        writes: Number of bytes that the run will write to this disk, by description of the data.
     """
 
     directory: Path
@@ -47,8 +46,8 @@ class Machine:
     Args:
         cores: Number of cores that the merge may use.
         disks: Disks that the run writes to.
-        memory: Main memory. It is None if the system does not report it.
-        gpu: Memory of the GPU that the merge uses. It is None if the merge runs on a CPU.
+        memory: Main memory. None if the system does not report it.
+        gpu: Memory of the GPU that the merge uses. None if the merge runs on a CPU.
     """
 
     cores: int
@@ -82,7 +81,7 @@ def measure_machine_capacity(
 def machine_findings(
     compatibility: Compatibility, machine: Machine, *, device: str, dtypes: Sequence[str] = ()
 ) -> tuple[Finding, ...]:
-    """Return what ``machine`` lacks for a merge and for evaluating its models.
+    """Return findings about resources that ``machine`` lacks for the merge and for the evaluation of its models.
 
     ``dtypes`` are the formats in which the models are evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``). If
     there are none, the models are not evaluated.

@@ -32,7 +32,7 @@ class CodeSettings(BaseModel):
 
 
 class TokenizerSettings(BaseModel):
-    """Accepted differences between tokenizers, after a review."""
+    """Differences between tokenizers that a reviewer has accepted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

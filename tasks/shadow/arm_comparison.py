@@ -90,8 +90,8 @@ class ArmComparison(BaseModel):
 def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confidence: float = 0.95) -> ArmComparison:
     """Compare the errors and the latency of two arms.
 
-    Every request without a good answer counts as failed. This includes 4xx, because users' own mistakes affect both arms
-    equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
+    Every request without a good answer counts as failed, even with a 4xx status, because users' own mistakes affect
+    both arms equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
 
     Args:
         candidate: Requests of the candidate.

@@ -247,8 +247,8 @@ def store_lost_pairs(
 ) -> tuple[LostPair, ...]:
     """Add ``new`` to the stored lost pairs and return the result, newest first.
 
-    A long question loses its beginning, because its end holds the last message. A long answer loses its end. Pairs older
-    than ``since``, a Unix time, are dropped.
+    A long question loses its beginning, because its end holds the last message. A long answer loses its end. Pairs
+    older than ``since``, a Unix time, are dropped.
     """
     by_id = {loss.id: loss for loss in read_lost_pairs(file, candidate) if loss.at >= since}
     for pair, judgments in new:

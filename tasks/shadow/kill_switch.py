@@ -31,7 +31,7 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
 
     Args:
         candidate: Requests of the candidate, in the order in which they ended. Only the last ``window`` count.
-        parent: Requests of the parent, likewise.
+        parent: Requests of the parent, in the same order.
         rule: Window and limits of the switch.
 
     Returns:

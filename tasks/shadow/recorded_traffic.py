@@ -98,7 +98,8 @@ def is_fault(row: ArmRow) -> bool:
 def is_refusal(row: ArmRow) -> bool:
     """Return whether the server refused the request (4xx).
 
-    The request itself is often the cause, so refusals count against the candidate only if it refuses more than the parent.
+    The request itself is often the cause, so refusals count against the candidate only if it refuses more requests than
+    the parent does.
     """
     return not is_fault(row) and row.status >= 400
 

@@ -1,4 +1,4 @@
-"""Derive the consequences of a permitted merge: the license it carries (R7) and the obligations to fulfill (R8, R9)."""
+"""Derive the consequences of a permitted merge: its license (R7) and the obligations to fulfill (R8, R9)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "
 
 
 class Obligation(BaseModel):
-    """Obligation that applies to the merged model.
+    """Obligation for the merged model.
 
     Attributes:
         kind: `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text`
@@ -38,9 +38,9 @@ class ResultingLicense(BaseModel):
     """License of the merged weights.
 
     Attributes:
-        license: Value of the card's `license`: an identifier of the Hub, or `other`.
+        license: Value for `license` in the model card: an identifier of the Hub, or `other`.
         license_name: Name that goes with `other`.
-        licenses: Identifiers of all licenses of the weights; `LICENSE` contains their texts.
+        licenses: Identifiers of all licenses of the weights; the file `LICENSE` contains their texts.
         sentence: Reason for this license.
     """
 
@@ -53,7 +53,7 @@ class ResultingLicense(BaseModel):
 
     @property
     def card(self) -> dict[str, str]:
-        """License fields of the model card. `LICENSE` in the release then contains the text, or all texts."""
+        """License fields for the model card. If it links to the file `LICENSE`, that file contains all license texts."""
         if self.license_name is None:
             return {"license": self.license}
         return {"license": self.license, "license_name": self.license_name, "license_link": "LICENSE"}
@@ -62,8 +62,8 @@ class ResultingLicense(BaseModel):
 def resulting_license(case: Case) -> ResultingLicense:
     """Return the license of the merge (R7).
 
-    A share-alike license decides. Without one, all licenses that must stay apply: a single license directly, several as
-    a bundle. Without those, the strongest permissive license applies.
+    A share-alike license decides. Without one, all licenses that the merge must keep apply: a single license directly,
+    several as a bundle. If there are none of these either, the strongest permissive license applies.
     """
     if fits := share_alike_licenses(case):
         parents_licenses = [key for key in fits if key in {entry.id for entry in case.known_licenses}]
@@ -95,7 +95,7 @@ def _name_license(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingL
 
 
 def obligations(case: Case) -> tuple[Obligation, ...]:
-    """Return the union of all licenses' obligations (R8 and R9), each once, sorted by kind and text."""
+    """Return the obligations that the licenses impose (R8 and R9), each once, sorted by kind and text."""
     license_ids: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
     for entry in case.known_licenses:
         credit = f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."

@@ -131,7 +131,7 @@ class Records:
             return [ArmRow(*row) for row in connection.execute(query.order_by(RECORDS.c.at, RECORDS.c.id))]
 
     def counts(self, candidate: str) -> Mapping[str, int]:
-        """Return the counters of a candidate's traffic, such as ``requests``, ``copies left out`` or ``not recorded``."""
+        """Return the counters for a candidate's traffic: ``requests``, ``copies left out``, ``not recorded``, etc."""
         query = sa.select(TALLIES.c.what, TALLIES.c.count).where(TALLIES.c.candidate == candidate)
         with self._engine.connect() as connection:
             return {row[0]: row[1] for row in connection.execute(query.order_by(TALLIES.c.what))}
