@@ -43,8 +43,8 @@ _MAX_LISTED = 10  # Largest number of further problems in one message.
 class HeaderDigest(BaseModel):
     """Digest of everything that the check reads from one parent.
 
-    For a directory, it covers the names and sizes of all files and the content of the small ones. For a commit on the Hub,
-    it covers the commit's file list.
+    For a directory, it covers the names and sizes of all files and the content of the small ones. For a commit on the
+    Hub, it covers the commit's file list.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -167,8 +167,8 @@ def plan_cached(
 ) -> Planned:
     """Return the plan with its findings, and the headers of the parents by reference.
 
-    If nothing has changed since the last plan of this process, including the header digests ``metadata``, it is returned
-    again.
+    If nothing has changed since the last plan of this process, including the header digests ``metadata``, it is
+    returned again.
 
     Raises:
         InvalidInput: A parent cannot be a checkpoint.

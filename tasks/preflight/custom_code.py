@@ -25,8 +25,8 @@ _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocess
 def custom_code_findings(plan: MergePlan, accepted_code: Collection[str] | None) -> tuple[Finding, ...]:
     """Return one finding for each code file and each reference to code. A finding blocks unless the code is accepted.
 
-    ``accepted_code`` names the code that the profile accepts. None means that no profile exists, so code leads only to a
-    warning.
+    ``accepted_code`` names the code that the profile accepts. None means that no profile exists, so code leads only to
+    a warning.
 
     Raises:
         InvalidInput: A configuration is not JSON.

@@ -137,8 +137,8 @@ def with_supported_dtype(evidence: Evidence, model_dtypes: Collection[str], with
     """Replace dtype ``auto`` by float32 for all models, if this machine cannot compute in the format of one of them.
 
     Models that a server loads elsewhere are not affected. ``model_dtypes`` holds the storage formats of the evaluated
-    models. ``without_units`` holds the formats that this machine converts for each sum, which is slower than float32 and
-    no more precise.
+    models. ``without_units`` holds the formats that this machine converts for each sum, which is slower than float32
+    and no more precise.
     """
     slow = sorted(set(model_dtypes) & set(without_units))
     if not slow:

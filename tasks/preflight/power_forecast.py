@@ -35,7 +35,7 @@ def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
 def planned_tasks(
     evidence: Evidence, parents: Sequence[Model], past: Sequence[PastGuardOutcome] = ()
 ) -> list[PlannedTask]:
-    """Return each guard on a task with pinned data, with its interim looks and the discordance expected for an equal merge.
+    """Return the guards on pinned data, with their interim looks and the discordance that an equal merge would have.
 
     ``past`` holds the guards of earlier runs of the profile, oldest first. Without them, the discordance comes from
     stored scores of the parents.

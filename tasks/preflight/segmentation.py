@@ -24,7 +24,7 @@ Shares = tuple[float, float]
 
 
 def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
-    """Return the findings of a plan. Each tokenizer difference gets the share of sample text that is segmented differently."""
+    """Return the findings of a plan, adding to each tokenizer difference how much sample text it affects."""
     pairs = planned_merge.tokenizer_pairs[:_MAX_PAIRS]
     if not pairs:
         return planned_merge.findings

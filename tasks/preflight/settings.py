@@ -32,7 +32,7 @@ class CodeSettings(BaseModel):
 
 
 class TokenizerSettings(BaseModel):
-    """Differences between tokenizers that a reviewer has accepted."""
+    """Accepted differences between tokenizers, after a review."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

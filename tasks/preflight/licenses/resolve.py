@@ -132,8 +132,8 @@ def read_declaration(source: CardSource, name: str | None = None) -> Declaration
 def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple[Declaration, ...]:
     """Return the declarations of the model at `root` and of every readable ancestor, nearest first.
 
-    An ancestor of a local model is searched as a path relative to its descendant's directory, then next to that directory
-    by its name, then by `find`. Each location is read once, so shared ancestors do not repeat and cycles end.
+    An ancestor of a local model is searched as a path relative to its descendant's directory, then next to that
+    directory by its name, then by `find`. Each location is read once, so shared ancestors do not repeat and cycles end.
     """
     return tuple(step.declaration for step in _steps(root, find, name))
 
@@ -161,8 +161,8 @@ def lineage(
 ) -> Lineage:
     """Return the model at `root` and every readable ancestor, as parents for `combine_licenses`.
 
-    A model is bound by the license in its card, the license file next to it, or both. ``names`` maps resolved directories
-    to model names, which take precedence over names in cards.
+    A model is bound by the license in its card, the license file next to it, or both. ``names`` maps resolved
+    directories to model names, which take precedence over names in cards.
     """
     steps = _steps(root, find, name, names)
     models = []

@@ -53,7 +53,7 @@ class ResultingLicense(BaseModel):
 
     @property
     def card(self) -> dict[str, str]:
-        """License fields for the model card. If it links to the file `LICENSE`, that file contains all license texts."""
+        """License fields for the model card. A linked file `LICENSE` contains the texts of all licenses."""
         if self.license_name is None:
             return {"license": self.license}
         return {"license": self.license, "license_name": self.license_name, "license_link": "LICENSE"}

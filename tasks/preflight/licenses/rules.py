@@ -80,7 +80,7 @@ def _derivatives(case: Case) -> Iterator[LicenseFinding]:
 def _for_each_license(
     status: LicenseStatus, applies: Callable[[Use, License], bool], words: Callable[[License], str]
 ) -> Callable[[Case], Iterator[LicenseFinding]]:
-    """Return a rule that applies to each license on its own. ``words`` completes a sentence that begins with the license."""
+    """Return a rule about each license on its own. ``words`` completes a sentence that begins with the license."""
 
     def judge(case: Case) -> Iterator[LicenseFinding]:
         for entry in case.known_licenses:

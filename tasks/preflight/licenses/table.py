@@ -82,7 +82,7 @@ class License(BaseModel):
 
     @property
     def restrictive(self) -> bool:
-        """Whether the license restricts the use or presentation of derivatives, beyond credit, texts and share-alike."""
+        """Whether the license restricts use or presentation of derivatives, beyond credit, texts and share-alike."""
         terms = (self.use_policy, self.name_prefix, self.display, self.territory, self.only_with)
         return self.kind in ("rail", "community", "research") or self.commercial == "capped" or any(terms)
 
@@ -101,11 +101,11 @@ class LicenseTable(BaseModel):
         """Return the license that a model card declares, or the entry `unknown` or `other` if it cannot be determined.
 
         Args:
-            license: Value of `license` in the card, of any type that YAML produces: identifier, alias or SPDX identifier in
-                any case. The Hub does not define whether a list means *and* or *or*, so a list counts only if all its
-                entries agree.
-            license_name: Value of `license_name` in the card. It decides if `license` is `other`, `unknown` or missing. If
-                the two name different known licenses, the card contradicts itself and the license is unknown.
+            license: Value of `license` in the card, of any type that YAML produces: identifier, alias or SPDX
+                identifier in any case. The Hub does not define whether a list means *and* or *or*, so a list counts
+                only if all its entries agree.
+            license_name: Value of `license_name` in the card. It decides if `license` is `other`, `unknown` or missing.
+                If the two name different known licenses, the card contradicts itself and the license is unknown.
         """
         if isinstance(license, list | tuple):
             identifiers = {self.lookup(entry, license_name).id for entry in license} or {UNKNOWN}
