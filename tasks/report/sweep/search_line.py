@@ -11,9 +11,7 @@ from mergegate.tasks.sweep import SearchProgress
 def search_line(progress: SearchProgress, width: int | None = None) -> str:
     """Return the line: ``trial 37 of 60 · best 98.1 (hand-written 92.5) · about 40 s left``.
 
-    Args:
-        progress: Progress of the search.
-        width: Largest number of characters. The least important parts are left out first. Default: no limit.
+    ``width`` is the largest number of characters. The least important parts are left out first. Default: no limit.
     """
     # Show both scores with two digits of their difference.
     scores = [math.nan if score is None else score for score in (progress.best, progress.hand_written)]
