@@ -17,7 +17,7 @@ _UNMOVED = 0.005
 
 @dataclass(frozen=True)
 class VectorRow:
-    """One model in the table of task vectors, as displayed. Lengths are relative to the norm of the origin's weights."""
+    """One model in the table of task vectors, as displayed. Lengths are relative to the origin's norm."""
 
     name: str
     length: str
@@ -113,7 +113,7 @@ def merge_length(explanation: Explanation) -> str:
 
 
 def ensemble_sentence(content: ReportContent) -> str:
-    """Return how much an ensemble of the parents gains, and how much of that gain the merge keeps. Empty if not measured."""
+    """Return a sentence about the gain of a parents' ensemble and the merge's share of it. Empty if not measured."""
     merge = next((model.likelihoods for model in content.models if model.role == "merge"), None)
     members = [model.likelihoods for model in content.models if model.role == "parent" and model.likelihoods]
     ensemble = content.ensemble

@@ -159,7 +159,7 @@ def _draw(plot: str, heat_map: _Map, form: _Format, label: str) -> str:
 
 
 def _fill(axes: Axes, box: tuple[float, float, float, float], share: float) -> None:
-    """Fill a box (left, top, width, height) with the color for ``share``, the position of a value on the scale from 0 to 1."""
+    """Fill a box (left, top, width, height) with a color. ``share`` is a position on the scale, from 0 to 1."""
     from matplotlib.patches import Rectangle
 
     alpha = round(_FAINT + (_FULL - _FAINT) * share, 3)

@@ -13,7 +13,7 @@ from mergegate.tasks.report.table import compares_per_byte, likelihood
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of all guards: drop and interval in points against ``max_drop`` and ``margin``. Empty without guards."""
+    """Return the plots of all guards: drop and interval in points, ``max_drop`` and ``margin``. Empty without guards."""
     guards = content.verdict.guards
     if not guards:
         return ()
@@ -84,7 +84,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
 
 
 def judge_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of how far the merge's win rate is below 50 %, against the allowed distance. Empty without a judge."""
+    """Return the plots of the win rate's distance below 50 % and its limit. Empty without a judge."""
     judge = content.judge
     if judge is None:
         return ()

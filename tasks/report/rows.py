@@ -126,7 +126,7 @@ def draw_intervals(
 
 
 def draw_dots(plot: str, dots: Sequence[Dot], unit: str, label: str) -> tuple[str, ...]:
-    """Return a plot of ``dots``, one line each, as a wide and a narrow ``<svg>`` element. Parameters as in ``draw_intervals``."""
+    """Return a plot of ``dots``, one line each, as a wide and a narrow ``<svg>`` element. See ``draw_intervals``."""
     finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
     low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
     plots = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ink(Enum):
-    """Purpose of a color. The values only need to differ from each other; ``style.css`` defines the displayed colors."""
+    """Purpose of a color. The values only need to differ; ``style.css`` defines the displayed colors."""
 
     TEXT = "#1b1f24"
     MUTED = "#5b6570"

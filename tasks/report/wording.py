@@ -22,7 +22,7 @@ def number(value: float, decimals: int) -> str:
 
 
 def plain(value: float) -> str:
-    """Format a threshold the way a user would write it: 3, 2.5. Computed thresholds, such as a mean, get two decimals."""
+    """Format a threshold as a user would write it: 3, 2.5. Long decimals, such as those of a mean, are cut to two."""
     text = f"{value:g}"
     if len(text.partition(".")[2]) > 4 and abs(value) >= 0.1 and "e" not in text:
         text = f"{value:.2f}"
@@ -108,7 +108,7 @@ def title(verdict: GateVerdict) -> str:
 
 
 def consequence(content: ReportContent) -> str:
-    """Return whether the merge may be published, as a sentence. Empty if nothing was merged and the verdict is clear."""
+    """Return a sentence about publication. Empty if nothing was merged and the verdict is clear."""
     verdict = content.verdict
     if not content.recipe and verdict.outcome != "inconclusive":
         return ""
@@ -133,14 +133,14 @@ def page_of_model(model: ReportedModel) -> str:
 
 
 def licence(content: ReportContent) -> str:
-    """Return the words before the license's name. A refused merge is not published, so it only *would* carry a license."""
+    """Return the words before the license's name. A merge that is not published only *would* carry a license."""
     if content.verdict.publishable:
         return "The merge may be published under"
     return "By the licences of its parents the merge would carry"
 
 
 def sentence(content: ReportContent) -> str:
-    """Return the reason for the verdict: the most severe reason of a refusal, or the guard that passed most narrowly."""
+    """Return the reason for the verdict: the most severe reason, or the guard that passed most narrowly."""
     verdict = content.verdict
     if verdict.reasons:
         return verdict.reasons[0]
@@ -181,7 +181,7 @@ def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
 
 
 def documents_saved(verdict: GateVerdict) -> str:
-    """Return a sentence about the share of documents that sequential evaluation and skipped tasks saved. Empty if none."""
+    """Return a sentence about the documents that interim looks and skipped tasks saved. Empty if none."""
     counts_by_task = {
         guard.task: (guard.look.documents, guard.documents_left) for guard in verdict.guards if guard.look
     }

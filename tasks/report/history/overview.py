@@ -98,7 +98,7 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
 
 
 def outcome_of_status(status: str) -> Outcome:
-    """Return the outcome that determines the color of a status. A status of a newer mergegate version is inconclusive."""
+    """Return the outcome that a status stands for. An unknown status, from a newer mergegate, is inconclusive."""
     return "pass" if status in _GOOD_STATUSES else "fail" if status in _BAD_STATUSES else "inconclusive"
 
 

@@ -48,7 +48,7 @@ class RunStage(_RecordPart):
 
 
 class RunScore(_RecordPart):
-    """One guard: the merge against its reference on one task, or on all tasks of a suite. Points are hundredths of a score."""
+    """One guard: the merge against its reference on a task or a suite of tasks. Points are hundredths of a score."""
 
     task: Short
     reference: Short

@@ -99,7 +99,7 @@ def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
 
 
 def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
-    """Return the table cells for an arm: requests, failure rate, median and 95th percentile of first byte and whole answer."""
+    """Return the table cells for an arm: requests, failure rate, and quantiles of first byte and whole answer."""
     bounds = wording.interval(100 * arm.low, 100 * arm.high, 2)
     rate = f"{_percent(arm.rate, 2)} {bounds}" if arm.requests else wording.NONE
     values = [seconds for quantiles in (arm.first_byte, arm.seconds) for seconds in (quantiles or (None, None))[:2]]

@@ -89,7 +89,7 @@ def ticks(axes: Axes, side: Literal["x", "y"], count: int, *, integer: bool = Fa
 
 
 def score_axis(content: SweepContent, objective: int) -> Axis:
-    """Return an axis that covers the better half of the scores and a little more, because outliers would compress the rest."""
+    """Return an axis that covers the better half of the scores and a little more. Outliers would compress the rest."""
     factor = content.objectives[objective].factor
     scores = sorted(factor * score_in(trial, objective) for trial in content.trials if state_of(trial) != "failed")
     if not scores:

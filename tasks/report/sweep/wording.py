@@ -312,7 +312,7 @@ def _trial_count(content: SweepContent) -> str:
 
 
 def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
-    """Return one row per recipe: its search score, its held-out score and the difference. The winner's has the outcome."""
+    """Return one row per recipe: search score, held-out score and difference. The winner's row has the outcome."""
     unit = content.objectives[objective].unit
     title = content.objectives[objective].title
     rows = []
