@@ -118,7 +118,6 @@ class JsonClient:
         self.close()
 
     def close(self) -> None:
-        """Close the open connections."""
         self._http.close()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
@@ -212,7 +211,6 @@ def status_of(error: BaseException) -> int | None:
 
 
 def exception_chain(error: BaseException | None) -> list[BaseException]:
-    """Return the exception, its cause, the cause of that cause, and so on."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)

@@ -188,10 +188,7 @@ def overlap_findings(
 ) -> Iterator[Finding]:
     """Yield a blocking finding for each task, and for the held-out text, that overlaps with calibration texts.
 
-    Args:
-        texts: Calibration texts.
-        evidence: Evidence whose documents are compared with the texts.
-        documents_of: ``tasks.evaluation.find_contaminated_documents`` or a replacement.
+    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement.
 
     Raises:
         InvalidInput: The data of a task cannot be loaded.

@@ -26,13 +26,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # Bytes per parameter.
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk that a run writes to.
-
-    Args:
-        directory: Directory on this disk, to identify the disk in messages.
-        free: Free space in bytes.
-        writes: Number of bytes that the run will write to this disk, by description of the data.
-    """
+    """Disk that a run writes to: a directory on it, free bytes, and bytes to write by description of the data."""
 
     directory: Path
     free: int
@@ -41,13 +35,10 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine.
+    """Resources of a machine: cores for the merge, disks that the run writes to, and memory.
 
-    Args:
-        cores: Number of cores that the merge may use.
-        disks: Disks that the run writes to.
-        memory: Main memory. None if the system does not report it.
-        gpu: Memory of the GPU that the merge uses. None if the merge runs on a CPU.
+    ``memory`` is None if the system does not report it. ``gpu`` is the memory of the GPU that the merge uses, or None
+    on a CPU.
     """
 
     cores: int

@@ -63,11 +63,9 @@ def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
 
 
 def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProgress) -> list[Shares | str]:
-    """Return, for each pair of tokenizers, the shares of tokens and lines that the two segment differently.
+    """Return, for each pair of tokenizers, the shares of tokens and lines that differ, or an error message.
 
-    Args:
-        pairs: Contents of the two ``tokenizer.json`` files.
-        on_progress: Function that is called with the number of finished pairs and of all pairs.
+    A pair holds the contents of two ``tokenizer.json`` files.
     """
     results: list[Shares | str] = []
     for number, (left, right) in enumerate(pairs, start=1):

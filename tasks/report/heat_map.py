@@ -104,7 +104,6 @@ def _map(interference: Interference) -> _Map:
 
 
 def _average(row: _Row) -> str:
-    """Return the mean of a row as text, for screen readers."""
     values = [value for _, _, value in row.cells if value is not None]
     return f"{_percent(sum(values) / len(values))} %" if values else ""
 

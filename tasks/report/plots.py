@@ -13,7 +13,7 @@ from mergegate.tasks.report.table import compares_per_byte, likelihood
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of all guards: drop and interval in points, ``max_drop`` and ``margin``. Empty without guards."""
+    """Return the plots of all guards: drop and interval in points, with the limits ``max_drop`` and ``margin``."""
     guards = content.verdict.guards
     if not guards:
         return ()

@@ -97,7 +97,6 @@ def format_magnitude(value: float | None) -> str:
 
 
 def _scientific(value: float) -> str:
-    """Format ``value`` with an exponent: '2.8e10', '1e6'."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 

@@ -76,10 +76,8 @@ class _Answer:
 class ClusterRunner:
     """Runner that processes items on a Dask or Ray cluster. It starts or joins the cluster when the first items arrive.
 
-    Args:
-        kind: ``dask`` or ``ray``.
-        workers: Number of parallel items. None: the number of workers of the cluster.
-        address: Address of an existing cluster. None: mergegate starts a cluster on this machine.
+    Without ``workers``, the cluster decides how many items run in parallel. Without ``address``, mergegate starts a
+    cluster on this machine.
     """
 
     is_parallel = True

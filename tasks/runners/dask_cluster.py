@@ -32,10 +32,7 @@ _log = logging.getLogger(__name__)
 class DaskCluster:
     """A Dask cluster with one Prefect task runner for the whole run.
 
-    Args:
-        runner: Task runner whose context is not yet entered.
-        resources: Context managers that are closed with the cluster.
-        is_own: Whether mergegate started the cluster.
+    The task runner's context is not yet entered. ``resources`` are closed with the cluster.
     """
 
     def __init__(self, runner: DaskTaskRunner, resources: ExitStack, *, is_own: bool) -> None:
@@ -47,12 +44,9 @@ class DaskCluster:
 
     @classmethod
     def start(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
-        """Start a cluster on this machine.
+        """Start a cluster of worker processes on this machine, with additional environment variables.
 
-        Args:
-            workers: Number of worker processes.
-            tries: Number of attempts for an item whose workers die.
-            environment: Additional environment variables for the workers.
+        ``tries`` is the number of attempts for an item whose workers die.
         """
         _silence_loggers()
         with ExitStack() as resources:

@@ -35,9 +35,8 @@ _MEMORY = 100 << 20  # bytes for Ray's object store: orders and answers are smal
 class RayCluster:
     """A Ray instance with one Prefect task runner for the whole run.
 
-    Args:
-        tries: Number of attempts for an item whose workers die. None: Ray's default.
-        resources: Context managers that are closed with the instance.
+    ``tries`` is the number of attempts for an item whose workers die, or None for Ray's default. ``resources`` are
+    closed with the instance.
     """
 
     def __init__(self, tries: int | None, resources: ExitStack) -> None:

@@ -128,11 +128,7 @@ def local_runner() -> Runner:
 
 
 class LocalRunner:
-    """Runner that processes items in threads of this process.
-
-    Args:
-        workers: Number of threads. 1: the current thread.
-    """
+    """Runner that processes items in threads of this process, or in the current thread if ``workers`` is 1."""
 
     def __init__(self, workers: int) -> None:
         self._slots = slots_for(workers, cores_of_process())

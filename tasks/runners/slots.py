@@ -50,13 +50,11 @@ _on_end: list[Callable[[int], None]] = []
 
 
 def current_slot() -> WorkerSlot:
-    """Return the slot of the current thread."""
     return _slot.get()
 
 
 @contextmanager
 def use_slot(slot: WorkerSlot) -> Iterator[None]:
-    """Run the block in ``slot``."""
     token = _slot.set(slot)
     try:
         yield
@@ -76,12 +74,9 @@ def end_slot(number: int) -> None:
 
 
 def slots_for(workers: int, cores: int, gpus: tuple[str, ...] | None = None) -> tuple[WorkerSlot, ...]:
-    """Divide this machine into slots.
+    """Divide this machine's cores and GPUs into slots. A single slot gets all resources, as without a runner.
 
-    Args:
-        workers: Number of slots, at least 1. A single slot gets all resources of the process, as without a runner.
-        cores: Number of cores that the process may use.
-        gpus: Names of GPUs as in CUDA_VISIBLE_DEVICES. None: detected.
+    ``gpus`` are names as in CUDA_VISIBLE_DEVICES. Default: the GPUs that this process may see.
     """
     if workers == 1:
         return (_FIRST,)

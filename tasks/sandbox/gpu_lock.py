@@ -62,12 +62,7 @@ def select_gpus(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
 
 
 class GpuLease:
-    """Exclusive use of GPUs until the caller releases them.
-
-    Args:
-        descriptors: Open file descriptors of the locks, to be inherited by a child process.
-        release: Function that releases the locks.
-    """
+    """Exclusive use of GPUs until its release. A child process can inherit the ``descriptors`` of the locks."""
 
     def __init__(self, descriptors: tuple[int, ...], release: Callable[[], None]) -> None:
         self.descriptors, self._on_release = descriptors, release
@@ -87,8 +82,7 @@ class GpuLease:
 class GpuLocks:
     """The GPU locks of one process. While any lease exists, the process takes no further locks, to prevent deadlocks.
 
-    Args:
-        driver: Directory in which the driver lists its GPUs.
+    ``driver`` is the directory in which the driver lists its GPUs.
     """
 
     def __init__(self, driver: Path = _DRIVER) -> None:

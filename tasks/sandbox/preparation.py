@@ -37,13 +37,10 @@ def require_linux(system: str = sys.platform) -> None:
 
 
 def compile_imports(python: str | Path, imports: str, last_source: Path, environment: Mapping[str, str]) -> None:
-    """Import modules once in a subprocess without confinement, so that ``python`` compiles them.
+    """Run the import statements ``imports`` once in a subprocess without confinement, so that ``python`` compiles them.
 
-    Args:
-        python: Interpreter of the environment with the modules.
-        imports: Import statements to run. Failing imports are ignored.
-        last_source: Source file of the last imported module. If it is compiled, the others are assumed to be, too.
-        environment: Environment of the subprocess.
+    Failing imports are ignored. ``last_source`` is the source file of the last imported module. If it is compiled, the
+    others are assumed to be, too.
     """
 
     def is_compiled() -> bool:

@@ -122,10 +122,7 @@ class ProcessOptions:
 class SupervisedProcess:
     """A running process with a supervisor that ends it. Creating the object starts the process.
 
-    Args:
-        command: Program and arguments.
-        environment: Complete environment; ``TMPDIR`` is added.
-        output: Open file that receives the output.
+    ``environment`` is complete except for ``TMPDIR``. ``output`` is an open file that receives the output.
 
     Raises:
         NotStarted: The command does not exist or is not executable.
@@ -341,7 +338,6 @@ class Supervisor:
         self._next_measurement = ended + _REST * (ended - began)
 
     def _reap(self) -> None:
-        """Collect all children that have ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

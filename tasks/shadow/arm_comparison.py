@@ -92,11 +92,7 @@ def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confiden
 
     Every request without a good answer counts as failed, even with a 4xx status, because users' own mistakes affect
     both arms equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
-
-    Args:
-        candidate: Requests of the candidate.
-        parent: Requests of the parent.
-        confidence: Two-sided confidence of the difference over all interim looks.
+    ``confidence`` is the two-sided confidence of the difference over all interim looks.
     """
     ours, theirs = _summary(candidate, confidence), _summary(parent, confidence)
     low, high = ours.errors.low - theirs.errors.high, ours.errors.high - theirs.errors.low

@@ -28,11 +28,7 @@ def question_in(path: str, body: bytes) -> str:
     """Return the question in a request as text.
 
     A chat with one message and no tools becomes the text of that message. Any other chat becomes a conversation with
-    named speakers, after a list of the available tools.
-
-    Args:
-        path: Path of the request, for example ``/v1/chat/completions``.
-        body: Body of the request.
+    named speakers, after a list of the available tools. ``path`` is the path of the request: ``/v1/chat/completions``.
 
     Raises:
         Unreadable: The endpoint is not supported or the body is not text.

@@ -76,15 +76,10 @@ class ShadowDecision(NamedTuple):
 
 
 def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, rate_bound: ArrayLike) -> NDArray[np.float64]:
-    """Return the logarithm of the evidence that the win rate is above ``rate_bound``.
+    """Return the logarithm of the evidence that the win rate is above ``rate_bound``, which is in (0, 1).
 
-    For the evidence that it is below ``rate_bound``, exchange wins and losses and pass ``1 - rate_bound``.
-
-    Args:
-        wins: Numbers of wins, as an array of any shape.
-        ties: Numbers of ties, in the same shape.
-        losses: Numbers of losses, in the same shape.
-        rate_bound: Win rates in (0, 1), in a shape that broadcasts with the others.
+    The numbers of wins, ties and losses have the same shape, and ``rate_bound`` broadcasts with it. For the evidence
+    that the win rate is below ``rate_bound``, exchange wins and losses and pass ``1 - rate_bound``.
     """
     m = np.asarray(rate_bound, dtype=np.float64)[..., None]
     stakes = _SHARES / m
@@ -97,11 +92,7 @@ def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, rate_bound
 
 
 def evidence_of(scores: Sequence[float], rule: ShadowRule) -> ShadowEvidence:
-    """Return the evidence from judged pairs.
-
-    Args:
-        scores: Score of each pair: 1 (the candidate won), 1/2 or 0.
-        rule: Rule with the bound and the confidence.
+    """Return the evidence from the scores of judged pairs: 1 (the candidate won), 1/2 or 0.
 
     Raises:
         ValueError: A score has another value.
@@ -113,10 +104,8 @@ def evidence_of(scores: Sequence[float], rule: ShadowRule) -> ShadowEvidence:
 def evidence_path(scores: Sequence[float], rule: ShadowRule, points: int = _POINTS) -> tuple[ShadowEvidence, ...]:
     """Return the evidence after increasing numbers of pairs, for a plot.
 
-    Args:
-        scores: Score of each pair (1, 1/2 or 0), in the order in which the pairs were judged.
-        rule: Rule with the bound and the confidence.
-        points: Largest number of points. They are evenly spaced and include the last pair. Default: 400.
+    ``scores`` has the score of each pair (1, 1/2 or 0), in the order in which the pairs were judged. The result has at
+    most ``points`` points, which are evenly spaced and include the last pair.
 
     Raises:
         ValueError: A score has another value.

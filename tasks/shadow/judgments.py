@@ -112,12 +112,8 @@ class JudgedPairs:
     ) -> None:
         """Have each pair judged in both orders, and store each judgment immediately.
 
-        Args:
-            pairs: Pairs to judge.
-            judging: Settings of the judgment.
-            server: Server of the judge.
-            now: Function that returns the Unix time.
-            on_judged: Function that is called with each completely judged pair and its judgments from this call.
+        ``now`` returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
+        this call.
 
         Raises:
             InvalidInput: The judge is not available. Judgments stored before remain in the ledger.
@@ -168,12 +164,8 @@ def open_judged(
 ) -> Iterator[JudgedPairs]:
     """Open the ledger for a candidate and a judge, and lock it for this process.
 
-    Args:
-        directory: Directory of the ledgers.
-        profile: Name of the profile.
-        candidate: Version of the candidate.
-        judging: Settings that identify the judge.
-        on_wait: Function that is called once if another process holds the lock.
+    ``candidate`` is a version, and ``judging`` identifies the judge. ``on_wait`` is called once if another process
+    holds the lock.
     """
     location = _journal_location(directory, profile, candidate, judging)
     state_directory(directory, private=True)

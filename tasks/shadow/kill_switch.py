@@ -18,7 +18,9 @@ _SLOW = 0.95  # the quantile at which users notice delays
 
 
 def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
-    """Return why the candidate must be taken off the traffic now, or None if it may stay.
+    """Return why the candidate must be taken off the traffic now, as a sentence, or None if it may stay.
+
+    Both sequences hold requests in the order in which they ended. Only the last ``window`` of each count.
 
     **Errors**: the switch counts faults (no answer, 5xx, 408, 429, a fallback). It counts other refusals (4xx) only as
     far as they exceed the parent's rate, because users' own mistakes affect both arms. Before the candidate has
@@ -28,14 +30,6 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
 
     **First bytes**: the switch compares the 95th percentiles once each arm has answered ``window`` requests. With
     fewer, a 95th percentile would depend on a few requests.
-
-    Args:
-        candidate: Requests of the candidate, in the order in which they ended. Only the last ``window`` count.
-        parent: Requests of the parent, in the same order.
-        rule: Window and limits of the switch.
-
-    Returns:
-        A sentence with the numbers, or None.
     """
     rows, parent_rows = own_rows(candidate[-rule.window :]), own_rows(parent)[-rule.window :]
     faults = [row for row in rows if is_fault(row)]

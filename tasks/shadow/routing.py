@@ -52,20 +52,15 @@ def read_routing(file: Path) -> Routing | None:
 
 
 def write_routing(file: Path, routing: Routing) -> None:
-    """Write the routing file atomically."""
     state_directory(file.parent, private=True)
     write_state(file, routing.model_dump_json(indent=1).encode())
 
 
 def goes_to_candidate(key: str, salt: str, share: float) -> bool:
-    """Return whether a session is assigned to the candidate.
+    """Return whether a session is assigned to the candidate, which gets ``share`` (0 to 1) of all sessions.
 
     The assignment is sticky: the same key always gets the same arm. A larger share only adds sessions to the candidate.
-
-    Args:
-        key: Key of the session.
-        salt: Version of the candidate, so that each candidate gets different users.
-        share: Share of the sessions that are assigned to the candidate, from 0 to 1.
+    ``salt`` is the version of the candidate, so that each candidate gets different users.
     """
     position = hashlib.blake2b(f"{salt}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(position, "big") / 2**64 < share
@@ -74,11 +69,8 @@ def goes_to_candidate(key: str, salt: str, share: float) -> bool:
 class FollowedRouting:
     """Current routing of a running proxy, kept up to date with the routing file.
 
-    Other processes may write the file, so it is checked for changes at most once per second.
-
-    Args:
-        file: Path of the routing file.
-        first: Routing to use until the file contains a valid routing.
+    Other processes may write the file, so it is checked for changes at most once per second. ``first`` applies until
+    the file contains a valid routing.
     """
 
     def __init__(self, file: Path, first: Routing) -> None:

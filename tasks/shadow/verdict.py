@@ -45,7 +45,6 @@ class ShadowVerdict(BaseModel):
     arms: ArmComparison
 
     def as_verdict(self) -> Verdict:
-        """Return the decision as a stage verdict."""
         outcome = _OUTCOMES[self.outcome]
         return Verdict(
             name="shadow",
@@ -65,14 +64,14 @@ def shadow_verdict(
     hours: float,
     settings: ShadowSettings,
 ) -> ShadowVerdict:
-    """Return the current verdict on a candidate.
+    """Return the current verdict on a candidate, which was watched for a number of hours.
 
     Args:
         candidate: Version of the candidate.
         scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2.
         consistency: Share of the judged pairs in which both orders agree, or None if no pair was judged.
         rows: Requests of both arms, in the order in which they ended.
-        hours: Hours for which the candidate was watched.
+        hours: Hours of watching.
         settings: Conditions for promotion and rollback, and the limits of the kill switch.
     """
     candidate_rows = [row for row in rows if row.arm == "candidate"]

@@ -38,11 +38,9 @@ _LEVELS: Mapping[StageStatus, str] = {"refused": "warning", "failed": "error"}
 
 
 class JsonLog(logging.Handler):
-    """Log handler that writes lines of JSON.
+    """Log handler that writes lines of JSON to ``path``, or to standard error for ``-``.
 
-    Args:
-        path: Path of the log file, or ``-`` for standard error.
-        common_fields: Fields to add to each line: the run, its flow and its profile.
+    ``common_fields`` are added to each line: the run, its flow and its profile.
 
     Raises:
         OSError: The log file cannot be opened.
@@ -76,7 +74,6 @@ class JsonLog(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the log file."""
         os.close(self._file)
         super().close()
 
@@ -108,10 +105,7 @@ def json_log(
 ) -> Iterator[Callable[..., None]]:
     """Log the block to the file that ``MERGEGATE_LOG`` names, and yield a function that writes more lines.
 
-    Args:
-        common_fields: Fields to add to each line.
-        default: Function that creates a watcher if none is set.
-        environment: Environment variables. Default: those of the process.
+    ``common_fields`` are added to each line. ``default`` creates a watcher if none is set.
     """
     path = environment.get(LOG)
     if not path:

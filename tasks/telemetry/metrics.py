@@ -78,14 +78,9 @@ def run_metrics(record: RunRecord) -> Iterator[RunMetric]:
 
 
 def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Export the metrics of a run to the configured destinations.
+    """Export the metrics of a run to the destinations that ``environment`` names. It never raises.
 
-    This never raises an error, so it cannot fail the run.
-
-    Args:
-        record: Record of the run.
-        home: Directory of the project's state, which holds the lock on the text file.
-        environment: Environment variables that name the destinations.
+    ``home`` is the directory of the project's state, which holds the lock on the text file.
     """
     metrics = list(run_metrics(record))
     try:

@@ -16,11 +16,7 @@ _MAX_PARAM, _MAX_TAG, _MAX_KEY = 6000, 5000, 250  # MLflow's limits, in characte
 
 
 class MlflowError(Exception):
-    """The server did not answer, or rejected a request. The message gives the reason.
-
-    Args:
-        status: HTTP status. None if the server did not answer.
-    """
+    """The server did not answer (``status`` is None), or rejected a request. The message gives the reason."""
 
     def __init__(self, reason: str, status: int | None = None) -> None:
         super().__init__(reason)
@@ -35,10 +31,7 @@ class MlflowError(Exception):
 class MlflowClient:
     """Client of one MLflow server. As a context manager, it closes its connection.
 
-    Args:
-        url: Address of the server.
-        timeout: Longest time without a byte, in seconds.
-        token: Bearer token. Default: no token.
+    ``timeout`` is the longest time without a byte, in seconds. ``token`` is a bearer token.
     """
 
     def __init__(self, url: str, timeout: float, token: str = "") -> None:

@@ -51,14 +51,9 @@ def tracked_numbers(record: RunRecord) -> dict[str, float]:
 
 
 def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Send the numbers of a run to each configured tracker.
+    """Send the numbers of a run to each tracker that ``environment`` names. It never raises.
 
-    This never raises an error, so it cannot fail the run.
-
-    Args:
-        record: Record of the run.
-        home: Directory of the project's state. wandb stores its files below it.
-        environment: Environment variables that name the trackers.
+    ``home`` is the directory of the project's state. wandb stores its files below it.
     """
     if destination := environment.get(WANDB, ""):
         try:

@@ -146,6 +146,5 @@ class Case:
 
 
 def join_words(words: Iterable[str]) -> str:
-    """Join words as `a, b and c`."""
     *head, last = words
     return f"{', '.join(head)} and {last}" if head else last

@@ -24,9 +24,8 @@ from mergegate.tasks.store import NotInKey
 class Declared(BaseModel):
     """Declarations in all readable cards.
 
-    Attributes:
-        families: For each parent of the merge, by name: the parent first, then its ancestors.
-        texts: Content of all their license files, by sha256.
+    ``families`` holds, for each parent of the merge, by name, the parent and then its ancestors. ``texts`` holds the
+    content of their license files, by sha256.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -140,12 +140,9 @@ def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple
 
 @dataclass(frozen=True)
 class Lineage:
-    """A model and its ancestors, with the license files next to them.
+    """A model and its ancestors, each with its own ancestors, and the content of their license files.
 
-    Attributes:
-        models: The model itself, then its ancestors. Each has its own ancestors, so that its license is compared with
-            everything it descends from.
-        texts: Content of the license files by sha256 (`Licensed.own_file`).
+    The model itself comes first. ``texts`` is indexed by sha256 (`Licensed.own_file`).
     """
 
     models: tuple[LicensedParent, ...]

@@ -35,13 +35,10 @@ class Obligation(BaseModel):
 
 
 class ResultingLicense(BaseModel):
-    """License of the merged weights.
+    """License of the merged weights, and the reason for it.
 
-    Attributes:
-        license: Value for `license` in the model card: an identifier of the Hub, or `other`.
-        license_name: Name that goes with `other`.
-        licenses: Identifiers of all licenses of the weights; the file `LICENSE` contains their texts.
-        sentence: Reason for this license.
+    `license` goes into the model card: an identifier of the Hub, or `other` with `license_name`. `licenses` are the
+    identifiers of all licenses of the weights, whose texts are in the file `LICENSE`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -60,7 +60,6 @@ class LicenseSettings(BaseModel):
         return acceptances
 
     def use(self, name: str) -> Use:
-        """Return these settings as the intended use of the merged model `name`."""
         return Use(
             purpose=self.purpose, visibility=self.visibility, commercial_entity=self.commercial_entity, name=name
         )

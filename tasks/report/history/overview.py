@@ -54,7 +54,6 @@ class ProfileRuns:
 
     @property
     def last(self) -> RunRecord:
-        """The latest run."""
         return self.records[0]
 
 

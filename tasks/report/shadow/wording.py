@@ -71,7 +71,6 @@ def e_value(log_e: float) -> str:
 
 
 def power_of_ten(power: int) -> str:
-    """Return a power of ten as text: '10¹²'."""
     return f"10{str(power).translate(_SUPERSCRIPTS)}"
 
 

@@ -155,7 +155,6 @@ def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
 
 
 def _alt_text(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
-    """Return the text alternative for screen readers."""
     sentences = [f"Best {content.objectives[objective].title} so far over candidates."]
     names = {SAMPLER: SAMPLERS.get(content.sampler, content.sampler), BASELINE: "Random baseline"}
     for origin, run in runs.items():

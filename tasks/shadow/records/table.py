@@ -74,9 +74,7 @@ class Records:
     def write(self, batch: Sequence[ShadowRecord], tallies: Mapping[tuple[str, str], int] | None = None) -> None:
         """Add rows and counts in one transaction.
 
-        Args:
-            batch: Records to add. Records that are already stored are skipped.
-            tallies: Increments, by candidate and name of the count.
+        Records that are already stored are skipped. ``tallies`` holds increments by candidate and name of the count.
 
         Raises:
             sqlalchemy.exc.SQLAlchemyError: The database rejected the transaction.
@@ -93,12 +91,7 @@ class Records:
                     connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": name, "count": count})
 
     def pairs(self, candidate: str, since: float | None = None) -> Iterator[RecordedPair]:
-        """Yield the requests that were recorded at both arms, including failed ones, in order of time.
-
-        Args:
-            candidate: Version of the candidate.
-            since: Unix time of the first request to include. Default: all requests.
-        """
+        """Yield the requests that both arms recorded since a Unix time, including failed ones, in order of time."""
         parent, copy = RECORDS.alias("parent"), RECORDS.alias("copy")
         query = (
             sa.select(parent, copy)
@@ -142,7 +135,6 @@ class Records:
             return connection.execute(sa.delete(RECORDS).where(RECORDS.c.at < before)).rowcount
 
     def close(self) -> None:
-        """Close all connections."""
         self._engine.dispose()
 
 

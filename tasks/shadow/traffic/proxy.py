@@ -60,13 +60,7 @@ class _BrokenAnswer(Exception):  # not a failure of the proxy: raised to abort t
 
 
 class ShadowProxy:
-    """ASGI application that forwards user requests to the parent or the candidate.
-
-    Args:
-        settings: Servers and limits.
-        routing: Current routing of the requests.
-        recorder: Recorder of requests and answers.
-    """
+    """ASGI application that forwards user requests to the parent or the candidate."""
 
     def __init__(self, settings: ShadowSettings, routing: FollowedRouting, recorder: Recorder) -> None:
         self._settings, self._routing, self._recorder = settings, routing, recorder

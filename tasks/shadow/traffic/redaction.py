@@ -21,19 +21,13 @@ _TextPath: TypeAlias = tuple[str, ...]  # path of a text in a JSON document
 
 
 class Redaction:
-    """Rules that redact texts and bodies.
-
-    Args:
-        patterns: Regular expressions. Each match is replaced by ``MARK``.
-        function: Function from text to text that is applied after the patterns.
-    """
+    """Rules that redact text: each match of a pattern is replaced by ``MARK``, then ``function`` changes the result."""
 
     def __init__(self, patterns: Sequence[str], function: Callable[[str], str] | None = None) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._function = function
 
     def text(self, text: str) -> str:
-        """Return ``text``, redacted."""
         for pattern in self._patterns:
             text = pattern.sub(MARK, text)
         return self._function(text) if self._function and text else text
@@ -83,11 +77,7 @@ class Redaction:
 
 
 def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redaction:
-    """Create the redaction for a profile.
-
-    Args:
-        patterns: Regular expressions.
-        function_path: Function to apply after the patterns, as ``package.module:function``, or None.
+    """Create the redaction for a profile. ``function_path`` has the form ``package.module:function``.
 
     Raises:
         InvalidInput: The function cannot be imported or is not callable.

@@ -47,28 +47,18 @@ class Traffic:
 
 @dataclass
 class ReplayResult:
-    """Outcome of a replay.
-
-    Attributes:
-        statuses: Number of requests by HTTP status or error type.
-        seconds: Duration of the replay.
-    """
+    """Duration of a replay in seconds, and number of requests by HTTP status or error type."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     @property
     def request_count(self) -> int:
-        """Number of requests sent."""
         return sum(self.statuses.values())
 
 
 def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
-    """Read the traffic in a file.
-
-    Args:
-        file: JSON Lines file in the formats that the module docstring describes.
-        model: Model name for requests that do not specify one.
+    """Read a JSON Lines file in the formats of the module docstring. ``model`` is the default model name for requests.
 
     Raises:
         InvalidInput: A line has an unknown format, or the file contains no request.

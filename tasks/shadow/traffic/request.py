@@ -53,7 +53,6 @@ class ProxiedRequest:
 
     @property
     def method(self) -> str:
-        """HTTP method."""
         return str(self.scope["method"])
 
     @property
@@ -130,12 +129,7 @@ def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, head
     """Return the key of the session that a request belongs to.
 
     The first available source wins: the session header, the ``user`` field of the body, the token, the client address.
-
-    Args:
-        headers: Headers by lower-case name.
-        body: JSON body of the request, if it has one.
-        header: Name of the session header.
-        client: Address of the client.
+    ``headers`` has lower-case names, and ``header`` is the name of the session header.
     """
     if session := headers.get(header.lower()):
         return f"session {session}"
@@ -152,13 +146,7 @@ def session_hash(key: str, salt: str) -> str:
 
 
 async def read_request(scope: Scope, receive: Receive, session_header: str) -> ProxiedRequest | None:
-    """Read a request, or return None if its body is too long to hold in memory.
-
-    Args:
-        scope: ASGI scope of the request.
-        receive: ASGI function that receives the body.
-        session_header: Name of the session header.
-    """
+    """Read a request, or return None if its body is too long to hold in memory."""
     by_name = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     headers = [pair for pair in end_to_end_headers(scope["headers"]) if pair[0] != ID_HEADER]
     body: bytes | AsyncIterator[bytes] = b""
@@ -184,7 +172,6 @@ async def read_request(scope: Scope, receive: Receive, session_header: str) -> P
 
 
 async def _body_pieces(receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body as they arrive."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":

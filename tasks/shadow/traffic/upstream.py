@@ -28,10 +28,7 @@ _API = "/v1"
 class Upstream:
     """Client of one server with its own connections, so that a server that hangs does not block the other one.
 
-    Args:
-        server: URL, model name and API key variable of the server.
-        timeout: Longest time without a byte, in seconds.
-        connect: Timeout for opening a connection, in seconds.
+    ``timeout`` is the longest time without a byte, ``connect`` the timeout for opening a connection, both in seconds.
 
     Raises:
         InvalidInput: The environment variable for the API key is not set.
@@ -58,12 +55,8 @@ class Upstream:
     async def send(self, method: str, path: bytes, query: bytes, headers: Headers, body: bytes | Any) -> httpx.Response:
         """Send a request and return the response before its body has been read.
 
-        Args:
-            method: HTTP method.
-            path: Path as the client sent it. ``/v1`` is replaced by the path of the server's URL.
-            query: Query string.
-            headers: Headers from the client.
-            body: Bytes, or an asynchronous iterator of bytes.
+        In ``path``, which is the client's, ``/v1`` is replaced by the path of the server's URL. ``body`` is bytes or an
+        asynchronous iterator of bytes.
 
         Raises:
             httpx.HTTPError: The server does not respond.
@@ -82,7 +75,6 @@ class Upstream:
         return await self._client.send(request, stream=True)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
 
