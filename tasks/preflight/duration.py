@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from mergegate.merge_core.engine.forecast import Rates
 
-# Share of the speed of a large product that a network reaches, including all work between its products.
+# Share of the speed of a large matrix product that a network reaches, including all work between its products.
 _REACHED = 0.6
 # Operations that a GPU computes in the time it takes to move one byte of its own memory (A100, H100: 160 to 210).
 _OPERATIONS_A_BYTE = 200.0
-# Seconds between the products: for a call, for each of the model's tensors in a call, and around a request.
+# Seconds outside the matrix products: per call, per tensor of the model in a call, and per request.
 _CALL, _TENSOR, _REQUEST = 2e-3, 1e-4, 2e-4
 _LOADING = 0.1  # Seconds to load a model, in addition to reading its bytes.
 STARTING = 3.0  # Seconds to start the model process with its libraries, once per run.

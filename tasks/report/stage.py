@@ -32,7 +32,7 @@ def write_report(out: Path, content: ReportContent) -> Report:
     """
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())
-    # The page leaves them out too, so that it is equal for all users.
+    # The page leaves out the same fields, so that it is equal for all users.
     checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in content.served)
     released = content.model_copy(update={"served": checks, "serving": ()})
     (out / PAGE).write_bytes(render(released).encode())

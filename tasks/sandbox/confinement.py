@@ -39,7 +39,7 @@ _PASSED_ON = re.compile(
     r"|HF_(HUB_DISABLE|HUB_ENABLE|UPDATE|DATASETS_DISABLE|DATASETS_TRUST|XET)\w*|DO_NOT_TRACK"
     r"|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(https?|all|no)_proxy|(HTTPS?|ALL|NO)_PROXY"
 )
-# Secrets, with any prefix: VLLM_API_KEY, HF_HUB_TOKEN.
+# Names of secrets, with any prefix: VLLM_API_KEY, HF_HUB_TOKEN.
 _NEVER = re.compile(r".*(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|AUTH)S?(_.*|$)", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"\w+://[^/\s]*@")  # credentials in a URL, usually of a proxy
 _HARMLESS = {"TOKENIZERS_PARALLELISM"}

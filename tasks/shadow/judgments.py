@@ -51,7 +51,7 @@ _FORMAT = 1
 _NAME = 16  # hexadecimal digits in the file name
 _WINNERS = ("reference", "merge", "tie", None)
 _MAX_LOST_PAIRS = 20
-_MAX_CHARACTERS = 2000  # of each text of a lost pair
+_MAX_CHARACTERS = 2000  # largest length of each text in a lost pair
 
 
 class JudgedPair(NamedTuple):

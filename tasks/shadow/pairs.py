@@ -68,7 +68,7 @@ def sample_pairs(
         limit: Largest number of pairs in one look.
     """
     left_out: Counter[str] = Counter()
-    # First pass: of each session without a pair, select the readable request with the smallest hash.
+    # First pass: in each session without a pair, select the readable request with the smallest hash.
     selected: dict[str, tuple[bytes, str]] = {}
     for pair in read_pairs():
         if pair.session in judged_requests:
@@ -86,7 +86,7 @@ def sample_pairs(
             selected[pair.session] = rank, pair.request_id
     request_ids = {request_id for _, request_id in selected.values()} | set(half_judged)
 
-    # Second pass: of the selected pairs whose answers are readable, hold only the first ``limit`` in memory.
+    # Second pass: hold in memory only the first ``limit`` of the selected pairs whose answers are readable.
     pairs: list[SampledPair] = []
     readable_count = 0
     for pair in read_pairs():

@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class Routing(BaseModel):
-    """Current destination of the requests, and the reason for it."""
+    """Destination of user requests, and the reason for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

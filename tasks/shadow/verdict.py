@@ -36,10 +36,10 @@ class ShadowVerdict(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    candidate: str  # its version
+    candidate: str  # version of the candidate
     outcome: ShadowOutcome
     reason: str  # a sentence
-    hours: float  # how long it was watched
+    hours: float  # duration of watching
     evidence: ShadowEvidence
     consistency: float | None  # share of judged pairs in which both orders agree
     arms: ArmComparison

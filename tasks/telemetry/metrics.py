@@ -31,7 +31,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class RunMetric(NamedTuple):
-    """One number that describes one run, or is added to a counter."""
+    """A metric and the value that one run gives it."""
 
     name: str  # without the prefix and, for a counter, without '_total'
     kind: Literal["counter", "gauge"]
@@ -119,7 +119,7 @@ def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str]
 
 
 def write_text_file(file: Path, metrics: Iterable[RunMetric]) -> None:
-    """Add the increments in ``metrics`` to the counters in ``file``, and replace its gauges.
+    """Add the increments in ``metrics`` to the counters in ``file``, and update its gauges.
 
     The counters of a damaged file restart from zero. The file is replaced in one step.
 

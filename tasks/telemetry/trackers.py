@@ -97,7 +97,7 @@ def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, 
 def _log_to_mlflow(client: MlflowClient, experiment: str, record: RunRecord) -> None:
     experiment_id = client.experiment_id(experiment)
     if not experiment_id:
-        # If another process creates it first, this request changes nothing and the next one finds it.
+        # If another process creates the experiment first, this request changes nothing and the next one finds it.
         client.post("experiments/create", {"name": experiment})
         experiment_id = client.experiment_id(experiment)
     if not experiment_id:

@@ -24,7 +24,7 @@ _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _TIMEOUT_S = 3.0  # Limit for a connection, and for each part of a response.
 _TOTAL_TIMEOUT_S = 10.0  # Limit for all requests about one repository, including name resolution.
-# Far more than any family of models has. A card that names hundreds is a mistake or malicious.
+# Far more ancestors than any model has. A card that names hundreds is a mistake or malicious.
 _MAX_REPOSITORIES = 50
 _OFFLINE = "HF_HUB_OFFLINE is set"
 

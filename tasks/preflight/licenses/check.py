@@ -149,8 +149,8 @@ def read_licenses(
         has_drive = name[:1].isascii() and name[:1].isalpha() and name[1:3] == ":/"
         is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or has_drive
         if name not in sources_by_name and is_path:
-            # This is a path on the machine that trained the descendant. A parent of that name is taken for it; the
-            # parent's license binds the merge in any case.
+            # The entry is a path on the machine that trained the descendant. A parent with the same name is assumed to
+            # be that model. The parent's license binds the merge in any case.
             path_name = name_in_path(name)
             candidates = {
                 parent.directory: CardSource(parent.directory, parent.revision)

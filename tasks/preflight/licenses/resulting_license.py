@@ -66,12 +66,12 @@ def resulting_license(case: Case) -> ResultingLicense:
         parents_licenses = [key for key in fits if key in {entry.id for entry in case.known_licenses}]
         license = (parents_licenses or list(fits))[0]
         return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
-    # Under a weak license, merged weights may carry another one, along with the text and the credit of this one.
+    # Weights under a weak license may carry another license, with the text and the credit of the weak one.
     staying = tuple(entry.id for entry in case.known_licenses if entry.kind not in WEAK_KINDS or entry.restrictive)
     if not staying and not case.unknown_licenses:
         strongest = max(case.known_licenses, key=lambda entry: _strength(case, entry))
         return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
-    # `other` means nothing without a name, so both words for "unknown" become the same honest one.
+    # `other` means nothing without a name, so it becomes `unknown`.
     bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unknown_licenses)}))
     each = "" if len(bundle) == 1 else "each of "
     return _name_license(case, bundle, f"the merged weights stay under {each}{join_words(bundle)}")

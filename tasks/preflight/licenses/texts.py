@@ -30,7 +30,7 @@ _TITLE = re.compile(
     r"version|spdx|identifier|of|for|see|text)(?: |$)){0,12}"
 )
 _FIRST_LINES = 5  # Lines that may contain a title.
-_AGREEMENT = 200  # Words; a shorter file only mentions the agreement that it names.
+_AGREEMENT = 200  # Number of words. A shorter file only mentions an agreement.
 
 
 def license_texts(license: License) -> dict[str, str]:

@@ -42,7 +42,7 @@ class History:
     why: str = ""
 
     def runs_of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
-        """Return the runs of one flow for one profile."""
+        """Return the runs of a flow with a profile."""
         return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
 
     def damage_sentence(self) -> str:

@@ -17,7 +17,7 @@ from mergegate.tasks.report import wording
 
 RunStatus = Status
 
-# Largest length of a message and of a recipe, in characters. The recipe serves to list its changed lines.
+# Largest length of a message and of a recipe, in characters. The recipe is stored to list its changed lines.
 _MAX_MESSAGE, _MAX_RECIPE = 2000, 6000
 # Largest number of tasks, stages and parents. An lm-eval group has dozens of tasks, and a suite may have hundreds.
 _MAX_ITEMS = 200
@@ -107,7 +107,7 @@ class RunRecord(_RecordPart):
 
     @property
     def why(self) -> str:
-        """First line of the message, or the second if the first only states that nothing is released."""
+        """Reason for the status: the message's first line, or the second if the first only says what is not released."""
         first, *rest = self.message.splitlines() or [""]
         return rest[0].strip() if rest and first.endswith("is not released") else first
 

@@ -33,7 +33,7 @@ class ReportedParameter(_Part):
 
 
 class ReportedObjective(_Part):
-    """A quantity that the search maximizes. Each trial has one score for it."""
+    """Quantity that the search maximizes. Each trial has one score for it."""
 
     title: str  # 'log-likelihood of the answers'
     terms: tuple[str, ...] = ()  # terms of the weighted mean: 'copy', 'reverse, twice'

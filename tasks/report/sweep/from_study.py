@@ -114,7 +114,7 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
             )
             for coordinate in study.coordinates
         ),
-        # All terms are one objective in their common unit, or each is its own.
+        # All terms form one objective in their common unit, or each term is an objective.
         objectives=tuple(_objective((term,)) for term in terms) if several else (_objective(terms),),
         constraints=_constraints(study),
         trials=study.trials,

@@ -34,7 +34,7 @@ class RecipeRow:
 
     @property
     def optimism(self) -> float:
-        """Difference by which the score on the search documents is too high."""
+        """Excess of the score on the search documents over the score on held-out documents."""
         return self.search - self.held_out
 
 

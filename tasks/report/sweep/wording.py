@@ -69,7 +69,7 @@ def sweep_sentence(content: SweepContent) -> str:
         reference += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
     shown, decimals = content.objectives[test.objective], decimals_for(content, test.objective)
-    # The sentence about a loss without a note already says "worse", so the loss has flipped signs.
+    # The sentence about a loss without a note already says "worse", so it shows the loss as a positive number.
     factor = -shown.factor if test.gain < 0 and not test.note else shown.factor
     low, high = sorted((factor * test.low, factor * test.high))
     parts = (number(factor * test.gain, decimals), shown.unit, interval(low, high, decimals))
@@ -234,7 +234,7 @@ def counts_sentence(content: SweepContent) -> str:
 
 
 def racing_sentence(content: SweepContent) -> str:
-    """Return a sentence about how many documents racing saved by dropping hopeless candidates, and at which risk."""
+    """Return a sentence about how many documents racing saved by dropping hopeless candidates, and at what risk."""
     racing, used = content.racing, documents_used(content.trials)
     if racing.rule == "none":
         return "Every candidate was asked all search documents."

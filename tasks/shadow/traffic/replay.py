@@ -128,7 +128,7 @@ async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings)
                 if not answer.is_success:
                     return
                 if user.turns:
-                    text = ""  # of a stream, which the replay does not parse
+                    text = ""  # the replay does not parse streamed answers
                     with suppress(ValueError, KeyError, IndexError, TypeError):
                         text = str(answer.json()["choices"][0]["message"]["content"])
                     body = {**body, "messages": [*body["messages"], {"role": "assistant", "content": text}]}
