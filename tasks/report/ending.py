@@ -61,7 +61,7 @@ class EndedRun(BaseModel):
 
 
 def render_ending(content: EndedRun) -> str:
-    """Return the page as HTML, without scripts or external resources. Equal content gives equal text."""
+    """Return the page about the run as HTML, without scripts or external resources. Equal content gives equal text."""
     first, _, rest = content.message.partition("\n")
     merged = any(stage.name == "merge" and stage.status in ("made", "cached", "rebuilt") for stage in content.stages)
     return page_template("ending.html").render(

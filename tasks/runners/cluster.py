@@ -7,7 +7,7 @@ that it ran.
 Workers use the Prefect API of the run. A cluster that mergegate starts receives the API's address, home directory and
 credentials in its environment, before any worker imports Prefect. On an existing cluster, Prefect's own context
 provides them, and workers on other machines must be able to reach the API. If a worker dies, its item is retried. An
-item whose workers die every time fails with ``WorkerLost``.
+item whose workers die every time fails with InvalidInput.
 """
 
 from __future__ import annotations

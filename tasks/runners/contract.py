@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class WorkerLost(Exception):
-    """All workers that tried to process an item died."""
+    """The workers died at every attempt to process an item."""
 
 
 class Cluster(Protocol):

@@ -86,7 +86,7 @@ class Runner(Protocol):
         """Call ``function`` for each item. Yield the item's index with the result or exception, in order of completion.
 
         Closing the iterator cancels the items in progress. ``function`` is a module-level function. It and the items
-        must be picklable. It must be safe to repeat, because it is called again for an item whose worker dies.
+        must be picklable. A call must be safe to repeat, because an item whose worker dies is processed again.
         """
 
 

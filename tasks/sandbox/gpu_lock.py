@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def list_host_gpus(driver: Path = _DRIVER) -> tuple[str, ...]:
-    """Return the UUIDs of the host's GPUs in bus order, the order in which NVML and, for equal GPUs, CUDA number them."""
+    """Return the UUIDs of the host's GPUs in bus order, in which NVML and, for equal GPUs, CUDA number them."""
     uuids = []
     for path in sorted(driver.glob("*/information")):
         with suppress(OSError, UnicodeDecodeError):

@@ -61,7 +61,7 @@ class JudgedPair(NamedTuple):
     session: str
     at: float  # time of the request, as Unix time
     judged: float  # time of the judgment, as Unix time
-    score: float  # 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2
+    score: float  # 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2
     consistent: bool | None  # whether both orders agree; None for equal answers, which no judge sees
 
 

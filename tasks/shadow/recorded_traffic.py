@@ -44,7 +44,7 @@ class ShadowRecord(NamedTuple):
     candidate: str
     role: Literal["answer", "copy"]
     arm: Literal["parent", "candidate"]
-    request_id: str  # sent by the client, otherwise generated
+    request_id: str  # sent by the client, or else generated
     session: str  # a hash
     at: float  # Unix time
     path: str  # without its query

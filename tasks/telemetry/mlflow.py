@@ -24,7 +24,7 @@ class MlflowError(Exception):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the same request may succeed later."""
+        """Whether the request may succeed if it is repeated."""
         return self.status is None or self.status in TRANSIENT_STATUSES
 
 

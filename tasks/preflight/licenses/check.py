@@ -170,5 +170,5 @@ def read_licenses(
 
 
 def license_table(settings: LicenseSettings, root: Path) -> LicenseTable:
-    """Return the license facts in mergegate, overridden by the profile's own table."""
+    """Return mergegate's license facts, overridden by the profile's table."""
     return load_table(root / settings.table if settings.table else None)

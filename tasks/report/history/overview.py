@@ -58,7 +58,7 @@ class ProfileRuns:
 
 
 def render_history(history: History, pages: Collection[str] = ()) -> str:
-    """Return the page as HTML.
+    """Return ``index.html`` as text.
 
     Args:
         history: All runs.

@@ -107,7 +107,7 @@ class RunRecord(_RecordPart):
 
     @property
     def why(self) -> str:
-        """Reason for the status: the message's first line, or the second if the first only says what is not released."""
+        """Reason for the status: the message's first line, or the second if the first only says "not released"."""
         first, *rest = self.message.splitlines() or [""]
         return rest[0].strip() if rest and first.endswith("is not released") else first
 

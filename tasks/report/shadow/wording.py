@@ -33,7 +33,7 @@ def shadow_outcome(content: ShadowContent) -> Outcome:
 
 
 def shadow_title(content: ShadowContent) -> str:
-    """Return the headline: one or two words."""
+    """Return the headline of the page: one or two words."""
     return _TITLES[content.serving]
 
 

@@ -146,7 +146,7 @@ def mark_winner(axes: Axes, x: float, y: float) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend."""
+    """An entry in a legend."""
 
     text: str
     style: tuple[tuple[str, Any], ...]

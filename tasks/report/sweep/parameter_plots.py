@@ -60,7 +60,7 @@ def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> floa
 
 
 def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Return the plots, wide and narrow, with one panel per parameter.
+    """Return plots with one panel per parameter, wide and narrow.
 
     The result is empty if fewer than two trials have a score, or with more than ``MAX_SLICES`` parameters.
     """
@@ -149,7 +149,7 @@ def _draw_slice(
 
 
 def spoken_values(content: SweepContent) -> str:
-    """Return the text alternative to the plots, for screen readers."""
+    """Return a text alternative to the plots for screen readers: start and winner of each parameter."""
     winner = trial_numbered(content, content.winner)
     sentences = [
         f"{parameter.name}: start {value_text(parameter.start)}, winner {value_text(winner.point.get(parameter.name))}."
@@ -172,7 +172,7 @@ _WINNER: dict[str, Any] = {"color": Ink.PASS.value, "linestyle": "none", "marker
 
 
 def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Return the plots, wide and narrow. The result is empty if fewer than two trials have a score."""
+    """Return plots with one line per candidate, wide and narrow. Empty if fewer than two trials have a score."""
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
     if len(scored) < 2:
         return ()

@@ -57,7 +57,7 @@ _STAIRS: dict[str, dict[str, Any]] = {
 
 
 def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Return the plots, wide and narrow. The result is empty with fewer than two candidates."""
+    """Return plots of the best score so far over candidates, wide and narrow. Empty with fewer than two candidates."""
     runs = {origin: search_history(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()

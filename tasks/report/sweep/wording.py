@@ -55,7 +55,7 @@ def sweep_title(content: SweepContent) -> str:
 
 
 def sweep_sentence(content: SweepContent) -> str:
-    """Return the reason for the outcome, with the gain and its interval: '0.0021 nats a token [0.0016, 0.0026]'."""
+    """Return the reason for the outcome, with gain and interval: '0.0021 nats a token [0.0016, 0.0026]'."""
     test = content.confirmation
     # Hand-written recipes are not candidates.
     candidates = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
@@ -267,7 +267,7 @@ def search_effort(content: SweepContent) -> str:
 
 
 def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
-    """Return pairs of the trials without a score and the reason, grouped by reason.
+    """Return each reason why trials have no score, as a pair of the affected trials and the reason.
 
     The trials are 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'.
     """

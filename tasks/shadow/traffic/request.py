@@ -112,8 +112,8 @@ def is_generation(method: str, path: str) -> bool:
 def may_be_copied(method: str, path: str, body: Mapping[str, Any] | None) -> bool:
     """Return whether a copy of the request may be sent to a second server.
 
-    Tools of type ``function`` run at the client, and only for the answer that it receives. All other tools run at the
-    server, so requests with such tools are not copied.
+    Tools of type ``function`` run at the client, which never sees the copy's answer. All other tools run at the server,
+    so requests with such tools are not copied.
     """
     if not is_generation(method, path) or body is None:
         return False
