@@ -103,7 +103,7 @@ class Compatibility(StageValue):
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
-    """Return one digest per parent of what the check reads: names, sizes, headers, small files and stored heads."""
+    """Return one digest per parent of what the check reads: names, sizes, headers, small files and output heads."""
     digests = []
     for parent in parents:
         files = _files_digest(parent)

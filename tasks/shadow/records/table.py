@@ -91,7 +91,7 @@ class Records:
                     connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": name, "count": count})
 
     def pairs(self, candidate: str, since: float | None = None) -> Iterator[RecordedPair]:
-        """Yield the requests that both arms recorded since a Unix time, including failed ones, in order of time."""
+        """Yield the requests since a Unix time with records at both arms, even failed ones, in order of time."""
         parent, copy = RECORDS.alias("parent"), RECORDS.alias("copy")
         query = (
             sa.select(parent, copy)
