@@ -1,4 +1,4 @@
-"""Talk to JSON servers over HTTP: one client, and one policy for which requests are retried, when and how often.
+"""Send requests to JSON servers: one client, and one policy for which requests are retried, when and how often.
 
 ::
 
@@ -6,8 +6,8 @@
         answer = retry_transient(6)(client.request, "/chat/completions", body)  # retries transient errors
         answer = client.request("/health")                                      # sends one request
 
-The API key is sent in one header and never appears in a message. This module does not interpret requests or answers;
-its callers do (``tasks.judge.server``, ``tasks.serve.client``). The Hub has its own client and shares the retry policy.
+The API key is sent in one header and never appears in a message. Callers interpret the answers
+(``tasks.judge.server``, ``tasks.serve.client``). The Hub has its own client and shares the retry policy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MAX_MESSAGE_LENGTH = 200  # characters
 
 
 def plain_address(url: str) -> str:
-    """Return ``url`` if it is a server address without credentials. For validators of settings.
+    """Return ``url`` if it is an HTTP address without credentials. For validators of settings.
 
     Raises:
-        ValueError: The URL is not an HTTP address or contains credentials.
+        ValueError: ``url`` is not an HTTP address or contains credentials.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -53,7 +53,7 @@ def plain_address(url: str) -> str:
 
 
 class Unreachable(Exception):
-    """The server gave no answer: the connection failed or broke, or the request timed out."""
+    """The server did not answer: the connection failed or broke, or the request timed out."""
 
     def __init__(self, reason: str, *, timed_out: bool = False) -> None:
         super().__init__(reason)
@@ -62,7 +62,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a server, with any status.
+    """An answer from a server, with any status.
 
     Args:
         status: HTTP status.
@@ -91,11 +91,11 @@ class JsonClient:
     """A thread-safe client of one server. As a context manager, it closes its connections.
 
     Args:
-        url: Base URL to which every path is appended.
+        url: Base URL that precedes every path.
         timeout: Longest time without a byte, in seconds.
         key: Bearer token. Default: no token.
-        connections: Number of connections that are kept open for reuse. 0: a new connection for each request, which
-            suits servers that may be gone by the next one.
+        connections: Number of connections that are kept open for reuse. 0: a new connection for each request, for
+            servers that may stop between two requests.
     """
 
     def __init__(self, url: str, timeout: float, key: str = "", *, connections: int = 0) -> None:
@@ -118,14 +118,13 @@ class JsonClient:
         self.close()
 
     def close(self) -> None:
-        """Close the open connections."""
         self._http.close()
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Send GET, or POST with ``body``, and return the answer.
+        """Send POST with ``body``, or GET if ``body`` is None, and return the answer.
 
         Raises:
-            Unreachable: The server gave no answer.
+            Unreachable: The server did not answer.
         """
         import httpx
 
@@ -151,7 +150,7 @@ class JsonClient:
 
 
 def is_transient(error: BaseException, statuses: Collection[int] = TRANSIENT_STATUSES) -> bool:
-    """Return whether a failed request may succeed later: there was no answer, or a status in ``statuses``.
+    """Return whether a failed request may succeed if repeated: no answer arrived, or one with a status in ``statuses``.
 
     The first exception with a status decides, starting from ``error`` and following its causes.
     """
@@ -172,11 +171,9 @@ def retry_transient(
 ) -> Retrying:
     """Return a retry policy that calls a function up to ``attempts`` times.
 
-    It retries transient exceptions and ``Answer`` values with one of ``statuses``. After the last attempt, it returns
-    the answer or raises the exception. Waits are 1, 2, 4, … seconds, or as long as ``Retry-After`` asks if that is
-    longer, and never more than a minute.
-
-    ``transient`` decides which exceptions are retried. Tests replace ``sleep`` and ``now`` so that they do not wait.
+    It retries exceptions that ``transient`` accepts, and ``Answer`` values with one of ``statuses``. After the last
+    attempt, it returns the answer or raises the exception. Waits are 1, 2, 4, … seconds, or the time in ``Retry-After``
+    if that is longer, and never more than a minute. Tests replace ``sleep`` and ``now`` so that they do not wait.
     """
     import tenacity
 
@@ -199,7 +196,7 @@ def retry_transient(
 
 
 def retry_after_seconds(retry_after: str, now: float) -> float:
-    """Return the wait that a ``Retry-After`` header asks for: a number or a date (RFC 9110, 10.2.3), or else 0."""
+    """Return the seconds to wait from a ``Retry-After`` header, a number or a date (RFC 9110, 10.2.3), or else 0."""
     with suppress(ValueError):
         return float(retry_after)
     with suppress(ValueError, TypeError):
@@ -208,13 +205,12 @@ def retry_after_seconds(retry_after: str, now: float) -> float:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an exception of any client, or None."""
+    """Return the HTTP status in an exception of any HTTP client, or None if it has none."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def exception_chain(error: BaseException | None) -> list[BaseException]:
-    """Return the exception, its cause, the cause of that, and so on."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)

@@ -1,4 +1,4 @@
-"""Check compatibility: find everything that can be wrong with a merge from headers and configurations alone."""
+"""Check compatibility: find everything that can be wrong with a merge, from headers and configurations alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MAX_LISTED = 10  # Largest number of further problems in one message.
 
 
 class HeaderDigest(BaseModel):
-    """Identity of everything that the check reads of one parent.
+    """Digest of everything that the check reads from one parent.
 
     For a directory, it covers the names and sizes of all files and the content of the small ones. For a commit on the
     Hub, it covers the commit's file list.
@@ -103,7 +103,7 @@ class Compatibility(StageValue):
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
-    """Return the identity of all inputs of the check: file names, sizes and headers, small files, and stored heads."""
+    """Return one digest per parent of what the check reads: names, sizes, headers, small files and output heads."""
     digests = []
     for parent in parents:
         files = _files_digest(parent)
@@ -122,13 +122,12 @@ def check_compatibility(
 ) -> Compatibility:
     """Return findings about the recipe and its parents, before any weight is read or downloaded.
 
-    ``accepted_code`` is the code that the profile lets into the release. None means that the profile has no such
-    setting, so code only leads to warnings. ``accepted_tokenizers`` are the parts in which the profile lets tokenizers
-    differ.
+    ``accepted_code`` names the code that the profile allows in the release. None means that the profile has no such
+    setting, so code only leads to warnings. ``accepted_tokenizers`` names the parts of tokenizers that may differ.
 
     Raises:
-        InvalidInput: If a parent cannot be a checkpoint.
-        Refused: If a parent cannot be read. This is not stored as a finding, because the Hub may respond next time.
+        InvalidInput: A parent cannot be a checkpoint.
+        Refused: A parent cannot be read. This is not stored as a finding, because the Hub may respond next time.
     """
     from mergegate.merge_core.engine import EngineSettings
     from mergegate.merge_core.engine.forecast import estimate_needs
@@ -166,13 +165,14 @@ def plan_cached(
     metadata: Sequence[HeaderDigest],
     accepted_tokenizers: Sequence[str] = (),
 ) -> Planned:
-    """Return the plan with its findings, and the headers of the parents by reference. Reuse the last plan if possible.
+    """Return the plan with its findings, and the headers of the parents by reference.
 
-    ``metadata`` holds the current header digests of the parents. The last plan is valid if they are unchanged.
+    If nothing has changed since the last plan of this process, including the header digests ``metadata``, it is
+    returned again.
 
     Raises:
-        InvalidInput: If a parent cannot be a checkpoint.
-        Refused: If a parent cannot be read.
+        InvalidInput: A parent cannot be a checkpoint.
+        Refused: A parent cannot be read.
     """
     directories = [
         (str(parent.directory), str(parent.adapter.directory) if parent.adapter else "") for parent in parents

@@ -1,8 +1,8 @@
-"""Find code that would travel with a release: Python files of a parent, and references to code in its configurations.
+"""Find code that a release would contain: Python files of a parent, and references to code in its configurations.
 
-mergegate runs none of it: it always loads models with ``trust_remote_code`` off. But users of the release may switch
-it on, because its files require it. This code is therefore a finding, which a profile accepts by name. mergegate runs
-it only in the confined model process, and only for a repository that the profile names at its commit, or for a merge
+mergegate always loads models with ``trust_remote_code`` off. But users of the release may switch it on, because its
+files require it. So each piece of code is a finding, which a profile accepts by name. The one exception is ``trusted``
+code: the confined model process runs the code of a repository that the profile names at its commit, also for a merge
 that gets its code from such a repository::
 
     checks:
@@ -23,13 +23,13 @@ _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocess
 
 
 def custom_code_findings(plan: MergePlan, accepted_code: Collection[str] | None) -> tuple[Finding, ...]:
-    """Return one finding for each code file and each reference. A finding blocks unless its code is accepted.
+    """Return one finding for each code file and each reference to code. A finding blocks unless the code is accepted.
 
-    ``accepted`` is the code that the profile accepts. None means that no profile exists, so code leads only to a
-    warning.
+    ``accepted_code`` names the code that the profile accepts. None means that no profile exists, so code leads only to
+    a warning.
 
     Raises:
-        InvalidInput: If a configuration is not JSON.
+        InvalidInput: A configuration is not JSON.
     """
     donor = plan.donor.directory.name
     code = [(f"{donor}: {name}", name) for name in plan.companions if name.endswith(".py")]
@@ -55,7 +55,7 @@ def custom_code_findings(plan: MergePlan, accepted_code: Collection[str] | None)
 
 
 def _auto_map_references(location: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the classes that transformers would load from a code file or another repository."""
+    """Yield the location and name of each class that transformers would load from a code file or another repository."""
     pending = [configuration.get("auto_map")]
     while pending:
         reference = pending.pop()

@@ -1,10 +1,9 @@
 """Predict how long a run takes on a machine that has no earlier run, from sizes, documents, tokens and a benchmark.
 
-The prediction is good to a factor of three. After a first run, its measured duration replaces the prediction.
-
-A model that is evaluated multiplies: two operations for each parameter and token. It generates token by token, and
-reads all of its weights for each token. Small models spend their time between the products, which is counted per call
-and per request. Pure functions: this module measures nothing.
+The prediction is good to a factor of three. After a first run, its measured duration replaces the prediction. The model
+assumes that an evaluation computes two operations for each parameter and token. To generate, it also reads all weights
+for each token. Small models spend most of their time between the matrix products, so the prediction adds a constant per
+call and per request. The functions are pure: this module measures nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 
 from mergegate.merge_core.engine.forecast import Rates
 
-# Share of the speed of a large product that a network reaches, including all work between its products.
+# Share of the speed of a large matrix product that a network reaches, including all work between its products.
 _REACHED = 0.6
 # Operations that a GPU computes in the time it takes to move one byte of its own memory (A100, H100: 160 to 210).
 _OPERATIONS_A_BYTE = 200.0
-# Seconds between the products: for a call, for each of the model's tensors in a call, and around a request.
+# Seconds outside the matrix products: per call, per tensor of the model in a call, and per request.
 _CALL, _TENSOR, _REQUEST = 2e-3, 1e-4, 2e-4
 _LOADING = 0.1  # Seconds to load a model, in addition to reading its bytes.
 STARTING = 3.0  # Seconds to start the model process with its libraries, once per run.
@@ -27,7 +26,7 @@ AROUND = 3.0  # Seconds for checks, judging, explanation, report and publication
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """Size of an evaluated model: number of parameters, bytes of its weights, and number of tensors."""
+    """Number of parameters, bytes and tensors of a model to evaluate."""
 
     parameters: int
     nbytes: int
@@ -36,7 +35,7 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class PromptLoad:
-    """Load of one evaluation pass.
+    """Amount of text in one evaluation pass.
 
     Args:
         requests: Number of texts that the model reads.
@@ -54,7 +53,7 @@ class PromptLoad:
 def evaluation_seconds(size: NetworkSize, load: PromptLoad, rates: Rates) -> float:
     """Return the seconds to load a model and to evaluate it.
 
-    ``rates`` are those of this machine, including ``products``. A nonzero ``bus`` means that they are those of a GPU.
+    ``rates`` are measured on this machine, including ``products``. If ``bus`` is not zero, they are the rates of a GPU.
     """
     memory = rates.products / _OPERATIONS_A_BYTE if rates.bus else rates.copy
     calls = (load.requests + load.written) / load.batch

@@ -1,4 +1,4 @@
-"""Pin the evidence of a run by content: tasks, documents and prompts, and the rules that judge the merge.
+"""Pin the evidence for a run by content: tasks, documents and prompts, and the rules that judge the merge.
 
 Calibration texts must not overlap with the documents that judge the merge. A merge that is fitted to these documents
 would pass for abilities that it does not have.
@@ -51,14 +51,14 @@ from mergegate.tasks.store import digest
 
 
 class JudgeQuestions(NamedTuple):
-    """Prompts for the judged answers, pinned by content, with the judge's settings."""
+    """Prompts for the judge, pinned by content, with the judge's settings."""
 
     prompts: JudgePrompts
     settings: JudgeSettings
 
 
 class Evidence(NamedTuple):
-    """Pinned data on which the merge and its parents are measured, and the rules that judge the merge."""
+    """Pinned data that the merge and its parents are evaluated on, and the rules that judge the merge."""
 
     tasks: tuple[EvalTask, ...] = ()
     scoring: Scoring = Scoring()
@@ -79,10 +79,10 @@ def check_references(
     judge: JudgeSettings | None,
     parents: Sequence[ResolvedCheckpoint],
 ) -> None:
-    """Raise InvalidInput unless all guards, the perplexity check and the judge compare with an existing model.
+    """Check that all guards, the perplexity check and the judge compare with an existing model.
 
     Raises:
-        InvalidInput: For the first missing model, with a suggestion.
+        InvalidInput: A reference is not a model in this merge. Names the first one, with a suggestion.
     """
     names = [parent.name for parent in parents]
     check_guards(evaluate.tasks if evaluate else (), names)
@@ -105,10 +105,10 @@ def pin_evidence(
     root: Path,
     hashes: HashMemo,
 ) -> Evidence:
-    """Pin tasks, documents and prompts by content; relative paths are relative to ``root``.
+    """Pin tasks, documents and prompts by content. Relative paths are relative to ``root``.
 
     Raises:
-        InvalidInput: If a task or a file is missing.
+        InvalidInput: A task or a file is missing.
     """
     evidence = Evidence()
     if evaluate:
@@ -134,12 +134,11 @@ def pin_evidence(
 
 
 def with_supported_dtype(evidence: Evidence, model_dtypes: Collection[str], without_units: Collection[str]) -> Evidence:
-    """Replace ``auto`` by float32 for all models, if one is stored in a format that this machine cannot compute in.
+    """Replace dtype ``auto`` by float32 for all models, if this machine cannot compute in the format of one of them.
 
-    Models that a server loads elsewhere are not affected.
-
-    ``stored`` holds the storage formats of the measured models. ``without_units`` holds the formats that this machine
-    converts for each sum, which is slower than float32 and no more precise.
+    Models that a server loads elsewhere are not affected. ``model_dtypes`` holds the storage formats of the evaluated
+    models. ``without_units`` holds the formats that this machine converts for each sum, which is slower than float32
+    and no more precise.
     """
     slow = sorted(set(model_dtypes) & set(without_units))
     if not slow:
@@ -159,7 +158,7 @@ def with_supported_dtype(evidence: Evidence, model_dtypes: Collection[str], with
 
 
 def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:
-    """Return the storage formats of models, as their configurations declare them; models without one are left out."""
+    """Return the storage formats that the models' configurations declare."""
     dtypes = set()
     for model in models:
         with suppress(MergegateError):  # The loader reports problems of the model.
@@ -168,10 +167,10 @@ def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:
 
 
 def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTexts | None:
-    """Return all texts that the models of ``recipe`` read during the merge, or None if there are none.
+    """Return all texts that the models in ``recipe`` read during the merge, or None if there are none.
 
     Raises:
-        InvalidInput: If a text is missing or differs from the recipe's declaration.
+        InvalidInput: A text is missing or differs from the recipe's declaration.
     """
     contents: list[str] = []
     pinned: list[tuple[HeldOutText, int]] = []
@@ -189,13 +188,10 @@ def overlap_findings(
 ) -> Iterator[Finding]:
     """Yield a blocking finding for each task, and for the held-out text, that overlaps with calibration texts.
 
-    Args:
-        texts: Calibration texts.
-        evidence: Evidence with its data pinned.
-        documents_of: ``tasks.evaluation.find_contaminated_documents`` or a replacement.
+    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement.
 
     Raises:
-        InvalidInput: If data of a task cannot be loaded.
+        InvalidInput: The data of a task cannot be loaded.
     """
 
     def overlap(location: str, shared_count: int, documents: int, first: str) -> Finding:

@@ -1,8 +1,7 @@
 """Compare the resources of this machine with the needs of a run: disk, memory and GPU memory.
 
-The check is part of every run, and its result is never cached. Anything that cannot work is refused before a
-download starts. Anything that may not work is a warning of ``mergegate check``, because other programs may end before
-the run.
+Every run repeats the check. It refuses anything that cannot work before a download starts. Anything that may not work
+is only a warning in ``mergegate check``, because other programs may end before the run.
 """
 
 from __future__ import annotations
@@ -27,13 +26,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # Bytes per parameter.
 
 @dataclass(frozen=True)
 class Disk:
-    """Disk that a run writes to.
-
-    Args:
-        directory: Directory on this disk, to identify the disk in messages.
-        free: Free space in bytes.
-        writes: Number of bytes that the run will write to this disk, by purpose of the data.
-    """
+    """Disk that a run writes to: a directory on it, free bytes, and bytes to write by description of the data."""
 
     directory: Path
     free: int
@@ -42,13 +35,10 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources of a machine.
+    """Resources of a machine: cores for the merge, disks that the run writes to, and memory.
 
-    Args:
-        cores: Number of cores that the merge may use.
-        disks: Disks that the run writes to.
-        memory: Main memory. It is None if the system does not report it.
-        gpu: Memory of the GPU that the merge uses. It is None if the merge runs on a CPU.
+    ``memory`` is None if the system does not report it. ``gpu`` is the memory of the GPU that the merge uses, or None
+    on a CPU.
     """
 
     cores: int
@@ -82,7 +72,7 @@ def measure_machine_capacity(
 def machine_findings(
     compatibility: Compatibility, machine: Machine, *, device: str, dtypes: Sequence[str] = ()
 ) -> tuple[Finding, ...]:
-    """Return what ``machine`` lacks for a merge and for evaluating its models.
+    """Return findings about resources that ``machine`` lacks for the merge and for the evaluation of its models.
 
     ``dtypes`` are the formats in which the models are evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``). If
     there are none, the models are not evaluated.

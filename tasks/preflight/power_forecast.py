@@ -1,4 +1,4 @@
-"""Forecast a run's power: the number of documents for each guard, and on how many of them answers will differ.
+"""Forecast the statistical power of a run: the documents of each guard, and the share on which answers will differ.
 
 The forecast uses the most recent runs and the scores in the store. It evaluates no model, loads no data and reads no
 weights.
@@ -24,7 +24,7 @@ from mergegate.tasks.stage import runtime, store
 
 
 def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
-    """Return the number of documents after each look of a task with pinned data.
+    """Return the number of documents after each interim look at a task with pinned data.
 
     If the profile turns off extension, only the first look is returned.
     """
@@ -35,7 +35,7 @@ def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
 def planned_tasks(
     evidence: Evidence, parents: Sequence[Model], past: Sequence[PastGuardOutcome] = ()
 ) -> list[PlannedTask]:
-    """Return each guard of a task with pinned data, with its looks and the expected discordance of an equal merge.
+    """Return the guards on pinned data, with their interim looks and the discordance that an equal merge would have.
 
     ``past`` holds the guards of earlier runs of the profile, oldest first. Without them, the discordance comes from
     stored scores of the parents.
@@ -55,9 +55,9 @@ def planned_tasks(
 def forecast_power(
     evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, past: Sequence[PastGuardOutcome] = ()
 ) -> GatePower | None:
-    """Return what this run's first attempt can show, or None if no guard has a known number of documents.
+    """Return the power of this run's first attempt, or None if no guard has a known number of documents.
 
-    Scores are looked up for parents whose files were hashed before. The run may make ``attempts`` attempts. For
+    Scores are looked up only for parents whose files were hashed before. The run may make ``attempts`` attempts. For
     ``past``, see ``planned_tasks``.
     """
     models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))

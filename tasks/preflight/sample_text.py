@@ -1,4 +1,4 @@
-"""Sample text of many kinds, written for this project, on which tokenizers are compared.
+"""Sample text of many kinds, written for this project, to compare tokenizers on.
 
 It contains prose, code, numbers, whitespace, chat, markup and other scripts, because tokenizers differ on these.
 """

@@ -1,7 +1,7 @@
 """Measure how much of a text two tokenizers segment differently, to add numbers to the finding that they differ.
 
-A tokenizer is untrusted input. Its regular expressions and tables run in the confined child process, like everything
-else of a checkpoint that is executed. A failed measurement is reported and does not change the severity of a finding.
+A tokenizer is untrusted input, so it runs in the confined child process. A failed measurement is reported and does not
+change the severity of a finding.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ Shares = tuple[float, float]
 
 
 def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
-    """Return the findings of a plan, adding the share of differently segmented sample text to tokenizer differences.
-
-    This costs nothing if no tokenizers differ.
-    """
+    """Return the findings of a plan, adding to each tokenizer difference how much sample text it affects."""
     pairs = planned_merge.tokenizer_pairs[:_MAX_PAIRS]
     if not pairs:
         return planned_merge.findings
@@ -66,13 +63,9 @@ def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
 
 
 def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProgress) -> list[Shares | str]:
-    """Return for each pair of tokenizers the share of the first one's tokens that the second segments differently.
+    """Return, for each pair of tokenizers, the shares of tokens and lines that differ, or an error message.
 
-    The second value of each result is the share of lines with a difference.
-
-    Args:
-        pairs: Contents of ``tokenizer.json``.
-        on_progress: Callback after each pair.
+    A pair holds the contents of two ``tokenizer.json`` files.
     """
     results: list[Shares | str] = []
     for number, (left, right) in enumerate(pairs, start=1):
@@ -85,7 +78,7 @@ def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProg
 
 
 def segmentation_shares(first_json: str, second_json: str, lines: Sequence[str]) -> Shares:
-    """Return the shares of tokens and lines that differ.
+    """Return the share of the first tokenizer's tokens, and the share of lines, that the second segments differently.
 
     A token agrees if the other tokenizer has it at the same position.
     """

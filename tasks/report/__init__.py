@@ -8,7 +8,7 @@
     render_sweep(sweep), sweep_table(sweep)         # page and table of a sweep
     render_ending(EndedRun(...))                    # page of a run that ended without a verdict
     render_shadow(shadow)                           # page of a release that is tested on user traffic
-    archive_run(reports, record, html)                 # archive the page of a run and add the run to the history
+    archive_run(reports, record, html)              # archive the page of a run and add the run to the history
 """
 
 from mergegate.tasks.report import wording

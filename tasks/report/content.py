@@ -1,6 +1,4 @@
-"""Define the content of a report as one frozen value.
-
-The flow builds it. The page, the terminal table and the Markdown output read it.
+"""Define the content of a report as one frozen value, for the page, the terminal table and the Markdown output.
 
 A released report holds no times, durations or machine paths, so the same merge judged on the same evidence gives the
 same bytes. Serving costs depend on the machine: they are marked ``NotInKey`` and appear only on the local page.
@@ -27,10 +25,10 @@ class _Part(BaseModel):
 
 
 class ReportedModel(_Part):
-    """One model of this run with its measurements.
+    """One model in this run with its measurements.
 
     ``name`` is the model's name in *this* run, and the verdict uses it. The names inside ``scores`` and ``likelihoods``
-    come from the run that measured them, perhaps long ago and under a different name. They are never shown.
+    come from the run that measured them, which may have used different names. They are never shown.
     """
 
     name: str
@@ -52,14 +50,14 @@ class MergedFile(_Part):
 
 
 class Library(_Part):
-    """One library whose version affects the numbers in the report."""
+    """A library whose version affects the numbers in the report."""
 
     name: str
     version: str
 
 
 class ReportedAttempt(_Part):
-    """One recipe that was merged and judged in this run, either as written or with a remedy."""
+    """A recipe that was merged and judged in this run, either as written or with a remedy."""
 
     recipe: str  # 'ties of 2 over base'
     change: str  # change by the remedy: '{density: 0.3}'; empty for the recipe as written
@@ -69,7 +67,7 @@ class ReportedAttempt(_Part):
 
 
 class ReportedJudge(_Part):
-    """Result of an LLM judge that compared the merge's answers with a reference's.
+    """Result of comparing the merge's answers with those of a reference model, by an LLM judge.
 
     A win counts only if the judge prefers the answer in both orders. Everything else is a tie.
     """
@@ -103,7 +101,7 @@ class ReportedCheck(_Part):
 
 
 class ReportedPlace(_Part):
-    """Position of one model relative to the others, in median lengths of a task vector."""
+    """Distances between one model and the others, in median lengths of a task vector."""
 
     name: str
     length: float | None  # None if the model contains values that are not finite
@@ -120,7 +118,7 @@ class ReportedServing(_Part):
 
 
 class StoredArtifact(_Part):
-    """Location of one part of the evidence in the store."""
+    """Artifact in the store that holds part of the evidence."""
 
     stage: str
     subject: str  # model or task; empty if the stage has only one subject

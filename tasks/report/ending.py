@@ -1,6 +1,6 @@
 """Render the page of a run without a verdict: refused by a check, invalid, failed, or without new work.
 
-It has the design of a release's report and shows how the run ended and why, the remedy and the completed stages.
+The page has the design of a release's report. It shows how the run ended and why, the remedy and the completed stages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSED_LATE = "Nothing was published by this run. What was finished is kept: t
 
 
 class EndedStage(BaseModel):
-    """One stage that ran before the run ended."""
+    """A stage that ran before the run ended."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,10 +43,7 @@ class EndedStage(BaseModel):
 
 
 class EndedRun(BaseModel):
-    """One run without a verdict.
-
-    All of its text is untrusted.
-    """
+    """A run without a verdict. All of its text is untrusted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,10 +61,7 @@ class EndedRun(BaseModel):
 
 
 def render_ending(content: EndedRun) -> str:
-    """Return the page as text, without scripts or external resources.
-
-    Equal content gives equal text.
-    """
+    """Return the page about the run as HTML, without scripts or external resources. Equal content gives equal text."""
     first, _, rest = content.message.partition("\n")
     merged = any(stage.name == "merge" and stage.status in ("made", "cached", "rebuilt") for stage in content.stages)
     return page_template("ending.html").render(

@@ -1,7 +1,4 @@
-"""Explain in sentences and table rows why a merge did not pass, based on its weights.
-
-All functions are pure.
-"""
+"""Explain in sentences and table rows why a merge did not pass, based on its weights. All functions are pure."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ _UNMOVED = 0.005
 
 @dataclass(frozen=True)
 class VectorRow:
-    """One model in the table of task vectors, as displayed.
-
-    Lengths are relative to the norm of the origin.
-    """
+    """One model in the table of task vectors, as displayed. Lengths are relative to the origin's norm."""
 
     name: str
     length: str
@@ -32,7 +26,7 @@ class VectorRow:
 
 
 def why(explanation: Explanation) -> tuple[str, ...]:
-    """Return the explanation that the weights give, one sentence each, the most important first."""
+    """Return sentences that explain the outcome from the weights, the most important first."""
     interference = explanation.interference
     if interference is None:
         return ("The weights of these models could not be compared.",)
@@ -94,7 +88,7 @@ def why(explanation: Explanation) -> tuple[str, ...]:
 
 
 def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
-    """Return one row per task vector. The result is empty if the weights could not be compared."""
+    """Return one row per task vector, or none if the weights could not be compared."""
     if explanation.interference is None:
         return ()
     total = explanation.interference.network_tally
@@ -113,19 +107,13 @@ def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
 
 
 def merge_length(explanation: Explanation) -> str:
-    """Return the distance of the merge from the origin, relative to the origin's norm.
-
-    The result is empty if the distance is unknown.
-    """
+    """Return the distance of the merge from the origin, relative to the origin's norm. Empty if it is unknown."""
     interference = explanation.interference
     return _relative(interference.network_tally.merge_length) if interference and interference.has_merge else ""
 
 
 def ensemble_sentence(content: ReportContent) -> str:
-    """Return the gain of an ensemble of the parents and the share of that gain that the merge keeps.
-
-    The result is empty if the ensemble was not measured.
-    """
+    """Return a sentence about the gain of a parents' ensemble and the merge's share of it. Empty if not measured."""
     merge = next((model.likelihoods for model in content.models if model.role == "merge"), None)
     members = [model.likelihoods for model in content.models if model.role == "parent" and model.likelihoods]
     ensemble = content.ensemble
@@ -141,7 +129,7 @@ def ensemble_sentence(content: ReportContent) -> str:
 
 
 def expert_sentences(content: ReportContent) -> tuple[str, ...]:
-    """Return one sentence for each parent that compares its experts and routers with those of the donor.
+    """Return one sentence per parent that compares its experts and routers with those of the donor.
 
     The donor is the model that provides the layout of the merged model.
     """

@@ -27,7 +27,7 @@ _FAINT, _FULL = 0.05, 0.6  # opacity; text stays readable on it in light mode an
 
 @dataclass(frozen=True)
 class _Format:
-    """Layout of a heat map, in pixels."""
+    """Size of a heat map and its parts, in pixels."""
 
     name: str
     width: int
@@ -43,7 +43,7 @@ _NARROW = _Format("narrow", width=350, left=62, row=22, font=10.5, narrowest=24)
 
 @dataclass(frozen=True)
 class _Row:
-    """One layer with its cells by column, or one part outside the layers with a single cell."""
+    """One layer with its cells, or one part outside the layers with a single cell."""
 
     label: str
     cells: tuple[tuple[int, int, float | None], ...]  # first column, number of columns, value
@@ -73,7 +73,7 @@ def interference_plot(content: ReportContent) -> tuple[str, ...]:
 
 
 def heat_map_caption(explanation: Explanation) -> str:
-    """Return the caption: the meaning of the cells."""
+    """Return the caption, which explains the numbers in the cells."""
     if explanation.interference is not None and explanation.interference.vectors < 2:
         return "Distance of the parents, in per cent of the weights' norm"
     return "Weights moved in opposite directions, in per cent of those that two or more parents move"
@@ -104,7 +104,6 @@ def _map(interference: Interference) -> _Map:
 
 
 def _average(row: _Row) -> str:
-    """Return the mean of a row as text, for screen readers."""
     values = [value for _, _, value in row.cells if value is not None]
     return f"{_percent(sum(values) / len(values))} %" if values else ""
 
@@ -159,7 +158,7 @@ def _draw(plot: str, heat_map: _Map, form: _Format, label: str) -> str:
 
 
 def _fill(axes: Axes, box: tuple[float, float, float, float], share: float) -> None:
-    """Fill a box (left, top, width, height) with the color of a value, whose share of the scale is in [0, 1]."""
+    """Fill a box (left, top, width, height) with a color. ``share`` is a position on the scale, from 0 to 1."""
     from matplotlib.patches import Rectangle
 
     alpha = round(_FAINT + (_FULL - _FAINT) * share, 3)

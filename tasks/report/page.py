@@ -1,6 +1,6 @@
 """Render the report page from ``template.html`` with Jinja2, which escapes all external text.
 
-The other pages share its environment and its style: see ``page_template`` and ``page_style``.
+Other pages share its environment and its style: see ``page_template`` and ``page_style``.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ class Bars:
 
 
 def render(content: ReportContent) -> str:
-    """Return ``report.html`` as text: one page without scripts or external resources.
-
-    Equal content gives equal text.
-    """
+    """Return ``report.html`` as text, without scripts or external resources. Equal content gives equal text."""
     from markupsafe import Markup
 
     verdict, scoring, windows = content.verdict, content.scoring, content.windows
@@ -109,7 +106,7 @@ def render(content: ReportContent) -> str:
 def score_bars(rows: Sequence[TaskRow], models: Sequence[ReportedModel]) -> tuple[Bars, ...]:
     """Return the bars above the table: one set for each task whose scores are in [0, 1].
 
-    Many tasks are grouped by the first part of their names, and each group shows its mean.
+    If there are many tasks, they are grouped by the first part of their names, and each group shows its mean.
     """
 
     def bar(model: ReportedModel, points: float) -> Bar:
@@ -159,15 +156,12 @@ def marked_answers(reference: str, merge: str) -> tuple[Markup, Markup]:
 
 @cache
 def page_template(file: str) -> Template:
-    """Return a Jinja2 template by its path below the directory of this module.
-
-    All external text is escaped, and a missing variable is an error.
-    """
+    """Return the Jinja2 template at ``file``, relative to this module. A missing variable is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     def breakable(text: str, every: int = 20) -> Markup:
-        """Add break opportunities for narrow columns, after punctuation and after ``every`` characters."""
+        """Allow line breaks in narrow columns, after punctuation and after ``every`` characters."""
         return Markup("<wbr>").join(re.findall(rf"[^_/,:@-]{{1,{every}}}[_/,:@-]*|[_/,:@-]+", text))
 
     environment = Environment(
@@ -182,7 +176,7 @@ def page_template(file: str) -> Template:
 
 
 def page_style(*files: str) -> Markup:
-    """Return the shared style sheet, followed by ``files`` next to this module."""
+    """Return the shared style sheet, followed by ``files``, which are relative to this module."""
     from markupsafe import Markup
 
     return Markup("\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("style.css", *files)))

@@ -1,7 +1,7 @@
 """Plot guards, perplexity and the judge's win rate against their limits.
 
-Each plot is drawn twice, for a wide page and for a phone, because text must not shrink with the picture. The style
-sheet shows the version that fits.
+Each plot is drawn twice, for a wide page and for a phone, because text must not shrink with the plot. The style sheet
+shows the version that fits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from mergegate.tasks.report.table import compares_per_byte, likelihood
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of all guards: drop and interval in points against ``max_drop`` and ``margin``.
-
-    The result is empty without guards.
-    """
+    """Return the plots of all guards: drop and interval in points, with the limits ``max_drop`` and ``margin``."""
     guards = content.verdict.guards
     if not guards:
         return ()
@@ -60,7 +57,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of the drift check: the merge's perplexity over the better parent's, against warning and limit.
+    """Return the plots of the merge's perplexity over the better parent's, against warning and limit.
 
     The result is empty without a drift verdict.
     """
@@ -87,10 +84,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
 
 
 def judge_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of the judge: the distance of the merge's win rate below 50 %, against the allowed distance.
-
-    The result is empty without a judge.
-    """
+    """Return the plots of the win rate's distance below 50 % and its limit. Empty without a judge."""
     judge = content.judge
     if judge is None:
         return ()

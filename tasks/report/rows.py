@@ -46,7 +46,7 @@ NARROW = Format("narrow", width=350, row=82, left=2, right=2, label_length=26, b
 
 @dataclass(frozen=True)
 class Line:
-    """One row of an interval plot: an estimate with its interval, and the two limits it is compared with."""
+    """One row of an interval plot: an estimate with its interval, and the two limits that it is compared with."""
 
     label: str
     detail: str
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Dot:
-    """One model's perplexity as a value to draw and as text."""
+    """Perplexity of one model, as a value to draw and as text."""
 
     name: str
     value: float | None  # None: not finite
@@ -126,10 +126,7 @@ def draw_intervals(
 
 
 def draw_dots(plot: str, dots: Sequence[Dot], unit: str, label: str) -> tuple[str, ...]:
-    """Return a plot of ``dots``, one line each, as a wide and a narrow ``<svg>`` element.
-
-    The arguments are those of ``draw_intervals``.
-    """
+    """Return a plot of ``dots``, one line each, as a wide and a narrow ``<svg>`` element. See ``draw_intervals``."""
     finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
     low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
     plots = []
@@ -270,9 +267,9 @@ def _write(axes: Axes, point: tuple[float, float], shift: tuple[float, float], t
 
 
 def shorten(text: str, length: int) -> str:
-    """Return ``text`` as one printable line of at most ``length`` characters.
+    """Return ``text`` as one printable line of at most ``length`` characters, cut in the middle.
 
-    The middle is cut out, because both ends of a name help to distinguish it.
+    Both ends of a name help to distinguish it.
     """
     text = "".join(
         character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join(text.split())

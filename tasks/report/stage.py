@@ -15,10 +15,7 @@ PAGE, DATA = "report.html", "report.json"
 
 
 class Report(StageValue):
-    """One-line summary of a report.
-
-    The artifact holds ``report.html`` and ``report.json``.
-    """
+    """One-line summary of a report, whose artifact holds ``report.html`` and ``report.json``."""
 
     headline: str
 
@@ -31,11 +28,11 @@ def write_report(out: Path, content: ReportContent) -> Report:
     """Write the report to ``out``. The bytes depend only on the stage's key.
 
     ``report.json`` is the canonical form of ``content`` with sorted keys. It leaves out everything that is not part of
-    the key: paths, the model names of the run that measured, and the cost of serving.
+    the key: paths, the names of models in the runs that measured them, and the cost of serving.
     """
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())
-    # The page leaves them out too, so that it is equal for all users.
+    # The page leaves out the same fields, so that it is equal for all users.
     checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in content.served)
     released = content.model_copy(update={"served": checks, "serving": ()})
     (out / PAGE).write_bytes(render(released).encode())

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ink(Enum):
-    """Meaning of a color.
-
-    The values only need to differ from each other. ``style.css`` defines the displayed colors.
-    """
+    """Purpose of a color. The values only need to differ; ``style.css`` defines the displayed colors."""
 
     TEXT = "#1b1f24"
     MUTED = "#5b6570"
@@ -44,7 +41,7 @@ class Ink(Enum):
 
 @dataclass(frozen=True)
 class TextStyle:
-    """Appearance of a text in a plot. The size is in pixels."""
+    """Appearance of text in a plot. The size is in pixels."""
 
     size: float = 12
     bold: bool = False
@@ -82,7 +79,7 @@ def write(
     coordinates: Any = "axes fraction",
     zorder: float = 9,
 ) -> None:
-    """Write ``text`` at ``point``, ``shift`` pixels to the right of and below it."""
+    """Write ``text`` at ``point``, moved by ``shift`` pixels to the right and downward."""
     axes.annotate(
         text,
         point,
@@ -104,7 +101,8 @@ def inline(figure: Figure, plot: str, label: str) -> str:
 
     Args:
         figure: Figure to convert.
-        plot: Name of the plot, unique in the page. It prefixes all ids and is, next to ``plot``, a CSS class.
+        plot: Name of the plot, unique in the page. It prefixes all ids, and the element has the CSS classes ``plot``
+            and this name.
         label: Text alternative for screen readers.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -154,7 +152,7 @@ def inline(figure: Figure, plot: str, label: str) -> str:
 
 
 def _size_and_weight(font: re.Match[str]) -> str:
-    """Return the CSS of a font without its family: an empty string for ``font-family``."""
+    """Return the size and weight of a CSS font, or an empty string for ``font-family``."""
     if font[1]:
         return ""
     size = re.search(r"[\d.]+px", font[0])

@@ -26,10 +26,7 @@ _MERGE = object()  # a key that differs from every model name
 
 @dataclass(frozen=True)
 class Cell:
-    """Score of one model on one task, as displayed.
-
-    The texts are empty if nothing was measured.
-    """
+    """Score of one model on one task, as displayed. The texts are empty if nothing was measured."""
 
     text: str = ""  # '71.4', in points for scores in [0, 1]
     stderr: str = ""  # '1.2', in the same unit
@@ -39,7 +36,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """One task under one metric: a cell per evaluated model, and the guard on it, if any."""
+    """A task under one metric: a cell per evaluated model, and the guard on it, if any."""
 
     task: str
     metric: str
@@ -56,7 +53,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the final table, with one text per column. The outcome determines its color."""
+    """A row in the final table, with one text per column. The outcome determines its color."""
 
     cells: tuple[str, ...]
     outcome: Outcome | None = None
@@ -64,10 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Final table, ready to be drawn.
-
-    The first column is text. All others are aligned to the right.
-    """
+    """Final table, ready to be drawn. The first column is text. All others are aligned to the right."""
 
     title: str
     columns: tuple[str, ...]
@@ -75,15 +69,12 @@ class ScoreTable:
 
 
 def evaluated_models(content: ReportContent) -> tuple[ReportedModel, ...]:
-    """Return the models with scores in the report's order: the columns of ``task_rows``."""
+    """Return the models with scores, in the order of the report and of the columns of ``task_rows``."""
     return tuple(model for model in content.models if model.scores is not None and model.scores.tasks)
 
 
 def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
-    """Return one row per scored task and metric, in the order of evaluation.
-
-    A task with several guards has one row per guard.
-    """
+    """Return one row per scored task and metric, in the order of evaluation. Each guard on a task has its own row."""
     models = evaluated_models(content)
     scores: dict[tuple[str, str], dict[str, TaskScore]] = {}
     for model in models:
@@ -174,27 +165,21 @@ def final_table(content: ReportContent) -> ScoreTable:
 
 
 def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
-    """Return whether likelihoods are compared per byte instead of per token.
-
-    That is the case if the gate did so, or if the tokenizers differ.
-    """
+    """Return whether likelihoods are compared per byte, because the gate did so or the tokenizers differ."""
     if drift is not None:
         return drift.unit == "byte"
     return len({model.likelihoods.vocabulary for model in models if model.likelihoods}) > 1
 
 
 def likelihood(measurement: Likelihoods | None, per_byte: bool) -> str:
-    """Return a perplexity (or bits per byte) as text. The result is empty if it was not measured."""
+    """Return a perplexity, or bits per byte, as text. The result is empty if it was not measured."""
     if measurement is None:
         return ""
     return wording.format_magnitude(measurement.bits_per_byte if per_byte else measurement.perplexity)
 
 
 def as_markdown(content: ReportContent) -> str:
-    """Return the verdict, the reasons and the final table as Markdown.
-
-    Prefect artifacts and model cards use it, in GitHub's dialect.
-    """
+    """Return the verdict, the reasons and the final table as GitHub Markdown, for Prefect artifacts and model cards."""
     table = final_table(content)
     glyph = wording.GLYPHS[content.verdict.outcome]
     lines = [f"## {glyph} {literally(table.title)}", "", literally(wording.sentence(content)), ""]
@@ -254,7 +239,7 @@ class CostTable:
 def costs(content: ReportContent) -> CostTable:
     """Return the serving costs: one row per served model, without columns that are empty for all models.
 
-    The merge is listed below its parents. Each row names the day and the machine of its measurement.
+    The merge is listed below its parents. A row measured on another day or machine than the merge names both.
     """
     served = content.serving
     if not any(model.measured.quantities() for model in served):

@@ -1,7 +1,4 @@
-"""Format the numbers, sizes and sentences of the report.
-
-All functions are pure.
-"""
+"""Format the numbers, sizes and sentences of the report. All functions are pure."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ def number(value: float, decimals: int) -> str:
 
 
 def plain(value: float) -> str:
-    """Format a threshold the way a user would write it: 3, 2.5.
-
-    Computed thresholds, such as the mean of several, get two decimals.
-    """
+    """Format a threshold as a user would write it: 3, 2.5. Long decimals, such as those of a mean, are cut to two."""
     text = f"{value:g}"
     if len(text.partition(".")[2]) > 4 and abs(value) >= 0.1 and "e" not in text:
         text = f"{value:.2f}"
@@ -67,13 +61,13 @@ def _decimals_that_keep_order(pairs: list[tuple[float, float]], *, fewest: int, 
 
 
 def drop(guard: GuardVerdict) -> str:
-    """Return the drop of a guard in points: '4.1 [2.3, 5.9]'. It is negative if the merge is better."""
+    """Return the drop on a guard in points: '4.1 [2.3, 5.9]'. It is negative if the merge is better."""
     decimals = guard_decimals(guard)
     return f"{number(guard.drop, decimals)} {interval(guard.low, guard.high, decimals)}"
 
 
 def limit(guard: GuardVerdict) -> str:
-    """Return the limit of a guard: '3', '3, margin 4' if the two differ, or '11 alone' for a task of a suite."""
+    """Return the limit for a guard: '3', '3, margin 4' if the two differ, or '11 alone' for a task in a suite."""
     if guard.limit is not None:
         return f"{plain(guard.limit)} alone"
     if guard.margin == guard.max_drop:
@@ -82,7 +76,7 @@ def limit(guard: GuardVerdict) -> str:
 
 
 def format_ratio(drift: DriftVerdict) -> str:
-    """Return the perplexity ratio: '1.003 [0.998, 1.008]', or that it is not finite."""
+    """Return the perplexity ratio as text: '1.003 [0.998, 1.008]', or that it is not finite."""
     if drift.ratio is None:
         return NOT_FINITE
     if drift.ratio >= 10_000:
@@ -103,7 +97,6 @@ def format_magnitude(value: float | None) -> str:
 
 
 def _scientific(value: float) -> str:
-    """Format ``value`` with an exponent: '2.8e10', '1e6'."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
@@ -114,10 +107,7 @@ def title(verdict: GateVerdict) -> str:
 
 
 def consequence(content: ReportContent) -> str:
-    """Return what the verdict means for publication.
-
-    The result is empty if nothing was merged and the verdict is clear.
-    """
+    """Return a sentence about publication. Empty if nothing was merged and the verdict is clear."""
     verdict = content.verdict
     if not content.recipe and verdict.outcome != "inconclusive":
         return ""
@@ -134,7 +124,7 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 
 
 def page_of_model(model: ReportedModel) -> str:
-    """Return the address of a Hub model at its commit. The result is empty for any other model."""
+    """Return the address of a Hub model at its commit, or an empty string for any other model."""
     name = model.ref.partition("@")[0].partition("+")[0]
     if not model.revision or not _HUB_NAME.fullmatch(name) or not re.fullmatch(r"[0-9a-f]{40}", model.revision):
         return ""
@@ -142,17 +132,14 @@ def page_of_model(model: ReportedModel) -> str:
 
 
 def licence(content: ReportContent) -> str:
-    """Return the words in front of the license's name.
-
-    A refused merge is not published, so it only *would* carry a license.
-    """
+    """Return the words before the license's name. A merge that is not published only *would* carry a license."""
     if content.verdict.publishable:
         return "The merge may be published under"
     return "By the licences of its parents the merge would carry"
 
 
 def sentence(content: ReportContent) -> str:
-    """Return the reason for the verdict: the most severe reason of a refusal, or the closest of the passed guards."""
+    """Return the reason for the verdict: the most severe reason, or the guard that passed most narrowly."""
     verdict = content.verdict
     if verdict.reasons:
         return verdict.reasons[0]
@@ -182,7 +169,7 @@ def sentence(content: ReportContent) -> str:
 
 
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
-    """Return a warning for each task and model whose answers did not all end by themselves."""
+    """Return a warning for each task and model of which some answers were cut off."""
     return tuple(
         f"{task}: {ends.describe().replace(' answers', f' answers of {model.name}')}; its score understates the model"
         for model in content.models
@@ -193,10 +180,7 @@ def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
 
 
 def documents_saved(verdict: GateVerdict) -> str:
-    """Return the share of documents that sequential evaluation and skipped tasks saved.
-
-    The result is empty if all documents were evaluated, or if nothing was decided early.
-    """
+    """Return a sentence about the documents that interim looks and skipped tasks saved. Empty if none."""
     counts_by_task = {
         guard.task: (guard.look.documents, guard.documents_left) for guard in verdict.guards if guard.look
     }
@@ -215,5 +199,5 @@ def documents_saved(verdict: GateVerdict) -> str:
 
 
 def suite_change(suite: SuiteVerdict) -> str:
-    """Return the mean drop of a suite in points, with real minus signs: '0.4 [-0.3, 1.1]'."""
+    """Return the mean drop in a suite in points, with real minus signs: '0.4 [-0.3, 1.1]'."""
     return f"{number(suite.drop, 1)} {interval(suite.low, suite.high, 1)}"

@@ -1,4 +1,4 @@
-"""Runners that process independent items in parallel: local threads, Dask and Ray."""
+"""Process independent items in parallel, in local threads or on a Dask or Ray cluster."""
 
 from mergegate.tasks.runners.runner import Runner, RunnerSettings, local_runner, open_runner
 from mergegate.tasks.runners.slots import (

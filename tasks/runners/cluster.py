@@ -1,12 +1,13 @@
-"""Run items on a Dask or Ray cluster. Each item is an uncached Prefect task, submitted through Prefect's task runners.
+"""Process items on a Dask or Ray cluster. Each item is an uncached Prefect task.
 
-A submitted order is a pickle of function, item, mergegate home, and a marker file that proves that the worker sees the
-same home. The answer is a pickle of the result or exception, and of the progress events of the stages that ran there.
+mergegate pickles each item with its function, the mergegate home and a marker file. A worker that does not see the
+marker has another home. The worker returns a pickle of the result or exception, with the progress events of the stages
+that it ran.
 
-Workers use the same Prefect API as the run. A cluster that mergegate starts receives the API's address, home directory
-and credentials in its environment, before any worker imports Prefect. On an existing cluster, Prefect's own context
-provides them, and the API must be reachable from other machines. If a worker dies, its item is tried again. An item
-whose workers die every time fails with a specific error.
+Workers use the Prefect API of the run. A cluster that mergegate starts receives the API's address, home directory and
+credentials in its environment, before any worker imports Prefect. On an existing cluster, Prefect's own context
+provides them, and workers on other machines must be able to reach the API. If a worker dies, its item is retried. An
+item whose workers die every time fails with InvalidInput.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _TRIES = 2  # attempts per item if workers of mergegate's own cluster die
 
 @dataclass(frozen=True)
 class _Order:
-    """A pickled item.
+    """An item and its function, pickled and sent to a worker.
 
     Args:
         home: Directory of mergegate's state. Workers use the same path.
@@ -65,7 +66,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The pickled answer to an order."""
+    """The pickled result of an order."""
 
     result: Any
     failed: bool
@@ -73,12 +74,10 @@ class _Answer:
 
 
 class ClusterRunner:
-    """Processes items on a cluster, which is started or joined when the first items arrive.
+    """Runner that processes items on a Dask or Ray cluster. It starts or joins the cluster when the first items arrive.
 
-    Args:
-        kind: ``dask`` or ``ray``.
-        workers: Number of parallel items. None: the number of workers of the cluster.
-        address: Address of an existing cluster. None: mergegate starts one on this machine.
+    Without ``workers``, the cluster decides how many items run in parallel. Without ``address``, mergegate starts a
+    cluster on this machine.
     """
 
     is_parallel = True
@@ -123,7 +122,7 @@ class ClusterRunner:
                 cluster.cancel(submitted)
 
     def close(self) -> None:
-        """Stop mergegate's own cluster. An existing one keeps running."""
+        """Stop the cluster if mergegate started it. An existing cluster keeps running."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -199,7 +198,7 @@ class ClusterRunner:
 
 
 def execute_order(order: bytes) -> State[bytes]:
-    """Execute an order in a worker."""
+    """Process the item of a pickled order in a worker, and return the pickled answer."""
     from prefect.states import Completed, Failed
 
     request: _Order = pickle.loads(order)

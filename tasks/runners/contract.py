@@ -1,4 +1,4 @@
-"""The operations that mergegate needs of a cluster. ``dask_cluster`` and ``ray_cluster`` implement them."""
+"""Define what mergegate requires of a cluster. ``dask_cluster`` and ``ray_cluster`` implement it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class WorkerLost(Exception):
-    """The workers of an item died."""
+    """The workers died at every attempt to process an item."""
 
 
 class Cluster(Protocol):
@@ -19,25 +19,25 @@ class Cluster(Protocol):
     workers: int  # number of parallel items
 
     def submit(self, task: Task[..., Any], order: bytes, on_outcome: Callable[[Any], None]) -> Any:
-        """Submit ``task(order)`` and return a handle for ``cancel``.
+        """Submit ``task(order)`` and return a future that ``cancel`` accepts.
 
-        ``on_outcome`` is called, in any thread, with the state of the task or with the exception that replaced it.
+        When the task ends, the cluster calls ``on_outcome``, in any thread, with the task's state or its exception.
         """
 
     def cancel(self, future: Any) -> None:
-        """Cancel an item. It may continue if it is already running."""
+        """Cancel a submitted task. A task that is already running may continue."""
 
     def close(self) -> None:
-        """Stop what mergegate started."""
+        """Stop the cluster if mergegate started it."""
 
 
 def outcome_of(future: Any, death: Callable[[BaseException], str]) -> Any:
-    """Return the outcome of a finished future: its result, or its exception.
+    """Return the result of a finished future, or the exception that it raised.
 
     Args:
         future: Future of Dask or Ray.
-        death: Describes how the workers died, or returns an empty string if an exception has another cause. The outcome
-            is then ``WorkerLost`` with this description.
+        death: Function that describes how the workers died, or returns an empty string if the exception has another
+            cause. ``outcome_of`` returns a ``WorkerLost`` with this description.
     """
     try:
         return future.result()

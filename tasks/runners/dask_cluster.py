@@ -1,8 +1,8 @@
 """Run Prefect tasks on Dask: on a cluster that mergegate starts on this machine, or on an existing one.
 
-Anyone who can reach the port of a scheduler can execute code. So mergegate's own cluster listens only on the loopback
-interface and uses TLS with a temporary certificate. Each worker has one thread. There is no memory limit, because the
-workers' child processes use the memory.
+Anyone who can reach a scheduler's port can execute code, so mergegate's own cluster listens only on the loopback
+interface and uses TLS with a temporary certificate. Each worker has one thread, and no memory limit because its child
+processes use the memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class DaskCluster:
-    """A Dask cluster and Prefect's task runner for it, started once.
+    """A Dask cluster with one Prefect task runner for the whole run.
 
-    Args:
-        runner: Task runner that is not yet entered.
-        resources: Context managers that are closed with the cluster.
-        is_own: Whether mergegate started the cluster.
+    The task runner's context is not yet entered. ``resources`` are closed with the cluster.
     """
 
     def __init__(self, runner: DaskTaskRunner, resources: ExitStack, *, is_own: bool) -> None:
@@ -47,12 +44,9 @@ class DaskCluster:
 
     @classmethod
     def start(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
-        """Start a cluster on this machine.
+        """Start a cluster of worker processes on this machine, with additional environment variables.
 
-        Args:
-            workers: Number of processes.
-            tries: Attempts per item if workers die.
-            environment: Additional environment variables for the workers.
+        ``tries`` is the number of attempts for an item whose workers die.
         """
         _silence_loggers()
         with ExitStack() as resources:
@@ -89,7 +83,7 @@ class DaskCluster:
         """Connect to the cluster whose scheduler is at ``address``.
 
         Raises:
-            InvalidInput: No scheduler answers there.
+            InvalidInput: No scheduler answers at ``address``.
         """
         with ExitStack() as resources:
             try:

@@ -1,8 +1,8 @@
 """Run Prefect tasks on Ray: on an instance that mergegate starts on this machine, or on an existing one.
 
 Prefect's runner would start and stop Ray with every flow, and hangs the second time. So mergegate starts Ray once, and
-the runner uses the running instance. Each item has its own process with one core, or with one GPU if there are any (Ray
-then sets CUDA_VISIBLE_DEVICES).
+the runner uses the running instance. Each item has its own process with one core, or with one GPU if the machine has
+any (Ray then sets CUDA_VISIBLE_DEVICES).
 
 Ray listens on the machine's own address regardless of its settings, and anyone who can reach it can execute code. So
 mergegate's own instance requires a token, which exists only in the environment of the processes that mergegate starts.
@@ -33,11 +33,10 @@ _MEMORY = 100 << 20  # bytes for Ray's object store: orders and answers are smal
 
 
 class RayCluster:
-    """A Ray instance and Prefect's task runner for it, started once.
+    """A Ray instance with one Prefect task runner for the whole run.
 
-    Args:
-        tries: Attempts per item if workers die. None: Ray's default.
-        resources: Context managers that are closed with the instance.
+    ``tries`` is the number of attempts for an item whose workers die, or None for Ray's default. ``resources`` are
+    closed with the instance.
     """
 
     def __init__(self, tries: int | None, resources: ExitStack) -> None:
@@ -52,7 +51,7 @@ class RayCluster:
 
     @classmethod
     def start(cls, workers: int, tries: int, environment: Mapping[str, str]) -> Self:
-        """Start an instance on this machine. The arguments are those of ``DaskCluster.start``."""
+        """Start an instance on this machine. The parameters are those of ``DaskCluster.start``."""
         with ExitStack() as resources:
             # Socket paths are limited to 107 characters, and Ray's own part is long.
             temporary = tempfile.TemporaryDirectory(prefix="mg-ray-", dir="/tmp", ignore_cleanup_errors=True)
@@ -73,7 +72,7 @@ class RayCluster:
         """Connect to the instance at ``address``.
 
         Raises:
-            InvalidInput: No instance answers there.
+            InvalidInput: No instance answers at ``address``.
         """
         with ExitStack() as resources:
             resources.callback(_shut_down)  # closes the connection

@@ -6,13 +6,12 @@
     runner: {kind: dask, address: "tcp://10.0.0.1:8786"}
 
     with open_runner(profile.runner) as runner:
-        for index, result in runner.each(function, items):       # in order of completion
+        for index, result in runner.run_each(function, items):   # in order of completion
             ...                                                  # the result of a failed item is its exception
 
-``local`` uses threads of this process. Each has its own slot (``slots``) and therefore its own model process. It
-creates no Prefect tasks, because one costs as much as a small trial. ``dask`` and ``ray`` are in ``cluster``. mergegate
-starts its own cluster once, when it is first needed, and stops it at the end. A cluster at an ``address`` is used and
-left running.
+``local`` uses threads of this process, each with its own slot (``slots``) and therefore its own model process. It
+creates no Prefect tasks, because a task costs as much as a small trial. ``dask`` and ``ray`` are in ``cluster``. A
+cluster that mergegate starts runs until the runner closes; a cluster at an ``address`` is left running.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ class RunnerSettings(BaseModel):
 
     @property
     def parallel_items(self) -> int:
-        """Number of parallel items, as far as it is known before a cluster is contacted; at least 1."""
+        """Number of items that run in parallel. 1 if only the cluster knows the number."""
         return self.workers or 1
 
     def __str__(self) -> str:
-        """Return, for example, ``local, 2 at a time``. The address is omitted."""
+        """Return the kind and the number of workers, for example ``local, 2 at a time``, without the address."""
         if self.workers is None and self.kind != "local":
             return self.kind
         return f"{self.kind}, {self.parallel_items} at a time"
@@ -77,19 +76,17 @@ class RunnerSettings(BaseModel):
 
 
 class Runner(Protocol):
-    """Processes independent items."""
+    """Runner of independent items."""
 
     @property
     def is_parallel(self) -> bool:
         """Whether several items run in parallel."""
 
     def run_each(self, function: Callable[[I], R], items: Sequence[I]) -> Iterator[tuple[int, R | Exception]]:
-        """Yield the index and the result or exception of ``function`` for each item, in order of completion.
+        """Call ``function`` for each item. Yield the item's index with the result or exception, in order of completion.
 
-        Closing the iterator cancels the items in progress.
-
-        ``function`` is a module-level function. It and the items must be picklable. It must be safe to repeat, because
-        it is called twice for an item whose worker dies.
+        Closing the iterator cancels the items in progress. ``function`` is a module-level function. It and the items
+        must be picklable. A call must be safe to repeat, because an item whose worker dies is processed again.
         """
 
 
@@ -98,8 +95,8 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
     """Open a runner for the duration of the block.
 
     Raises:
-        InvalidInput: A required package is not installed. Also raised on first use, if the cluster is unreachable or
-            cannot be started.
+        InvalidInput: A required package is not installed. Also raised for the first items, if the cluster is
+            unreachable or cannot be started.
     """
     if settings.kind == "local":
         local = LocalRunner(settings.workers or 1)
@@ -126,16 +123,12 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
 
 
 def local_runner() -> Runner:
-    """Return a runner that processes items in order in the current thread."""
+    """Return a runner that processes the items one by one in the current thread."""
     return LocalRunner(1)
 
 
 class LocalRunner:
-    """Processes items in threads of this process.
-
-    Args:
-        workers: Number of threads. 1: the current thread.
-    """
+    """Runner that processes items in threads of this process, or in the current thread if ``workers`` is 1."""
 
     def __init__(self, workers: int) -> None:
         self._slots = slots_for(workers, cores_of_process())
@@ -185,7 +178,7 @@ class LocalRunner:
                 thread.join()
 
     def close(self) -> None:
-        """Release the resources of all slots but the first, which also exists without a runner."""
+        """Release the resources of all slots except the first, which the process uses even without a runner."""
         for slot in self._slots[1:]:
             end_slot(slot.number)
 

@@ -24,7 +24,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Cancelled(Exception):
-    """The answer is no longer needed. Raised inside runner threads only; callers never see it."""
+    """A runner no longer needs the result of a thread. Raised inside that thread only; callers never see it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class WorkerSlot:
         number: Index of the slot, from 0.
         environment: Additional environment variables (name, value) for processes of this slot.
         cancelled: Event that is set when the results of this slot are no longer needed.
-        scheduled: Whether a cluster's scheduler assigned the GPU.
+        scheduled: Whether the scheduler of a cluster assigned the GPU.
     """
 
     number: int = 0
@@ -50,13 +50,11 @@ _on_end: list[Callable[[int], None]] = []
 
 
 def current_slot() -> WorkerSlot:
-    """Return the slot of the current thread."""
     return _slot.get()
 
 
 @contextmanager
 def use_slot(slot: WorkerSlot) -> Iterator[None]:
-    """Run the block in ``slot``."""
     token = _slot.set(slot)
     try:
         yield
@@ -65,23 +63,20 @@ def use_slot(slot: WorkerSlot) -> Iterator[None]:
 
 
 def on_slot_end(end: Callable[[int], None]) -> None:
-    """Register ``end(number)``, which is called when a slot is no longer needed and releases resources kept for it."""
+    """Register ``end(number)``, which releases the resources of a slot when the slot is no longer needed."""
     _on_end.append(end)
 
 
 def end_slot(number: int) -> None:
-    """Release all resources kept for a slot."""
+    """Call all functions registered with ``on_slot_end`` for the slot."""
     for end in _on_end:
         end(number)
 
 
 def slots_for(workers: int, cores: int, gpus: tuple[str, ...] | None = None) -> tuple[WorkerSlot, ...]:
-    """Return the slots of this machine.
+    """Divide this machine's cores and GPUs into slots. A single slot gets all resources, as without a runner.
 
-    Args:
-        workers: Number of slots, at least 1. A single slot gets all resources of the process, as without a runner.
-        cores: Number of cores that the process may use.
-        gpus: Names of GPUs as in CUDA_VISIBLE_DEVICES. None: detected.
+    ``gpus`` are names as in CUDA_VISIBLE_DEVICES. Default: the GPUs that this process may see.
     """
     if workers == 1:
         return (_FIRST,)
@@ -92,9 +87,9 @@ def slots_for(workers: int, cores: int, gpus: tuple[str, ...] | None = None) -> 
 
 
 def threads_of_worker(workers: int, cores: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the thread variables for each of ``workers`` workers.
+    """Return the environment variables that set the number of threads of each worker.
 
-    A worker's threads are its share of the cores, at least one, and at most the number in ``environment``.
+    Each worker gets an equal share of the cores: at least one thread, and at most the number in ``environment``.
     """
     share = max(1, cores // workers)
     limits = {name: environment.get(name, "") for name in _THREADS}
@@ -104,7 +99,7 @@ def threads_of_worker(workers: int, cores: int, environment: Mapping[str, str] =
 
 
 def gpu_of_worker(number: int, gpus: tuple[str, ...]) -> dict[str, str]:
-    """Return the variable that selects a worker's GPU. Workers take turns if GPUs are fewer. Empty without GPUs."""
+    """Return the environment variable that selects a worker's GPU, in turns if there are fewer GPUs than workers."""
     return {_VISIBLE: gpus[number % len(gpus)]} if gpus else {}
 
 

@@ -2,16 +2,16 @@
 
 A confined process
 
-* sees only the environment variables on a list (``environment_of_child``), which contains no token and no key;
+* sees only the environment variables on a list (``environment_of_child``), without tokens and keys;
 * can neither read the usual locations of secrets (``_SECRETS``), nor inspect other processes, whose environment has
   secrets, nor signal them: Landlock, landlock(7);
-* writes only temporary files, caches and the paths it was granted: Landlock;
-* has no network: a network namespace that contains only its own loopback, or else Landlock's rules for TCP;
-* keeps no root privileges but those for files: otherwise a task that runs as root could inspect other processes;
+* writes only to temporary files, caches and the paths that it was granted: Landlock;
+* has no network: its network namespace contains only its own loopback, or else Landlock's rules forbid TCP;
+* loses all root privileges except those for files, because a task that runs as root could inspect other processes;
 * has limited memory (RLIMIT_DATA), and is the first to be killed when the system runs out of memory.
 
-Each restriction applies if the system supports it; ``confine`` returns which ones do. None of them needs privileges,
-none can be reverted, and child processes inherit all of them.
+Each restriction applies if the system supports it; ``confine`` returns the ones that apply. None of them needs
+privileges, none can be reverted, and child processes inherit all of them.
 
 The supervisor loads this file by its path with a bare interpreter, so it uses the standard library only.
 """
@@ -39,7 +39,7 @@ _PASSED_ON = re.compile(
     r"|HF_(HUB_DISABLE|HUB_ENABLE|UPDATE|DATASETS_DISABLE|DATASETS_TRUST|XET)\w*|DO_NOT_TRACK"
     r"|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|(https?|all|no)_proxy|(HTTPS?|ALL|NO)_PROXY"
 )
-# Secrets, with any prefix: VLLM_API_KEY, HF_HUB_TOKEN.
+# Names of secrets, with any prefix: VLLM_API_KEY, HF_HUB_TOKEN.
 _NEVER = re.compile(r".*(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|AUTH)S?(_.*|$)", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"\w+://[^/\s]*@")  # credentials in a URL, usually of a proxy
 _HARMLESS = {"TOKENIZERS_PARALLELISM"}
@@ -81,15 +81,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Confinement:
-    """The resources that a process may reach.
+    """The resources that a process may use.
 
     Args:
         write: Directories that it may write to, in addition to temporary files, caches and devices.
         hide: Files and directories that it must not read, in addition to the usual locations of secrets.
         network: Whether it has network access.
         memory: Limit for its own memory, in bytes. None: no limit.
-        read: Paths that it may read, for a process that needs little. It then writes only to its temporary directory
-            and to ``write``, not to caches. None: everything that is not hidden.
+        read: The only paths that it may read. Such a process writes only to its temporary directory and to ``write``,
+            not to caches. None: it reads everything that is not hidden.
     """
 
     write: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def confine(limits: Confinement) -> tuple[str, ...]:
     """Confine this process and all its future children, irreversibly.
 
     Returns:
-        Restrictions that apply, out of ``memory``, ``network`` and ``files``. The system does not support the others.
+        The restrictions among ``memory``, ``network`` and ``files`` that the system supports and that now apply.
     """
     applied = []
     with contextlib.suppress(OSError):

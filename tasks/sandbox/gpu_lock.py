@@ -7,11 +7,11 @@
     lease = acquire_gpus()                                     # for a child process: held until it, all its children
     SupervisedProcess(..., inherited=lease.descriptors)        # and the lease are gone
 
-A job queue can lose track: when a worker is killed, the processes that it started continue. So the host keeps the
-locks. A process takes all GPUs that it may see (``CUDA_VISIBLE_DEVICES``) in a fixed order, which prevents deadlocks.
-Within one process, all leases share the locks. On a cluster, its scheduler assigns the GPUs instead. Lock files are in
-a directory shared by all users of the host (``MERGEGATE_GPU_LOCKS``, or else the system's temporary directory). On a
-system without GPUs (no ``/proc/driver/nvidia``), nothing is locked.
+The host keeps the locks because a job queue can lose track: when a worker is killed, the processes that it started
+continue. A process locks all GPUs that it may see (``CUDA_VISIBLE_DEVICES``), in a fixed order to prevent deadlocks.
+All leases of a process share its locks. On a cluster, its scheduler assigns the GPUs instead. Lock files are in a
+directory shared by all users of the host (``MERGEGATE_GPU_LOCKS``, or else the system's temporary directory). On a
+system without NVIDIA GPUs (no ``/proc/driver/nvidia``), nothing is locked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def list_host_gpus(driver: Path = _DRIVER) -> tuple[str, ...]:
-    """Return the UUIDs in bus order, which is how NVML counts GPUs, and CUDA too if all are of one kind."""
+    """Return the UUIDs of the host's GPUs in bus order, in which NVML and, for equal GPUs, CUDA number them."""
     uuids = []
     for path in sorted(driver.glob("*/information")):
         with suppress(OSError, UnicodeDecodeError):
@@ -62,12 +62,7 @@ def select_gpus(host: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
 
 
 class GpuLease:
-    """GPUs held by a caller in this process until it releases them.
-
-    Args:
-        descriptors: Open file descriptors of the locks, to be inherited by a child process.
-        release: Function that releases the locks.
-    """
+    """Exclusive use of GPUs until its release. A child process can inherit the ``descriptors`` of the locks."""
 
     def __init__(self, descriptors: tuple[int, ...], release: Callable[[], None]) -> None:
         self.descriptors, self._on_release = descriptors, release
@@ -85,10 +80,9 @@ class GpuLease:
 
 
 class GpuLocks:
-    """The locks of one process. While any lease exists, no further locks are taken, because that could deadlock.
+    """The GPU locks of one process. While any lease exists, the process takes no further locks, to prevent deadlocks.
 
-    Args:
-        driver: Directory in which the driver lists its GPUs.
+    ``driver`` is the directory in which the driver lists its GPUs.
     """
 
     def __init__(self, driver: Path = _DRIVER) -> None:
@@ -98,7 +92,7 @@ class GpuLocks:
         self._leases = 0
 
     def acquire(self, environment: Mapping[str, str]) -> GpuLease:
-        """Wait for all GPUs that are visible in ``environment``.
+        """Wait for all GPUs that are visible in ``environment``, lock them and return a lease.
 
         Raises:
             OSError: A lock file cannot be created.
@@ -131,7 +125,7 @@ _locks = GpuLocks()
 
 
 def acquire_gpus() -> GpuLease:
-    """Wait for exclusive use of all GPUs that this process may see. The caller must release or enter the lease."""
+    """Wait for exclusive use of all GPUs that this process may see. Enter the lease, or release it."""
     if current_slot().scheduled:
         return GpuLease((), lambda: None)
     return _locks.acquire(os.environ)

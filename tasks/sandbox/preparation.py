@@ -2,12 +2,12 @@
 
 Child processes are confined and supervised by system interfaces that only Linux has: prctl(2) (``supervision``),
 unshare(2) (``confinement``) and ``/proc`` (``supervision``, ``gpu_lock``). Without them, a killed run would leave
-processes that hold a GPU, and third-party code would have network access. So models and tasks run on Linux only.
-Merging alone (``merge``, ``plan``) does not need them; ``merge_core/system.py`` wraps its system calls, with fallbacks.
+processes that hold a GPU, and third-party code would have network access. So models and tasks run on Linux only. The
+commands ``merge`` and ``plan`` work on all systems.
 
-Some installers leave compilation to the first import (``uv pip install``, ``pip install --no-compile``). A process that
-may not write to the library directories would compile all modules on every start, which takes half of the time to the
-first answer.
+Some installers compile modules only on the first import (``uv pip install``, ``pip install --no-compile``). A process
+that may not write to the library directories would compile all modules on every start, which takes half of the time
+until it is ready.
 """
 
 from __future__ import annotations
@@ -37,13 +37,10 @@ def require_linux(system: str = sys.platform) -> None:
 
 
 def compile_imports(python: str | Path, imports: str, last_source: Path, environment: Mapping[str, str]) -> None:
-    """Import modules once in a subprocess without confinement, so that ``python`` compiles them.
+    """Run the import statements ``imports`` once in a subprocess without confinement, so that ``python`` compiles them.
 
-    Args:
-        python: Interpreter of the environment with the modules.
-        imports: Import statement to run. A failing import is ignored.
-        last_source: Source file of the last imported module. If it is compiled, the rest is too.
-        environment: Environment of the subprocess.
+    Failing imports are ignored. ``last_source`` is the source file of the last imported module. If it is compiled, the
+    others are assumed to be, too.
     """
 
     def is_compiled() -> bool:

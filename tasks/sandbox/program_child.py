@@ -6,15 +6,15 @@
 
 The child reads one line of JSON, ``{"program", "token", "cpu", "clock", "memory", "file"}``, restricts itself
 irreversibly, answers ``{"holds": [...]}`` and runs the program, which is Python source text. It sends the token back
-only if the program reaches its end without an exception. An early exit, even with code 0, counts as a failure: the
-program may have skipped its tests. The program could obtain the token only by searching the memory of its
+only if the program reaches its end without an exception. An early exit, even with code 0, counts as a failure, because
+the program may have skipped its tests. To forge a pass, the program would have to find the token in the memory of its
 interpreter.
 
 A system call filter (``_FORBIDDEN``) blocks new processes and programs, sockets, signals, named shared memory,
 inspection and slowdown of other processes, and all kernel interfaces that tests of a function never need. Threads are
 allowed. A blocked call returns an error, as if a limit were reached, and the program may continue.
 
-The file uses the standard library only and imports nothing of mergegate, which the process cannot read.
+This file imports only the standard library, because the process cannot read mergegate.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _FORBIDDEN: tuple[tuple[str, int, int | None], ...] = (
 
 
 def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the system call filter for seccomp(2) as instructions: code, jumps if true and if false, operand.
+    """Return the system call filter for seccomp(2), as tuples of code, jump if true, jump if false, operand.
 
     Raises:
-        KeyError: The call numbers of the machine are unknown.
+        KeyError: The system call numbers of ``machine`` are unknown.
     """
     column, architecture = _MACHINES[machine]
     steps = [
@@ -97,7 +97,7 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def main() -> None:
-    """Run the child process."""
+    """Receive a program on the socket, apply the restrictions, run the program and report the outcome."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     with channel.makefile("rb") as lines:
         order = json.loads(lines.readline())

@@ -5,14 +5,14 @@
     limits = ProgramLimits()
     run_program("assert 1 + 1 == 2", limits)            # ProgramEnd.PASSED
 
-A program passes if it runs to its end without an exception and in time. Its process is confined twice. First by
-``confinement``, more tightly than other third-party code: it reads the Python installation and nothing else, writes to
-a directory that is removed afterwards, and has no network. Then the process restricts itself (``program_child``):
-processor time, memory, file size, and no new processes or programs, no sockets and no signals. It sees no environment
-variables of mergegate.
+A program passes if it runs to its end without an exception and in time. Two layers confine its process:
 
-Unlike elsewhere, the run is refused if the system does not support one of these restrictions: running model-generated
-code is optional.
+* ``confinement``, more tightly than for other third-party code. The process reads only the Python installation, writes
+  only to a directory that is removed afterwards, and has no network and none of mergegate's environment variables.
+* ``program_child``, which limits processor time, memory and file size, and blocks new processes and programs, sockets
+  and signals.
+
+If the system does not support one of these restrictions, mergegate refuses to run the program.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ProgramLimits(BaseModel):
 
 
 class ProgramEnd(StrEnum):
-    """Outcome of a program."""
+    """How a program ended."""
 
     PASSED = "passed"
     FAILED = "failed"  # an exception, an early exit or a crash
@@ -69,7 +69,7 @@ class ProgramEnd(StrEnum):
 
 
 def run_program(program: str, limits: ProgramLimits) -> ProgramEnd:
-    """Run ``program``, which is Python source text, to its end or its limits.
+    """Run a program, given as Python source text, until it ends or reaches a limit.
 
     Raises:
         Refused: The system does not support a required restriction. The program was not run.

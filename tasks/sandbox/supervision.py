@@ -12,17 +12,18 @@ A supervisor process runs between this process and the command: this file, run b
 the GIL, and outlives this process just long enough to clean up. It reads one line of JSON, starts the command in its
 own session, and answers ``{"pid", "scratch"}`` or ``{"error"}``. Then it waits for the first of these events:
 
-* Its standard input is closed, because this process requested the end or was killed (the lifeline).
-* It gets another parent. That has the same meaning, and covers the case that a third process holds the pipe open.
+* Its standard input is closed, because this process requested the end or was killed.
+* Its parent process changes, because this process was killed while another process holds the pipe open.
 * The command exits.
 * ``limit`` seconds have passed.
 
-Then it ends all remaining processes and answers ``{"returncode", "reason", "peak_memory", "peak_gpu_memory"}``.
+Then the supervisor ends all remaining processes and answers
+``{"returncode", "reason", "peak_memory", "peak_gpu_memory"}``.
 
 No process can escape. The supervisor is the subreaper of all its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so it
-adopts workers whose parent died or that left the process group. It exits when it has no children left. Temporary files
-go to a directory that is removed at the end, and leftover shared memory segments are removed too. All of this needs
-Linux: elsewhere descendants cannot be identified, and only the process group is ended.
+adopts workers whose parent died or that left the process group. It exits when it has no children left. It removes the
+directory of the temporary files and leftover shared memory segments. All of this needs Linux: elsewhere, the supervisor
+cannot identify descendants and ends only the process group.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class ProcessEnd:
 
     Args:
         returncode: As in ``subprocess``: negative for a signal. None: unknown, because the supervisor was killed.
-        reason: ``exited`` on its own, ``requested`` by the caller, or its ``limit`` has expired.
-        peak_memory: Bytes, if measured.
-        peak_gpu_memory: Bytes on all GPUs, if measured.
+        reason: ``exited`` (on its own), ``requested`` (by the caller) or ``limit`` (its time limit expired).
+        peak_memory: Peak memory in bytes, if measured.
+        peak_gpu_memory: Peak memory on all GPUs in bytes, if measured.
     """
 
     returncode: int | None = None
@@ -87,7 +88,7 @@ class ProcessEnd:
     peak_gpu_memory: int = 0
 
     def __str__(self) -> str:
-        """Return, for example, ``ended (requested), exit code -9``."""
+        """Return the reason and the exit code, for example ``ended (requested), exit code -9``."""
         reason = f" ({self.reason})" if self.reason else ""
         return f"ended{reason}, exit code {'unknown' if self.returncode is None else self.returncode}"
 
@@ -98,15 +99,14 @@ class ProcessOptions:
 
     Args:
         name: Part of the name of its temporary directory: ``mergegate-NAME-…``.
-        grace: Seconds that it has to exit when asked to. 0: it is killed.
+        grace: Seconds that it has to exit after a request to end. 0: it is killed immediately.
         limit: Seconds after which it is ended in any case. None: no limit.
         pass_fds: File descriptors that it inherits.
-        confinement: Restrictions. None: it may do what this process may do. Restrictions that the system does not
-            support are logged.
-        short_paths: It creates sockets in its temporary directory, whose paths are limited to 107 characters.
+        confinement: Restrictions. Those that the system does not support are logged. None: no restrictions.
+        short_paths: Whether the path of its temporary directory must be short, because it creates sockets there, whose
+            paths are limited to 107 characters.
         measured: Whether to measure its memory.
-        inherited: File descriptors that stay open until it and all its descendants are gone. They are not visible to
-            it.
+        inherited: File descriptors that stay open until it and all its descendants are gone. It cannot see them.
     """
 
     name: str
@@ -122,10 +122,7 @@ class ProcessOptions:
 class SupervisedProcess:
     """A running process with a supervisor that ends it. Creating the object starts the process.
 
-    Args:
-        command: Program and arguments.
-        environment: Complete environment; ``TMPDIR`` is added.
-        output: Open file that receives the output.
+    ``environment`` is complete except for ``TMPDIR``. ``output`` is an open file that receives the output.
 
     Raises:
         NotStarted: The command does not exist or is not executable.
@@ -171,11 +168,11 @@ class SupervisedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it is still running or its cleanup is not complete."""
+        """Whether the process is running or still being cleaned up."""
         return self._supervisor.poll() is None
 
     def ends(self, within: float) -> bool:
-        """Wait up to ``within`` seconds. Return whether the process has ended on its own and was cleaned up."""
+        """Wait up to ``within`` seconds. Return whether the process has ended and was cleaned up."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._supervisor.wait(within)
         return not self.alive
@@ -213,7 +210,7 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """Runs one command until its last descendant has ended."""
+    """Supervisor of one command, which runs until the last descendant of the command has ended."""
 
     def __init__(self, order: dict[str, Any], wake: int) -> None:
         self._order, self._wake = order, wake
@@ -227,7 +224,7 @@ class Supervisor:
         self.stopping = False
 
     def run(self, scratch: str) -> None:
-        """Start the command, wait, and end it, as the module docstring describes."""
+        """Start the command, wait for its end or a reason to end it, and clean up. See the module docstring."""
         command: list[str] = self._order["command"]
         try:
             self._pid = self._start(command, scratch)
@@ -341,7 +338,6 @@ class Supervisor:
         self._next_measurement = ended + _REST * (ended - began)
 
     def _reap(self) -> None:
-        """Collect all children that have ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -354,11 +350,11 @@ class Supervisor:
 class Gpus:
     """Memory use on NVIDIA GPUs according to the driver's library (NVML). Zero without GPUs.
 
-    In a container, the library lists processes by their ids on the host, if at all. If it lists none of the given
-    processes, the increase since the start counts.
+    In a container, NVML lists processes by their IDs on the host, or not at all. If it lists none of the given
+    processes, the increase in total memory use since the start counts as theirs.
 
     Args:
-        library: Loaded NVML library. None: that of this machine.
+        library: Loaded NVML library. None: the library of this machine.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -412,7 +408,7 @@ _UNKNOWN = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 def main() -> None:
-    """Run the supervisor: read the order and execute it."""
+    """Read the order from standard input and supervise its command."""
     wake, wake_writer = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_writer, False)

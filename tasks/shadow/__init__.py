@@ -1,12 +1,11 @@
 """Compare a released candidate with its parent on live user traffic before the candidate is promoted.
 
-``traffic`` is a proxy in front of both servers. It stores their answers through ``records`` and follows ``routing``,
-which tells it where to send requests. Pure functions evaluate the result: ``evidence`` tests the judged pairs,
-``arm_comparison`` compares errors and latency, and ``kill_switch`` takes a failing candidate off the traffic
-immediately.
+``traffic`` is a proxy in front of both servers. It stores their answers through ``records``, and ``routing`` tells it
+where to send requests. Pure functions evaluate the result: ``evidence`` tests the judged pairs, ``arm_comparison``
+compares errors and latency, and ``kill_switch`` takes a failing candidate off the traffic immediately.
 
-This package does not import ``traffic`` and ``records``, because they need a web server and a database. Import them
-directly.
+Import ``traffic`` and ``records`` directly. They need a web server and a database, so this package does not import
+them.
 """
 
 from mergegate.tasks.shadow.arm_comparison import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms

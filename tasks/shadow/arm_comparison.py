@@ -4,14 +4,14 @@ The functions are pure. Each request fails or succeeds, so the error rate ``p`` 
 valid at every interim look. The interval contains all rates against which a mixture of Bernoulli likelihoods, with
 Beta(1/2, 1/2) weights, has gained less than ``1 / alpha`` (Robbins 1970, Ann. Math. Stat. 41:1397; Ville 1939)::
 
-    { p :  B(f + 1/2, s + 1/2) / B(1/2, 1/2)  <  p^f (1 - p)^s / alpha }       f failed, s succeeded
+    { p :  B(f + 1/2, s + 1/2) / B(1/2, 1/2)  <  p^f (1 - p)^s / alpha }       f requests failed, s succeeded
 
-The interval needs neither a variance nor a normal approximation, which is inaccurate for rates near zero. Each arm uses
-half of the error probability, and the interval of the difference follows from the ends of the two intervals. It is
-slightly wider than necessary, but valid for any share of the traffic. It assumes independent errors. The errors of an
-outage are not independent, so the interval is then too narrow.
+The interval needs no normal approximation, which is inaccurate for rates near zero. Each arm uses half of the error
+probability, and the interval of the difference follows from the ends of the two intervals. It is slightly wider than
+necessary, but valid for any share of the traffic. It assumes independent errors. During an outage, errors depend on
+each other and the interval is too narrow.
 
-Latency has no statistical rule here. The report shows the quantiles of both arms, and the kill switch reacts to severe
+No statistical test covers latency. The report shows the quantiles of both arms, and the kill switch reacts to severe
 delays.
 """
 
@@ -42,7 +42,7 @@ class ErrorRate(BaseModel):
 
 
 class LatencyQuantiles(BaseModel):
-    """Quantiles of latency in seconds: median, 95 % and 99 %."""
+    """Median, 95th and 99th percentile of latency, in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +53,7 @@ class LatencyQuantiles(BaseModel):
 
 
 class ArmSummary(BaseModel):
-    """Errors and latency of one arm. Latency covers only good answers, and is None without any."""
+    """Errors and latency of one arm. The latency quantiles cover only good answers, and are None without any."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,8 +70,8 @@ class ArmComparison(BaseModel):
         candidate: Summary of the candidate.
         parent: Summary of the parent.
         difference: Error rate of the candidate minus that of the parent.
-        low: Lower end of the difference, valid at all interim looks together.
-        high: Upper end of the difference, valid at all interim looks together.
+        low: Lower bound of the difference, valid at all interim looks together.
+        high: Upper bound of the difference, valid at all interim looks together.
         outcome: Whether the candidate has significantly more or fewer errors.
         reason: The rates and the interval, in words.
     """
@@ -90,13 +90,9 @@ class ArmComparison(BaseModel):
 def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confidence: float = 0.95) -> ArmComparison:
     """Compare the errors and the latency of two arms.
 
-    Every request without a good answer counts as failed, including 4xx, because users' own mistakes affect both arms
-    equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
-
-    Args:
-        candidate: Rows of the candidate.
-        parent: Rows of the parent.
-        confidence: Two-sided confidence of the difference over all interim looks.
+    Every request without a good answer counts as failed, even with a 4xx status, because users' own mistakes affect
+    both arms equally. A fallback counts as a failure of the candidate and is left out of the parent's numbers.
+    ``confidence`` is the two-sided confidence of the difference over all interim looks.
     """
     ours, theirs = _summary(candidate, confidence), _summary(parent, confidence)
     low, high = ours.errors.low - theirs.errors.high, ours.errors.high - theirs.errors.low
@@ -118,7 +114,7 @@ def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confiden
 
 
 def error_rate(failures: int, requests: int, confidence: float) -> ErrorRate:
-    """Return the error rate and its interval, whose coverage holds simultaneously for all numbers of requests."""
+    """Return the error rate with an interval that is valid for all numbers of requests simultaneously."""
     answered = requests - failures
     if not requests:
         return ErrorRate(requests=0, failed=0, rate=0.0, low=0.0, high=1.0)
@@ -126,7 +122,7 @@ def error_rate(failures: int, requests: int, confidence: float) -> ErrorRate:
     floor, rate = mixture + math.log1p(-confidence), failures / requests
 
     def interval_end(refuted_rate: float) -> float:
-        """Find an end of the interval by bisection, between a refuted rate and the observed rate."""
+        """Find the end of the interval between ``refuted_rate`` and the observed rate, by bisection."""
         outer, inner = refuted_rate, rate
         for _ in range(_HALVINGS):
             p = (outer + inner) / 2

@@ -2,7 +2,7 @@
 
 The functions are pure. They support chat and completion endpoints, both as a single JSON body and as an event stream. A
 message may have several parts if all of them are text. A tool call becomes its name and arguments, so equal calls are
-equal texts. Content that cannot be shown to a judge as text (images, tokens, several answers to one request) raises
+equal texts. Content that a judge cannot read as text (images, tokens, several answers to one request) raises
 :class:`Unreadable` with a short reason, and callers count the pairs by reason.
 """
 
@@ -21,21 +21,17 @@ _UNKNOWN_CALL = "an unknown form of a tool call"
 
 
 class Unreadable(ValueError):
-    """Body that cannot be shown to a judge. The message is the reason, worded the same for all bodies of a kind."""
+    """A body cannot be shown to a judge. The message is the reason, worded the same for all bodies of a kind."""
 
 
 def question_in(path: str, body: bytes) -> str:
-    """Return the question of a request as text.
+    """Return the question in a request as text.
 
     A chat with one message and no tools becomes the text of that message. Any other chat becomes a conversation with
-    named speakers, after a list of the available tools.
-
-    Args:
-        path: Path of the request, for example ``/v1/chat/completions``.
-        body: Body of the request.
+    named speakers, after a list of the available tools. ``path`` is the path of the request: ``/v1/chat/completions``.
 
     Raises:
-        Unreadable: If the endpoint is not supported or the body is not text.
+        Unreadable: The endpoint is not supported or the body is not text.
     """
     endpoint = path.partition("?")[0].rstrip("/")
     if not endpoint.endswith(COMPLETION):
@@ -72,7 +68,7 @@ def answer_in(path: str, body: bytes) -> str:
     """Return the answer to a request that :func:`question_in` can read, as text.
 
     Raises:
-        Unreadable: If the answer is truncated, reports an error, or is not text.
+        Unreadable: The answer is truncated, reports an error, or is not text.
     """
     is_chat = path.partition("?")[0].rstrip("/").endswith(CHAT)
     if body.startswith(b"\x1f\x8b"):  # Bodies are recorded as they were sent, and some clients accept gzip.

@@ -2,17 +2,16 @@
 
 The functions are pure. A judged pair has the score ``x = 1`` if the candidate's answer was better in both orders, ``0``
 if the parent's was, and ``1/2`` in all other cases. The win rate is the mean of ``x``. A candidate is promoted when its
-win rate is shown to be above ``m = 1/2 - margin``. The test bets against the hypothesis that it is not: under that
-hypothesis every bet is fair or worse. It splits a capital of 1 equally over 32 bets, from cautious to bold
+win rate is shown to be above ``m = 1/2 - margin``. The test bets against the null hypothesis that the win rate is ``m``
+or less, under which every bet is fair or worse. It splits a capital of 1 equally over 32 bets, from cautious to bold
 (Waudby-Smith & Ramdas 2024, J. R. Stat. Soc. B 86:1)::
 
     E(m) = 1/32 * sum_k  prod_i (1 + b_k (x_i - m)),      b_k = (k - 1/2) / 32 * 1 / (2 m),      k = 1 ... 32
 
-While the win rate is ``m`` or less, the expected value of ``E`` does not grow from one pair to the next, and the
-probability that ``E`` *ever* reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939, Etude critique de la notion de
-collectif). The evidence may therefore be tested after every pair, and watching may stop or continue at any time. Each
-product depends only on the numbers of wins, ties and losses, not on their order, so ``E`` of a million pairs takes 32
-sums of three terms.
+Under the null hypothesis, the expected value of ``E`` does not grow from one pair to the next, and the probability that
+``E`` *ever* reaches ``1 / alpha`` is at most ``alpha`` (Ville 1939, Etude critique de la notion de collectif). So the
+test may run after every pair, and watching may stop or continue at any time. Each product depends only on the numbers
+of wins, ties and losses, not on their order, so ``E`` of a million pairs takes 32 sums of three terms.
 
 The mirrored bets (``1 - x`` for ``x``) show that the win rate is below even. Each factor is
 ``1 + (k - 1/2) / 64 * (x / m - 1)``, which falls as ``m`` rises, and so does ``E(m)``. The win rates that are not
@@ -51,7 +50,7 @@ class ShadowEvidence(BaseModel):
         losses: Number of pairs that the candidate lost.
         win_rate: Wins plus half of the ties, divided by all pairs. 1/2 before the first pair.
         log_e_promote: Logarithm of the evidence that the win rate is above the rule's bound.
-        log_e_rollback: Logarithm of the evidence that the win rate is below even.
+        log_e_rollback: Logarithm of the evidence that the win rate is below even (1/2).
         low: Lower bound of the win rate, valid at all interim looks with the rule's confidence.
         high: Upper bound of the win rate, valid at all interim looks with the rule's confidence.
     """
@@ -70,22 +69,17 @@ class ShadowEvidence(BaseModel):
 
 
 class ShadowDecision(NamedTuple):
-    """Decision about a candidate, and its reason as a sentence."""
+    """Decision on a candidate, with its reason as a sentence."""
 
     outcome: Literal["promote", "roll back", "wait"]
     reason: str
 
 
 def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, rate_bound: ArrayLike) -> NDArray[np.float64]:
-    """Return the logarithm of the evidence that the win rate is above ``rate_bound``.
+    """Return the logarithm of the evidence that the win rate is above ``rate_bound``, which is in (0, 1).
 
-    For the evidence that it is below ``rate_bound``, exchange wins and losses and pass ``1 - rate_bound``.
-
-    Args:
-        wins: Numbers of wins, as an array of any shape.
-        ties: Numbers of ties, in the same shape.
-        losses: Numbers of losses, in the same shape.
-        rate_bound: Win rates in (0, 1), in a shape that broadcasts with the others.
+    The numbers of wins, ties and losses have the same shape, and ``rate_bound`` broadcasts with it. For the evidence
+    that the win rate is below ``rate_bound``, exchange wins and losses and pass ``1 - rate_bound``.
     """
     m = np.asarray(rate_bound, dtype=np.float64)[..., None]
     stakes = _SHARES / m
@@ -98,29 +92,23 @@ def log_evidence(wins: ArrayLike, ties: ArrayLike, losses: ArrayLike, rate_bound
 
 
 def evidence_of(scores: Sequence[float], rule: ShadowRule) -> ShadowEvidence:
-    """Return the evidence of judged pairs.
-
-    Args:
-        scores: Score of each pair: 1 (the candidate won), 1/2 or 0.
-        rule: Rule with the bound and the confidence.
+    """Return the evidence from the scores of judged pairs: 1 (the candidate won), 1/2 or 0.
 
     Raises:
-        ValueError: If a score has another value.
+        ValueError: A score has another value.
     """
     wins, ties, losses = (np.array([np.count_nonzero(kind)], dtype=np.int64) for kind in _outcome_masks(scores))
     return _evidence(wins, ties, losses, rule)[0]
 
 
 def evidence_path(scores: Sequence[float], rule: ShadowRule, points: int = _POINTS) -> tuple[ShadowEvidence, ...]:
-    """Return how the evidence grew with the number of pairs, for a plot.
+    """Return the evidence after increasing numbers of pairs, for a plot.
 
-    Args:
-        scores: Score of each pair (1, 1/2 or 0), in the order in which the pairs were judged.
-        rule: Rule with the bound and the confidence.
-        points: Largest number of points. They are evenly spaced and include the last pair. Default: 400.
+    ``scores`` has the score of each pair (1, 1/2 or 0), in the order in which the pairs were judged. The result has at
+    most ``points`` points, which are evenly spaced and include the last pair.
 
     Raises:
-        ValueError: If a score has another value.
+        ValueError: A score has another value.
     """
     if not len(scores):
         return ()
@@ -130,10 +118,9 @@ def evidence_path(scores: Sequence[float], rule: ShadowRule, points: int = _POIN
 
 
 def decide_shadow(evidence: ShadowEvidence, hours_watched: float, rule: ShadowRule) -> ShadowDecision:
-    """Decide what happens to a candidate on the current evidence.
+    """Decide on the current evidence whether to promote a candidate, roll it back or wait.
 
     A candidate that is shown to be worse than even is rolled back immediately, even if it is within the margin.
-    mergegate does not promote a candidate that is known to be worse.
     """
 
     def percent(share: float) -> str:

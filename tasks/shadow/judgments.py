@@ -2,12 +2,12 @@
 
 The ledger is a journal (``merge_core.files``) with one judgment per line, and each line is verified together with all
 lines before it. After ``kill -9``, the next look continues where the last one stopped. A ledger belongs to one
-candidate and one judge. Judgments of different judges cannot be combined as evidence, so a changed judge starts a new
-ledger. The ledger contains no user text, only the winner in each order with the IDs of the request and the session.
+candidate and one judge: judgments of different judges cannot be combined as evidence. It contains no user text, only
+the winner in each order with the IDs of the request and the session.
 
-The newest pairs that the candidate lost are stored separately, with the question, both answers and the judge's
-reasoning. Reviewers read these pairs; no decision depends on them. They contain user text, so mergegate keeps only a
-few and deletes them no later than the records.
+A separate file holds the newest pairs that the candidate lost, with the question, both answers and the judge's
+reasoning. It is for reviewers; no decision depends on it. It contains user text, so mergegate keeps only a few pairs
+and deletes them no later than the records.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _FORMAT = 1
 _NAME = 16  # hexadecimal digits in the file name
 _WINNERS = ("reference", "merge", "tie", None)
 _MAX_LOST_PAIRS = 20
-_MAX_CHARACTERS = 2000  # of each text of a lost pair
+_MAX_CHARACTERS = 2000  # largest length of each text in a lost pair
 
 
 class JudgedPair(NamedTuple):
-    """Pair that was judged in both orders."""
+    """A pair that was judged in both orders."""
 
     id: str  # request ID
     session: str
     at: float  # time of the request, as Unix time
     judged: float  # time of the judgment, as Unix time
-    score: float  # 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2
+    score: float  # 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2
     consistent: bool | None  # whether both orders agree; None for equal answers, which no judge sees
 
 
 class JudgedPairs:
-    """Ledger of judged pairs, locked by this process. Use :func:`open_judged` to open it.
+    """Ledger of judged pairs, locked by this process. Open it with :func:`open_judged`.
 
     Attributes:
         by_session: Request ID of each session in the ledger, including sessions with a half-judged pair.
@@ -87,7 +87,7 @@ class JudgedPairs:
 
     @property
     def scores(self) -> tuple[float, ...]:
-        """Scores of the judged pairs, in the same order as ``pairs``."""
+        """Scores of the judged pairs, in the order of ``pairs``."""
         return tuple(pair.score for pair in self._pairs.values())
 
     @property
@@ -98,11 +98,7 @@ class JudgedPairs:
 
     @property
     def half_judged(self) -> tuple[str, ...]:
-        """IDs of the requests whose pairs are only half judged.
-
-        An interrupted look stored the judgment for one order of the answers, and the judgment for the other order is
-        missing.
-        """
+        """IDs of the requests whose pairs have a judgment in only one order, because a look was interrupted."""
         return tuple(request_id for request_id in self._judgments if request_id not in self._pairs)
 
     def judge(
@@ -116,15 +112,11 @@ class JudgedPairs:
     ) -> None:
         """Have each pair judged in both orders, and store each judgment immediately.
 
-        Args:
-            pairs: Pairs to judge.
-            judging: Settings of the judgment.
-            server: Server of the judge.
-            now: Function that returns the Unix time.
-            on_judged: Function that is called with each finished pair and its judgments from this look.
+        ``now`` returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
+        this call.
 
         Raises:
-            InvalidInput: If the judge is not available. Judgments stored before remain in the ledger.
+            InvalidInput: The judge is not available. Judgments stored before remain in the ledger.
         """
         by_id = {pair.answers.id: pair for pair in pairs}
         new_judgments: dict[str, list[Judgment]] = {}
@@ -170,14 +162,10 @@ class JudgedPairs:
 def open_judged(
     directory: Path, profile: str, candidate: str, judging: JudgmentSettings, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[JudgedPairs]:
-    """Open the ledger of a candidate and a judge, and lock it for this process.
+    """Open the ledger for a candidate and a judge, and lock it for this process.
 
-    Args:
-        directory: Directory of the ledgers.
-        profile: Name of the profile.
-        candidate: Version of the candidate.
-        judging: Settings that identify the judge.
-        on_wait: Function that is called once if another look holds the lock.
+    ``candidate`` is a version, and ``judging`` identifies the judge. ``on_wait`` is called once if another process
+    holds the lock.
     """
     location = _journal_location(directory, profile, candidate, judging)
     state_directory(directory, private=True)
@@ -189,7 +177,7 @@ def open_judged(
 
 
 def read_judged(directory: Path, profile: str, candidate: str, judging: JudgmentSettings) -> JudgedPairs:
-    """Return a copy of the ledger, even while another process has locked it. Additions to the copy are not stored."""
+    """Return a copy of the ledger, even while another process holds its lock. Changes to the copy are not stored."""
     location = _journal_location(directory, profile, candidate, judging)
     with TemporaryDirectory() as temporary:
         copy = Path(temporary) / "copy"
@@ -239,7 +227,7 @@ _STATE = TypeAdapter(tuple[str, tuple[LostPair, ...]])  # candidate version and 
 
 
 def read_lost_pairs(file: Path, candidate: str) -> tuple[LostPair, ...]:
-    """Return the stored lost pairs, newest first. Return none if the file belongs to another candidate."""
+    """Return the stored lost pairs, newest first, or an empty tuple if the file belongs to another candidate."""
     state = read_state(file, _STATE.validate_json)
     if isinstance(state, Damaged):
         set_aside_damaged(file, state.reason)
@@ -251,7 +239,7 @@ def store_lost_pairs(
 ) -> tuple[LostPair, ...]:
     """Add ``new`` to the stored lost pairs and return the result, newest first.
 
-    Long texts are cut: a question keeps its end, which holds the last message, and an answer keeps its beginning. Pairs
+    A long question loses its beginning, because its end holds the last message. A long answer loses its end. Pairs
     older than ``since``, a Unix time, are dropped.
     """
     by_id = {loss.id: loss for loss in read_lost_pairs(file, candidate) if loss.at >= since}

@@ -1,8 +1,7 @@
 """Decide when the kill switch takes a candidate off the traffic, without waiting for a judge or for statistics.
 
 The switch reacts if too many of the candidate's requests fail, or if its first bytes arrive much later than the
-parent's. Both checks are pure functions of the last ``window`` requests, so older failures and older successes have no
-effect.
+parent's. It considers only the last ``window`` requests. The functions are pure.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ _SLOW = 0.95  # the quantile at which users notice delays
 
 
 def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: SwitchRule) -> str | None:
-    """Return why the candidate has to be taken off the traffic now, or None if it may stay.
+    """Return why the candidate must be taken off the traffic now, as a sentence, or None if it may stay.
+
+    Both sequences hold requests in the order in which they ended. Only the last ``window`` of each count.
 
     **Errors**: the switch counts faults (no answer, 5xx, 408, 429, a fallback). It counts other refusals (4xx) only as
     far as they exceed the parent's rate, because users' own mistakes affect both arms. Before the candidate has
@@ -29,14 +30,6 @@ def kill_reason(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], rule: Swi
 
     **First bytes**: the switch compares the 95th percentiles once each arm has answered ``window`` requests. With
     fewer, a 95th percentile would depend on a few requests.
-
-    Args:
-        candidate: Rows of the candidate, in the order in which the requests ended. Only the last ``window`` count.
-        parent: Rows of the parent, in the same order. Only the last ``window`` count.
-        rule: Window and limits of the switch.
-
-    Returns:
-        A sentence with the numbers, or None.
     """
     rows, parent_rows = own_rows(candidate[-rule.window :]), own_rows(parent)[-rule.window :]
     faults = [row for row in rows if is_fault(row)]

@@ -3,11 +3,10 @@
 Requests of one user resemble each other, so only one request per session counts. A hash of session and request selects
 it among the requests that can be shown to a judge. Only then does mergegate read the answers. If one of them failed (a
 status other than 200, a truncated stream) or is not text, the pair is left out and counted: failures of a candidate
-show in its error rate, not in its win rate. A judged pair is final. Once a session is in the ledger, later looks add
-pairs of other sessions and never replace its pair.
+show in its error rate, not in its win rate. Once a session is in the ledger, later looks never replace its pair.
 
-The records are read twice, first the requests and then the answers to the selected requests. Memory therefore never
-holds more user text than one look can have judged.
+mergegate reads the records twice, first the requests and then the answers to the selected requests. So memory holds at
+most the user text that one look can judge.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FAILED = "not answered by both servers"
 
 
 class SampledPair(NamedTuple):
-    """Pair to be judged. ``answers.reference`` is the parent's answer, ``answers.merge`` the candidate's."""
+    """A pair to be judged. ``answers.reference`` is the parent's answer, ``answers.merge`` the candidate's."""
 
     session: str
     at: float
@@ -35,12 +34,12 @@ class SampledPair(NamedTuple):
 
     @property
     def ledger_fields(self) -> tuple[str, str, float]:
-        """Request ID, session and time: the fields that the ledger stores of a pair."""
+        """Request ID, session and time, which the ledger stores for a pair."""
         return self.answers.id, self.session, self.at
 
 
 class Sample(NamedTuple):
-    """Pairs of one interim look.
+    """Pairs for one interim look.
 
     Attributes:
         pairs: Pairs to be judged now. Half-judged pairs come first, then the oldest.
@@ -64,12 +63,12 @@ def sample_pairs(
 
     Args:
         read_pairs: Function that returns all recorded pairs. It is called twice.
-        judged_requests: Judged request of each session in the ledger.
-        half_judged: Requests that an interrupted look left half judged.
+        judged_requests: ID of the judged request of each session in the ledger.
+        half_judged: IDs of requests whose pairs an interrupted look judged in only one order.
         limit: Largest number of pairs in one look.
     """
     left_out: Counter[str] = Counter()
-    # First pass: of each session without a pair, select the readable request with the smallest hash.
+    # First pass: in each session without a pair, select the readable request with the smallest hash.
     selected: dict[str, tuple[bytes, str]] = {}
     for pair in read_pairs():
         if pair.session in judged_requests:
@@ -87,7 +86,7 @@ def sample_pairs(
             selected[pair.session] = rank, pair.request_id
     request_ids = {request_id for _, request_id in selected.values()} | set(half_judged)
 
-    # Second pass: of the selected pairs whose answers are readable, hold only the first ``limit`` in memory.
+    # Second pass: hold in memory only the first ``limit`` of the selected pairs whose answers are readable.
     pairs: list[SampledPair] = []
     readable_count = 0
     for pair in read_pairs():

@@ -1,7 +1,7 @@
 """Define recorded requests, answers and pairs as plain values, independent of the database.
 
-An :class:`ArmRow` says how one request went at one arm, without its content. A :class:`ShadowRecord` adds the content,
-and a :class:`RecordedPair` joins the answers of both arms to one request.
+An :class:`ArmRow` is the outcome of one request at one arm, without its content. A :class:`ShadowRecord` adds the
+content, and a :class:`RecordedPair` joins the answers of both arms to one request.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ArmRow(NamedTuple):
 
 
 class ShadowRecord(NamedTuple):
-    """Recorded request at one arm. Headers are never recorded, and the stored bodies are redacted."""
+    """A request at one arm, with its answer. Headers are never recorded, and the stored bodies are redacted."""
 
     exchange: str  # shared by an answer and its copy
     candidate: str
     role: Literal["answer", "copy"]
     arm: Literal["parent", "candidate"]
-    request_id: str  # sent by the client, otherwise generated
+    request_id: str  # sent by the client, or else generated
     session: str  # a hash
     at: float  # Unix time
     path: str  # without its query
@@ -65,7 +65,7 @@ class ShadowRecord(NamedTuple):
 
 
 class RecordedAnswer(NamedTuple):
-    """Answer of one arm."""
+    """Answer from one arm."""
 
     status: int
     body: bytes
@@ -75,7 +75,7 @@ class RecordedAnswer(NamedTuple):
 
 
 class RecordedPair(NamedTuple):
-    """One request with the answers of both arms. The user received the parent's."""
+    """A request with the answers of both arms. The user received the parent's."""
 
     request_id: str  # ID of the exchange, which is unique
     session: str
@@ -96,16 +96,17 @@ def is_fault(row: ArmRow) -> bool:
 
 
 def is_refusal(row: ArmRow) -> bool:
-    """Return whether the server declined the request (4xx).
+    """Return whether the server refused the request (4xx).
 
-    The request itself is often the cause, so refusals count against the candidate only if it has more of them.
+    The request itself is often the cause, so refusals count against the candidate only if it refuses more requests than
+    the parent does.
     """
     return not is_fault(row) and row.status >= 400
 
 
 def own_rows(rows: Iterable[ArmRow]) -> tuple[ArmRow, ...]:
-    """Return the rows without the parent's fallback answers.
+    """Return ``rows`` without the parent's fallback answers.
 
-    The parent's traffic is not a fair sample if it includes requests that failed at the candidate.
+    With the requests that failed at the candidate, the parent's traffic would not be a fair sample.
     """
     return tuple(row for row in rows if not (row.fallback and row.arm == "parent"))

@@ -1,4 +1,4 @@
-"""Decide where a running proxy sends requests: the routing file, and the arm of each session."""
+"""Tell a running proxy where to send requests: the routing file, and the arm of each session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class Routing(BaseModel):
-    """Current destination of the requests, with the candidate, the time and the reason."""
+    """Destination of user requests, and the reason for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +31,7 @@ class Routing(BaseModel):
 
     @property
     def watching(self) -> bool:
-        """Whether the candidate receives a share of the traffic and no decision has been taken."""
+        """Whether the candidate receives traffic and no decision has been made."""
         return self.serving == "watch"
 
 
@@ -41,7 +41,7 @@ def routing_file(profile: str) -> Path:
 
 
 def records_url(profile: str, settings: ShadowSettings) -> str:
-    """Return the URL of the database that holds the profile's records. Default: a SQLite file in the home directory."""
+    """Return the URL of the database for the profile's records. Default: a SQLite file in the home directory."""
     return settings.records or f"sqlite:///{home() / 'shadow' / f'{profile}.sqlite'}"
 
 
@@ -52,21 +52,15 @@ def read_routing(file: Path) -> Routing | None:
 
 
 def write_routing(file: Path, routing: Routing) -> None:
-    """Write the routing file atomically."""
     state_directory(file.parent, private=True)
     write_state(file, routing.model_dump_json(indent=1).encode())
 
 
 def goes_to_candidate(key: str, salt: str, share: float) -> bool:
-    """Return whether a session key is assigned to the candidate.
+    """Return whether a session is assigned to the candidate, which gets ``share`` (0 to 1) of all sessions.
 
-    The assignment is sticky: the same key always gets the same arm. A larger share only adds keys to the candidate and
-    never removes one.
-
-    Args:
-        key: Key of the session.
-        salt: Version of the candidate, so that each candidate gets different users.
-        share: Share of the keys that are assigned to the candidate, from 0 to 1.
+    The assignment is sticky: the same key always gets the same arm. A larger share only adds sessions to the candidate.
+    ``salt`` is the version of the candidate, so that each candidate gets different users.
     """
     position = hashlib.blake2b(f"{salt}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(position, "big") / 2**64 < share
@@ -75,11 +69,8 @@ def goes_to_candidate(key: str, salt: str, share: float) -> bool:
 class FollowedRouting:
     """Current routing of a running proxy, kept up to date with the routing file.
 
-    The file is checked for changes at most once per second, because other processes may write it.
-
-    Args:
-        file: Path of the routing file.
-        first: Routing to use until the file contains a valid routing.
+    Other processes may write the file, so it is checked for changes at most once per second. ``first`` applies until
+    the file contains a valid routing.
     """
 
     def __init__(self, file: Path, first: Routing) -> None:
@@ -87,7 +78,7 @@ class FollowedRouting:
         self._seen: tuple[int, int] | None = None
 
     def now(self) -> Routing:
-        """Return the current routing."""
+        """Return the current routing, read from the file if it has changed."""
         if time.monotonic() - self._looked >= _LOOK_EVERY_S:
             self._looked = time.monotonic()
             if (identity := self._identity()) != self._seen:
@@ -96,7 +87,7 @@ class FollowedRouting:
         return self._now
 
     def decide(self, serving: Serving, reason: str) -> None:
-        """Change the routing of this process and write it to the file for all other processes.
+        """Change the routing in this process, and write it to the file for all other processes.
 
         If the file cannot be written, the change still applies to this process.
         """

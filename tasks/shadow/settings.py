@@ -74,7 +74,7 @@ class ShadowRule(BaseModel):
 
     @property
     def log_threshold(self) -> float:
-        """Logarithm of the evidence that is sufficient for a decision, ``1 / alpha``."""
+        """Logarithm of ``1 / alpha``, the evidence that a decision requires."""
         return -math.log1p(-self.confidence)
 
 

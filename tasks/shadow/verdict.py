@@ -1,4 +1,4 @@
-"""Decide about a watched candidate: apply the kill switch first, then the evidence of the judged pairs.
+"""Decide on a watched candidate: apply the kill switch first, then the evidence from the judged pairs.
 
 The functions are pure. The result converts to the common verdict (``tasks.stage.Verdict``): ``promote`` passes,
 ``roll back`` and ``kill`` fail, and ``wait`` is inconclusive.
@@ -32,20 +32,19 @@ _OUTCOMES: dict[ShadowOutcome, Outcome] = {
 
 
 class ShadowVerdict(BaseModel):
-    """Decision about a watched candidate, with the evidence behind it."""
+    """Decision on a watched candidate, with the evidence for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    candidate: str  # its version
+    candidate: str  # version of the candidate
     outcome: ShadowOutcome
     reason: str  # a sentence
-    hours: float  # how long it was watched
+    hours: float  # duration of watching
     evidence: ShadowEvidence
     consistency: float | None  # share of judged pairs in which both orders agree
     arms: ArmComparison
 
     def as_verdict(self) -> Verdict:
-        """Return the decision as a stage verdict."""
         outcome = _OUTCOMES[self.outcome]
         return Verdict(
             name="shadow",
@@ -65,14 +64,14 @@ def shadow_verdict(
     hours: float,
     settings: ShadowSettings,
 ) -> ShadowVerdict:
-    """Return the current verdict on a candidate.
+    """Return the current verdict on a candidate, which was watched for a number of hours.
 
     Args:
         candidate: Version of the candidate.
-        scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, otherwise 1/2.
+        scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2.
         consistency: Share of the judged pairs in which both orders agree, or None if no pair was judged.
         rows: Requests of both arms, in the order in which they ended.
-        hours: Hours for which the candidate was watched.
+        hours: Hours of watching.
         settings: Conditions for promotion and rollback, and the limits of the kill switch.
     """
     candidate_rows = [row for row in rows if row.arm == "candidate"]

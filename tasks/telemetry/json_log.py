@@ -6,7 +6,7 @@
     {"time": "2026-11-22T03:00:12.113+00:00", "level": "info", "event": "stage ended", "stage": "merge", "subject": "",
      "key": "5f0c…", "status": "made", "seconds": 4.1, "run": "0197…", "flow": "release", "profile": "support", …}
 
-The log is off by default. Each line is appended in one call, so several runs may share a file. Errors while writing the
+The log is off by default. Each line is written in one call, so several runs may share a file. Errors while writing the
 log never fail the run.
 """
 
@@ -38,14 +38,12 @@ _LEVELS: Mapping[StageStatus, str] = {"refused": "warning", "failed": "error"}
 
 
 class JsonLog(logging.Handler):
-    """Log handler that writes lines of JSON.
+    """Log handler that writes lines of JSON to ``path``, or to standard error for ``-``.
 
-    Args:
-        path: Path of the log file, or ``-`` for standard error.
-        common_fields: Fields to add to each line: the run, its flow and its profile.
+    ``common_fields`` are added to each line: the run, its flow and its profile.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The log file cannot be opened.
     """
 
     def __init__(self, path: str, common_fields: Mapping[str, str]) -> None:
@@ -55,7 +53,7 @@ class JsonLog(logging.Handler):
         self._file = os.dup(sys.stderr.fileno()) if path == "-" else os.open(path, flags, 0o640)
 
     def write(self, event: str, *, level: str = "info", **fields: object) -> None:
-        """Write one line. If the disk refuses it, the line is lost but the run continues."""
+        """Write one line with ``event`` and ``fields``. If writing fails, only the line is lost."""
         stage, subject, key = running_stage()
         line: dict[str, object] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "level": level}
         line |= {"event": event, "stage": stage, "subject": subject, "key": key} | fields | self._common_fields
@@ -66,7 +64,7 @@ class JsonLog(logging.Handler):
             return
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a log record, with its traceback in the same line."""
+        """Write a log record as one line, including its traceback."""
         try:
             fields: dict[str, Any] = {"logger": record.name, "message": record.getMessage()[:_MAX_MESSAGE]}
             if record.exc_info and record.exc_info[0]:
@@ -76,7 +74,6 @@ class JsonLog(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the log file."""
         os.close(self._file)
         super().close()
 
@@ -106,12 +103,9 @@ class _LoggedProgress(RelayedProgress):
 def json_log(
     common_fields: Mapping[str, str], default: Callable[[], Watcher], environment: Mapping[str, str] = os.environ
 ) -> Iterator[Callable[..., None]]:
-    """Write a log of the block if the environment requests one, and yield a function that writes additional lines.
+    """Log the block to the file that ``MERGEGATE_LOG`` names, and yield a function that writes more lines.
 
-    Args:
-        common_fields: Fields to add to each line.
-        default: Function that creates a watcher if none is set.
-        environment: Environment variables. Default: those of the process.
+    ``common_fields`` are added to each line. ``default`` creates a watcher if none is set.
     """
     path = environment.get(LOG)
     if not path:

@@ -5,10 +5,10 @@
     MERGEGATE_METRICS=/var/lib/node_exporter/mergegate.prom      # a text file, for node_exporter's textfile collector
     MERGEGATE_OTEL=1 OTEL_EXPORTER_OTLP_ENDPOINT=http://…:4318   # pushed at the end of each run; extra "otel"
 
-A run is a process that ends, so Prometheus cannot scrape it. It exports its metrics at the end instead, from its record
-in the history. Gauges describe the last run of each profile and flow, and counters add up over all runs. The file is
-read, updated and replaced in one step. If it cannot be read, it is started again: its counters restart from zero, which
-Prometheus handles like any restart.
+Prometheus cannot scrape a process that ends, so each run exports its metrics at its end, from its record in the
+history. Gauges describe the last run of each profile and flow, and counters add up over all runs. The text file is
+read, updated and replaced in one step. If it cannot be read, its counters restart from zero, which Prometheus handles
+like any restart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class RunMetric(NamedTuple):
-    """One number about one run."""
+    """A metric and the value that one run gives it."""
 
     name: str  # without the prefix and, for a counter, without '_total'
     kind: Literal["counter", "gauge"]
@@ -42,7 +42,7 @@ class RunMetric(NamedTuple):
 
 
 def run_metrics(record: RunRecord) -> Iterator[RunMetric]:
-    """Yield the increments of the counters and the new values of the gauges after a run."""
+    """Yield the metrics of a run: increments for counters and new values for gauges."""
     run_labels = {"profile": record.profile, "flow": record.flow}
 
     def counter(name: str, unit: str, description: str, value: float, **labels: str) -> RunMetric:
@@ -78,14 +78,9 @@ def run_metrics(record: RunRecord) -> Iterator[RunMetric]:
 
 
 def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Export the metrics of a run to the configured destinations.
+    """Export the metrics of a run to the destinations that ``environment`` names. It never raises.
 
-    This never raises an error, so it cannot fail the run.
-
-    Args:
-        record: Record of the run.
-        home: Directory of the project's state, which holds the lock on the text file.
-        environment: Environment variables that name the destinations.
+    ``home`` is the directory of the project's state, which holds the lock on the text file.
     """
     metrics = list(run_metrics(record))
     try:
@@ -124,10 +119,12 @@ def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str]
 
 
 def write_text_file(file: Path, metrics: Iterable[RunMetric]) -> None:
-    """Add ``metrics`` to those in ``file``, and replace the file. The counters of a damaged file restart from zero.
+    """Add the increments in ``metrics`` to the counters in ``file``, and update its gauges.
+
+    The counters of a damaged file restart from zero. The file is replaced in one step.
 
     Raises:
-        OSError: If the file cannot be written.
+        OSError: The file cannot be written.
     """
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric

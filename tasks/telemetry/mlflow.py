@@ -1,4 +1,4 @@
-"""Call MLflow's REST API: one client for the record of a run and for the model registry.
+"""Call MLflow's REST API, to log runs and to register models.
 
 mergegate needs about ten requests. MLflow's own client would pin other versions of half of mergegate's dependencies.
 """
@@ -16,11 +16,7 @@ _MAX_PARAM, _MAX_TAG, _MAX_KEY = 6000, 5000, 250  # MLflow's limits, in characte
 
 
 class MlflowError(Exception):
-    """The server gave no answer or rejected a request. The message gives the reason.
-
-    Args:
-        status: HTTP status; None without an answer.
-    """
+    """The server did not answer (``status`` is None), or rejected a request. The message gives the reason."""
 
     def __init__(self, reason: str, status: int | None = None) -> None:
         super().__init__(reason)
@@ -28,17 +24,14 @@ class MlflowError(Exception):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the same request may succeed later."""
+        """Whether the request may succeed if it is repeated."""
         return self.status is None or self.status in TRANSIENT_STATUSES
 
 
 class MlflowClient:
     """Client of one MLflow server. As a context manager, it closes its connection.
 
-    Args:
-        url: Address of the server.
-        timeout: Longest time without a byte, in seconds.
-        token: Bearer token. Default: no token.
+    ``timeout`` is the longest time without a byte, in seconds. ``token`` is a bearer token.
     """
 
     def __init__(self, url: str, timeout: float, token: str = "") -> None:
@@ -51,18 +44,18 @@ class MlflowClient:
         self._http.close()
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
-        """Return an object, or an empty dict if it does not exist.
+        """Send GET and return the answer, or an empty dict if the requested object does not exist.
 
         Raises:
-            MlflowError: The server gave no answer or rejected the request.
+            MlflowError: The server did not answer, or rejected the request.
         """
         return self._request(f"{path}?{urlencode(parameters)}", None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Create or change an object. Return an empty dict if it exists already.
+        """Send POST and return the answer, or an empty dict if the object exists already.
 
         Raises:
-            MlflowError: The server gave no answer or rejected the request.
+            MlflowError: The server did not answer, or rejected the request.
         """
         return self._request(path, body)
 
@@ -85,14 +78,14 @@ class MlflowClient:
 
 
 def member(value: object, *path: str) -> Any:
-    """Return the value at ``path`` in an answer, or an empty string if it is missing."""
+    """Return the value at the nested keys ``path`` of an answer, or an empty string if it is missing."""
     for key in path:
         value = value.get(key, "") if isinstance(value, Mapping) else ""
     return value
 
 
 def metric_entries(numbers: Mapping[str, float], timestamp_ms: int) -> list[dict[str, object]]:
-    """Return metrics as MLflow expects them, with names that it accepts."""
+    """Return metrics in MLflow's format, with invalid characters in their names replaced."""
     return [
         {"key": mlflow_key(name), "value": number, "timestamp": timestamp_ms, "step": 0}
         for name, number in numbers.items()
@@ -100,16 +93,16 @@ def metric_entries(numbers: Mapping[str, float], timestamp_ms: int) -> list[dict
 
 
 def param_entries(params: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the non-empty parameters of a run as MLflow expects them, within its limits."""
+    """Return the non-empty parameters of a run in MLflow's format, cut to its length limits."""
     return [{"key": mlflow_key(key), "value": value[:_MAX_PARAM]} for key, value in params.items() if value]
 
 
 def tag_entries(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the non-empty tags of a run or a model version as MLflow expects them, within its limits."""
+    """Return the non-empty tags of a run or a model version in MLflow's format, cut to its length limit."""
     return [{"key": key, "value": value[:_MAX_TAG]} for key, value in tags.items() if value]
 
 
 def mlflow_key(name: str) -> str:
-    """Return ``name`` with only the characters that MLflow accepts: letters, digits and a few signs."""
+    """Return ``name`` cut to MLflow's length limit, with each character that MLflow rejects replaced by ``_``."""
     accepted = (character if character.isalnum() or character in "_-. /" else "_" for character in name)
     return "".join(accepted)[:_MAX_KEY]

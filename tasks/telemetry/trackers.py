@@ -4,10 +4,11 @@
 
     MERGEGATE_WANDB=acme/releases        # project, or team/project; extra "wandb", which reads its own key
     WANDB_MODE=offline                   # wandb's own: files below .mergegate/wandb, for a later 'wandb sync'
+
     MERGEGATE_MLFLOW=releases            # an experiment, created if absent; no extra needed
     MLFLOW_TRACKING_URI=https://mlflow.acme.example  # and MLFLOW_TRACKING_TOKEN: MLflow's own variables
 
-Every run is logged, independent of its outcome. The target ``mlflow`` additionally registers a model version for each
+Every run is logged, whatever its outcome. The publish target ``mlflow`` also registers a model version for each
 release.
 """
 
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def tracked_numbers(record: RunRecord) -> dict[str, float]:
-    """Return points, ratios, seconds and bytes by name. A tracker groups them by the part before the slash."""
+    """Return the numbers of a run (points, ratios, seconds, bytes). Trackers group the names by their first part."""
     numbers = {"seconds": record.seconds, "bytes_merged": float(record.bytes_merged)}
     if record.perplexity is not None:
         numbers["perplexity_ratio"] = record.perplexity
@@ -50,14 +51,9 @@ def tracked_numbers(record: RunRecord) -> dict[str, float]:
 
 
 def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Send the numbers of a run to each configured tracker.
+    """Send the numbers of a run to each tracker that ``environment`` names. It never raises.
 
-    This never raises an error, so it cannot fail the run.
-
-    Args:
-        record: Record of the run.
-        home: Directory of the project's state. wandb stores its files below it.
-        environment: Environment variables that name the trackers.
+    ``home`` is the directory of the project's state. wandb stores its files below it.
     """
     if destination := environment.get(WANDB, ""):
         try:
@@ -101,7 +97,7 @@ def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, 
 def _log_to_mlflow(client: MlflowClient, experiment: str, record: RunRecord) -> None:
     experiment_id = client.experiment_id(experiment)
     if not experiment_id:
-        # If another process creates it first, this request changes nothing and the next one finds it.
+        # If another process creates the experiment first, this request changes nothing and the next one finds it.
         client.post("experiments/create", {"name": experiment})
         experiment_id = client.experiment_id(experiment)
     if not experiment_id:

@@ -1,9 +1,10 @@
-"""License algebra: turn parents and an intended use into a verdict with reasons, a license and obligations.
+"""License algebra: derive a verdict with reasons, a license and obligations from the parents and an intended use.
 
     combine_licenses([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
 
-Pure functions. Neither order nor repetition of the parents matters, and adding a parent never improves the status. The
-rules are in rules.py, the consequences for the release in resulting_license.py, and the facts in table.yaml.
+The functions are pure. Neither order nor repetition of the parents matters, and adding a parent never improves the
+status. The rules are in rules.py, the consequences for the release in resulting_license.py, and the facts in
+table.yaml.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Reason(BaseModel):
         status: Status after acceptance; an accepted review is `allowed`.
         sentence: Explanation that names the licenses and their models.
         remedy: Advice to the user; empty for `allowed`.
-        about: Subjects to accept, each by license or by model, in order to settle a review.
-        accepted: Acceptances as user and reason, with one entry per required key: `llama3.2: alice: text-only model`.
+        about: Subjects that a user must accept, each by license or by model, to settle a review.
+        accepted: Acceptances with user and reason, one per required key: `llama3.2: alice: text-only model`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +55,7 @@ class Combination(BaseModel):
 
     Attributes:
         status: Most severe status of all reasons. `review` stops a release as `blocked` does, but a user can accept it.
-        license: Value of the card's `license`: an identifier of the Hub or `other`; None if blocked.
+        license: Value for `license` in the model card: an identifier of the Hub or `other`; None if blocked.
         license_name: Name that goes with `other`.
         licenses: Identifiers of all licenses of the weights; empty if blocked.
         card: License fields of the model card; empty if blocked.
@@ -74,7 +75,7 @@ class Combination(BaseModel):
 
     @property
     def acceptances(self) -> tuple[str, ...]:
-        """All acceptances of the user that the verdict relies on."""
+        """All acceptances that the verdict relies on."""
         return tuple(sorted({acceptance for reason in self.reasons for acceptance in reason.accepted}))
 
 
@@ -88,7 +89,7 @@ def combine_licenses(
 
     Args:
         parents: All models whose weights enter the merge, including adapters and the base. The licenses of their
-            ancestors apply too. A ``License`` instead of a parent stands for a parent with the name of the license.
+            ancestors apply too. A bare ``License`` stands for a parent that has the license's name.
         use: Intended use of the merged model.
         table: Known licenses.
         acceptances: Texts of the form ``who: why`` from the user, by license identifier or model name.

@@ -1,6 +1,6 @@
-"""Read ancestors on the Hub: only the card and the license file of a repository at one commit.
+"""Look up the ancestors of a model on the Hub, reading only the card and the license files of a repository.
 
-A base model is often not available locally, and its card is binding anyway. A run requests each repository once.
+A base model is often not available locally, and its license is binding anyway. A run requests each repository once.
 Anything unreadable is reported and is never an error. After the first timeout mergegate sends no more requests, so it
 waits for an outage only once, and reads the Hub's cache from earlier runs. With ``HF_HUB_OFFLINE=1`` it reads only the
 cache.
@@ -24,20 +24,16 @@ _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _TIMEOUT_S = 3.0  # Limit for a connection, and for each part of a response.
 _TOTAL_TIMEOUT_S = 10.0  # Limit for all requests about one repository, including name resolution.
-# Far more than any family of models has. A card that names hundreds is a mistake or malicious.
+# Far more ancestors than any model has. A card that names hundreds is a mistake or malicious.
 _MAX_REPOSITORIES = 50
 _OFFLINE = "HF_HUB_OFFLINE is set"
 
 AncestorLookup = Callable[[str], CardSource | NotRead]
-"""Function from an entry of `base_model` to the readable parts of that model."""
+"""Function from an entry in `base_model` to the location of that model's card and license files."""
 
 
 def hub_ancestors(limit: int = _MAX_REPOSITORIES) -> AncestorLookup:
-    """Return a lookup of Hub repositories that caches its results for one run.
-
-    Args:
-        limit: Largest number of repositories to request.
-    """
+    """Return a lookup for Hub repositories that caches its results and requests at most ``limit`` repositories."""
     unavailable: list[str] = [_OFFLINE] if is_offline() else []  # Reason why no more requests are sent.
     requested: set[str] = set()
 
@@ -97,7 +93,7 @@ def _in_time(request: Callable[[], CardSource | NotRead]) -> CardSource | NotRea
 
 
 def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead:
-    """Return the card and the license files of `repository` at its current commit."""
+    """Return the location of the card and license files of `repository` at its current commit."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
         GatedRepoError,
         HfHubHTTPError,

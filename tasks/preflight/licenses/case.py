@@ -22,17 +22,17 @@ SEVERITY: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}
 
 
 class Licensed(BaseModel):
-    """Model with its license.
+    """A model with its license.
 
     Attributes:
         name: Name in the recipe or in the card of a descendant.
-        license: License that the card declares. If the card declares none, the license of its license file or link.
+        license: License that the card declares, or else the license in the license file or at the license link.
         declared: Quote from the card, for messages.
         contradicted: License whose text is in the file next to the model, if the card declares a different one. It is
             unknown which of the two holds, so both bind.
-        own_file: sha256 of the license file next to the model, in hexadecimal; None if it has none.
-        revision: Commit on the Hub at which it was read; None for a local directory. It is in no cache key, because a
-            later commit with the same declaration changes nothing.
+        own_file: sha256 of the license file next to the model, in hexadecimal; None without such a file.
+        revision: Commit on the Hub; None for a local directory. It is in no cache key, because a later commit with the
+            same declaration changes nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,12 +46,12 @@ class Licensed(BaseModel):
 
     @property
     def licenses(self) -> tuple[License, ...]:
-        """All binding licenses: one, or two that contradict each other."""
+        """All binding licenses: one, or two if card and license file contradict each other."""
         return (self.license,) if self.contradicted is None else (self.license, self.contradicted)
 
 
 class Unread(BaseModel):
-    """Ancestor that a card names but that could not be read, with the reason."""
+    """An ancestor that a card names but that could not be read, with the reason."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,11 +60,11 @@ class Unread(BaseModel):
 
 
 class LicensedParent(Licensed):
-    """Model that goes into the merge, with all models that it was made from.
+    """A model that goes into the merge, with the models that it descends from.
 
     Attributes:
         ancestors: All readable ancestors at any distance, in any order.
-        unread: Ancestors that its cards name but that could not be read.
+        unread: Ancestors that a card names but that could not be read.
     """
 
     ancestors: tuple[Licensed, ...] = ()
@@ -72,10 +72,9 @@ class LicensedParent(Licensed):
 
 
 class Subject(BaseModel):
-    """Subject of an acceptance: a license of a model, named by the license's identifier or by the model.
+    """What a user can accept: a license of a model, by the license's identifier or by the model's name.
 
-    `license` is None if an acceptance must name the model, because vouching for all unknown licenses together is
-    impossible.
+    `license` is None if an acceptance must name the model, because no one can vouch for all unknown licenses together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +85,7 @@ class Subject(BaseModel):
 
 @dataclass(frozen=True)
 class LicenseFinding:
-    """Statement of one rule about a case; `about` lists everything to accept in order to settle a review."""
+    """Result of one rule for a case. To settle a review, a user must accept everything in `about`."""
 
     status: LicenseStatus
     sentence: str
@@ -103,7 +102,7 @@ class Case:
 
     @classmethod
     def create(cls, parents: Sequence[License | LicensedParent], use: Use, table: LicenseTable) -> Case:
-        """Return the case in canonical form. A bare license represents a parent that is named like its license."""
+        """Return the case in canonical form. A bare license becomes a parent that has the license's name."""
         unique_parents = {
             LicensedParent(name=parent.id, license=parent) if isinstance(parent, License) else parent
             for parent in parents
@@ -121,7 +120,7 @@ class Case:
 
     @cached_property
     def known_licenses(self) -> tuple[License, ...]:
-        """Known licenses that bind the merge, by identifier."""
+        """Known licenses that bind the merge, sorted by identifier, each once."""
         by_id = {entry.id: entry for model in self.models for entry in model.licenses if entry.resolved}
         return tuple(by_id[key] for key in sorted(by_id))
 
@@ -131,22 +130,21 @@ class Case:
         return tuple(sorted({model.license.id for model in self.models if not model.license.resolved}))
 
     def names(self, license: License) -> tuple[str, ...]:
-        """Return the names of the models under this license, sorted."""
+        """Return the names of the models under ``license``, sorted."""
         return tuple(
             sorted({model.name for model in self.models for entry in model.licenses if entry.id == license.id})
         )
 
     def about(self, *licenses: License) -> tuple[Subject, ...]:
-        """Return everything to accept before these licenses count as settled."""
+        """Return everything that a user must accept before ``licenses`` count as settled."""
         return tuple(Subject(model=name, license=entry.id) for entry in licenses for name in self.names(entry))
 
     def describe(self, license: License) -> str:
-        """Return the license for a sentence, with its models: `gemma (of acme/a and acme/b)`."""
+        """Return the license with its models, for a sentence: `gemma (of acme/a and acme/b)`."""
         names = self.names(license)
         return license.id if names == (license.id,) else f"{license.id} (of {join_words(names)})"
 
 
 def join_words(words: Iterable[str]) -> str:
-    """Join words as `a, b and c`."""
     *head, last = words
     return f"{', '.join(head)} and {last}" if head else last

@@ -1,4 +1,4 @@
-"""Check the licenses of a run: from the parents' cards to a verdict that stops the flow or lists obligations."""
+"""Check the licenses in a run: turn the parents' cards into a verdict that stops the flow or lists obligations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from mergegate.tasks.store import NotInKey
 
 
 class Declared(BaseModel):
-    """Declarations of all readable cards.
+    """Declarations in all readable cards.
 
-    Attributes:
-        families: For each parent of the merge, by name: the parent first, then its ancestors.
-        texts: Content of the license files next to them, by sha256.
+    ``families`` holds, for each parent of the merge, by name, the parent and then its ancestors. ``texts`` holds the
+    content of their license files, by sha256.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,12 +35,12 @@ class Declared(BaseModel):
 
 
 class Ancestor(BaseModel):
-    """Model that a parent was made from, as it was read for the verdict.
+    """A model that a parent descends from, as it was read for the verdict.
 
     Attributes:
         license: Identifier in the license table.
-        revision: Commit on the Hub; None for a local directory. A later commit with the same declaration keeps this
-            one.
+        revision: Commit on the Hub; None for a local directory. A cached verdict keeps this commit as long as the
+            declaration does not change.
         own_text: Content of the license file next to the model; empty if there is none, or several.
     """
 
@@ -59,8 +58,8 @@ class LicenseVerdict(StageValue):
     Attributes:
         combination: Verdict with its reasons, obligations and acceptances.
         licenses: Declared license of each parent, by the parent's name.
-        ancestors: All further models that the parents descend from, by name.
-        unread: Reason for each ancestor that could not be read.
+        ancestors: All further models that the parents descend from.
+        unread: Reason for each ancestor that could not be read, by its name.
     """
 
     combination: Combination
@@ -77,12 +76,12 @@ class LicenseVerdict(StageValue):
 
     @property
     def result(self) -> str:
-        """License of the merge, in one word."""
+        """Name or identifier of the merge's license, or `none`."""
         return self.combination.license_name or self.combination.license or "none"
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Names of all models in the verdict, both as recipes and cards write them and as sentences quote them."""
+        """Names of all models in the verdict, both as written in recipes and cards and as quoted in sentences."""
         names = (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread)
         return (*names, *map(quote_text, names))
 
@@ -101,7 +100,7 @@ def check_licenses(
     table: LicenseTable,
     accepted: Mapping[str, str],
 ) -> LicenseVerdict:
-    """Combine the licenses of all parents and of everything they were made from, as ``read_licenses`` found them."""
+    """Combine the licenses of all parents and ancestors that ``read_licenses`` has read."""
     models = [model for family in declared.families.values() for model in family]
     ancestors = {
         model.name: Ancestor(
@@ -125,11 +124,11 @@ def check_licenses(
 def read_licenses(
     parents: Sequence[ResolvedCheckpoint], table: LicenseTable, look_up: AncestorLookup | None = None
 ) -> Declared:
-    """Return the declarations of the parents' cards and of their readable ancestors, local or on the Hub.
+    """Return the declarations in the cards of the parents and of their readable ancestors, local or on the Hub.
 
-    This reads cards and license files only and raises nothing; anything unreadable counts as unread.
+    This function reads only cards and license files. It never raises; anything unreadable is listed as unread.
 
-    ``look_up`` finds ancestors on the Hub. It caches, so a recipe and its remedies share one. None creates a new one.
+    ``look_up`` finds ancestors on the Hub. It caches, so a recipe and its remedies share one. Default: a new one.
     """
     sources_by_name = {
         key: CardSource(parent.directory, parent.revision)
@@ -150,8 +149,8 @@ def read_licenses(
         has_drive = name[:1].isascii() and name[:1].isalpha() and name[1:3] == ":/"
         is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or has_drive
         if name not in sources_by_name and is_path:
-            # This is a path on the machine that trained the descendant. A parent of that name is taken for it; the
-            # parent's license binds the merge in any case.
+            # The entry is a path on the machine that trained the descendant. A parent with the same name is assumed to
+            # be that model. The parent's license binds the merge in any case.
             path_name = name_in_path(name)
             candidates = {
                 parent.directory: CardSource(parent.directory, parent.revision)
@@ -171,5 +170,5 @@ def read_licenses(
 
 
 def license_table(settings: LicenseSettings, root: Path) -> LicenseTable:
-    """Return the license facts that ship with mergegate, overridden by the profile's own entries."""
+    """Return mergegate's license facts, overridden by the profile's table."""
     return load_table(root / settings.table if settings.table else None)

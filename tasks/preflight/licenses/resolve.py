@@ -1,7 +1,7 @@
-"""Read the declarations of a model's files about its license and about the models it was made from.
+"""Read what a model's files declare about its license and about the models that it descends from.
 
-A card is untrusted text, so reading it never raises. Anything unintelligible counts as not
-declared, with the reason in `problems`.
+A card is untrusted text, so reading it never raises. Anything unintelligible counts as not declared, with the reason in
+`problems`.
 
     root, *ancestors = walk(CardSource(Path("models/acme-chat")), find)
     parents = lineage(CardSource(Path("models/acme-chat")), find, load_table()).models    # for `combine_licenses`
@@ -35,7 +35,7 @@ class CardSource:
     Attributes:
         directory: Model in Hugging Face layout, or the downloaded part of it; the directory need not exist.
         revision: Commit on the Hub; None for a local directory.
-        card: Metadata of the card if the Hub provides only that (a gated repository). None means to read README.md.
+        card: Metadata of the card if the Hub provides nothing else (a gated repository). None: read README.md.
     """
 
     directory: Path
@@ -45,13 +45,13 @@ class CardSource:
 
 @dataclass(frozen=True)
 class NotRead:
-    """Reason why an ancestor could not be read, in words."""
+    """Reason why an ancestor could not be read."""
 
     why: str
 
 
 FindAncestor = Callable[[str, CardSource], CardSource | NotRead]
-"""Function from an entry of `base_model`, and the source that names it, to the source of the ancestor."""
+"""Function from an entry in `base_model`, and the source whose card contains it, to the source of the ancestor."""
 
 LICENSE_FILE = re.compile(r"(licen[cs]e|copying)(\.(md|txt|rst))?", re.IGNORECASE)
 _LICENSE_BYTES = 200_000
@@ -60,20 +60,20 @@ _MAX_NEIGHBORS = 1000  # Largest number of directories to search for a base mode
 
 
 class Declaration(BaseModel):
-    """Declarations of one model's files about its license, without any judgment.
+    """Declarations in one model's files about its license, without any judgment.
 
     Attributes:
         name: Name in the recipe or in the card of a descendant.
-        license: `license` of the card: several values if it is a list, none if missing or unreadable.
-        license_name: `license_name` of the card.
-        license_link: `license_link` of the card.
-        base_model: Models that it was made from, as the card names them.
+        license: `license` in the card: several values if it is a list, none if missing or unreadable.
+        license_name: `license_name` in the card.
+        license_link: `license_link` in the card.
+        base_model: Models that it descends from, as the card names them.
         license_file: Name of the license file next to the weights.
         license_sha256: sha256 of that file, in hexadecimal.
         license_text: Content of that file; empty if there are several such files, because it is unknown which one
             counts.
-        unread: Entries of `base_model` that `walk` could not read, each with the reason.
-        problems: Unintelligible parts, in words.
+        unread: Entries in `base_model` that `walk` could not read, each with the reason.
+        problems: Descriptions of unintelligible parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,7 +91,7 @@ class Declaration(BaseModel):
 
     @property
     def words(self) -> str:
-        """Declaration for a message: the text of the card and its problems."""
+        """License fields of the card and its problems, for a message."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
         quotes = [f"{key}: {quote_text(value)}" for key, value in fields.items() if value]
         return "; ".join([*quotes, *self.problems])
@@ -133,19 +133,16 @@ def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple
     """Return the declarations of the model at `root` and of every readable ancestor, nearest first.
 
     An ancestor of a local model is searched as a path relative to its descendant's directory, then next to that
-    directory by its name, then by `find`. Each location is read once, so diamonds do not repeat and cycles end.
+    directory by its name, then by `find`. Each location is read once, so shared ancestors do not repeat and cycles end.
     """
     return tuple(step.declaration for step in _steps(root, find, name))
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Model and its ancestors, with the license files next to them.
+    """A model and its ancestors, each with its own ancestors, and the content of their license files.
 
-    Attributes:
-        models: Models, starting with the model itself. Each has its own ancestors, so that its license is compared with
-            everything it descends from.
-        texts: Content of the license files by sha256 (`Licensed.own_file`).
+    The model itself comes first. ``texts`` is indexed by sha256 (`Licensed.own_file`).
     """
 
     models: tuple[LicensedParent, ...]
@@ -159,10 +156,10 @@ def lineage(
     name: str | None = None,
     names: Mapping[Path, str] = MappingProxyType({}),
 ) -> Lineage:
-    """Return the model at `root` and every readable ancestor as parents for `combine_licenses`.
+    """Return the model at `root` and every readable ancestor, as parents for `combine_licenses`.
 
-    The license that binds a model is that of its card, or of the license file next to it, or both. ``names`` holds the
-    names of models that already have one, by resolved directory. They take precedence over names in cards.
+    A model is bound by the license in its card, the license file next to it, or both. ``names`` maps resolved
+    directories to model names, which take precedence over names in cards.
     """
     steps = _steps(root, find, name, names)
     models = []
@@ -209,7 +206,7 @@ def lineage(
 
 @dataclass(frozen=True)
 class _Step:
-    """One model in the walk; `bases` are the positions in the walk of the models that it was made from."""
+    """One model in the walk. `bases` are the positions of its base models in the walk."""
 
     source: CardSource
     declaration: Declaration
@@ -321,6 +318,6 @@ def _texts(card: Mapping[object, object], field: str, problems: list[str]) -> tu
 
 
 def quote_text(text: str) -> str:
-    """Return the words of a card for a message: one line, printable, short."""
+    """Return words from a card for a message: one line, printable, short."""
     clean = "".join(character if character.isprintable() else "?" for character in text)
     return clean if len(clean) <= _QUOTED_CHARACTERS else clean[:_QUOTED_CHARACTERS] + "…"

@@ -1,4 +1,4 @@
-"""Derive the consequences of a permitted merge: the license it carries (R7) and the obligations to fulfill (R8, R9)."""
+"""Derive the consequences of a permitted merge: its license (R7) and the obligations to fulfill (R8, R9)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "
 
 
 class Obligation(BaseModel):
-    """Obligation that applies to the merged model.
+    """Obligation for the merged model.
 
     Attributes:
         kind: `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text`
@@ -35,13 +35,10 @@ class Obligation(BaseModel):
 
 
 class ResultingLicense(BaseModel):
-    """License of the merged weights.
+    """License of the merged weights, and the reason for it.
 
-    Attributes:
-        license: Value of the card's `license`: an identifier of the Hub, or `other`.
-        license_name: Name that goes with `other`.
-        licenses: Identifiers of all licenses of the weights; `LICENSE` contains their texts.
-        sentence: Reason for this license.
+    `license` goes into the model card: an identifier of the Hub, or `other` with `license_name`. `licenses` are the
+    identifiers of all licenses of the weights, whose texts are in the file `LICENSE`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +50,7 @@ class ResultingLicense(BaseModel):
 
     @property
     def card(self) -> dict[str, str]:
-        """License fields of the model card. `LICENSE` in the release then contains the text, or all texts."""
+        """License fields for the model card. A linked file `LICENSE` contains the texts of all licenses."""
         if self.license_name is None:
             return {"license": self.license}
         return {"license": self.license, "license_name": self.license_name, "license_link": "LICENSE"}
@@ -62,19 +59,19 @@ class ResultingLicense(BaseModel):
 def resulting_license(case: Case) -> ResultingLicense:
     """Return the license of the merge (R7).
 
-    A share-alike license decides. Without one, all licenses that must stay apply: a single license directly, several as
-    a bundle. Without those, the strongest permissive license applies.
+    A share-alike license decides. Without one, all licenses that the merge must keep apply: a single license directly,
+    several as a bundle. If there are none of these either, the strongest permissive license applies.
     """
     if fits := share_alike_licenses(case):
         parents_licenses = [key for key in fits if key in {entry.id for entry in case.known_licenses}]
         license = (parents_licenses or list(fits))[0]
         return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
-    # Under a weak license, merged weights may carry another one, along with the text and the credit of this one.
+    # Weights under a weak license may carry another license, with the text and the credit of the weak one.
     staying = tuple(entry.id for entry in case.known_licenses if entry.kind not in WEAK_KINDS or entry.restrictive)
     if not staying and not case.unknown_licenses:
         strongest = max(case.known_licenses, key=lambda entry: _strength(case, entry))
         return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
-    # `other` means nothing without a name, so both words for "unknown" become the same honest one.
+    # `other` means nothing without a name, so it becomes `unknown`.
     bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unknown_licenses)}))
     each = "" if len(bundle) == 1 else "each of "
     return _name_license(case, bundle, f"the merged weights stay under {each}{join_words(bundle)}")
@@ -95,7 +92,7 @@ def _name_license(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingL
 
 
 def obligations(case: Case) -> tuple[Obligation, ...]:
-    """Return the union of all licenses' obligations (R8 and R9), each once, sorted by kind and text."""
+    """Return the obligations that the licenses impose (R8 and R9), each once, sorted by kind and text."""
     license_ids: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
     for entry in case.known_licenses:
         credit = f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."

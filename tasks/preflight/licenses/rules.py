@@ -1,7 +1,7 @@
 """Rules of the license algebra: which combinations are allowed, need a review, or are blocked.
 
 Read `RULES` at the end first. Each rule is a pure function of the case. With an additional parent, a rule may only
-report more, never less. This makes the verdict monotone, because the most severe finding decides it.
+report more, never less. So the verdict is monotone, because the most severe finding decides it.
 
 `private` means that the weights stay with the entity that built them. Rules about distribution then do not apply: R3
 and the sharing half of R1. R5 only leaves a note, because the name rules bind a distributed model. Two rules step down
@@ -11,7 +11,7 @@ but some of them count network use as distribution, and no license remains for t
 adaptation itself stays blocked. The rules about use (R2, R4) apply to private models as they do to public ones.
 
 No court has decided whether a merge "improves another model" (R4), or whether blended weights are a derivative under
-copyleft (R6). The rules assume that both are true, so that a doubtful release is held rather than published by mistake.
+copyleft (R6). The rules assume both, so that a doubtful release is held rather than published by mistake.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mergegate.tasks.preflight.licenses.table import License
 
 @dataclass(frozen=True)
 class LicenseRule:
-    """License rule: its number and subject, its decision function, and the remedy if it refuses."""
+    """License rule: its number and subject, its decision function, and the remedy after a refusal."""
 
     id: str
     subject: str
@@ -80,7 +80,7 @@ def _derivatives(case: Case) -> Iterator[LicenseFinding]:
 def _for_each_license(
     status: LicenseStatus, applies: Callable[[Use, License], bool], words: Callable[[License], str]
 ) -> Callable[[Case], Iterator[LicenseFinding]]:
-    """Return a rule that looks at one license at a time. ``words`` complete a sentence that begins with the license."""
+    """Return a rule about each license on its own. ``words`` completes a sentence that begins with the license."""
 
     def judge(case: Case) -> Iterator[LicenseFinding]:
         for entry in case.known_licenses:
@@ -178,7 +178,7 @@ def _share_alike(case: Case) -> Iterator[LicenseFinding]:
 def share_alike_licenses(case: Case) -> tuple[str, ...]:
     """Return the licenses that the merge may carry under its share-alike parents, in table order.
 
-    The result is empty if there is no such license, or no share-alike parent.
+    The result is empty if no license satisfies all share-alike parents, or if there is no share-alike parent.
     """
     share_alike = _share_alike_parents(case)
     if not share_alike or _extra_restrictions(case):
@@ -258,7 +258,7 @@ RULES: tuple[LicenseRule, ...] = (
     ),
     LicenseRule("R5", "name of the merged model", _name, "rename the merged model"),
     LicenseRule("R6", "share-alike", _share_alike, _REMOVE),
-    # R7 to R9 cannot refuse (resulting license, use policies to pass on, all obligations): see resulting_license.py.
+    # R7 to R9 derive the license, the use policies and the obligations. They cannot refuse: see resulting_license.py.
     LicenseRule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
     LicenseRule(
         "R11", "no weaker than its ancestors", _ancestry, "compare with the license of its ancestor, or ask its authors"

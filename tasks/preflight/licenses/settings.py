@@ -1,4 +1,4 @@
-"""Define the intended use of the merged model, and the license questions that a named user has accepted."""
+"""Define the intended use of the merged model, and the license reviews that a named user has accepted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Visibility = Literal["public", "private"]
 
 
 class Use(BaseModel):
-    """Intended use for which licenses are judged.
+    """Intended use of the merged model, which the license rules judge.
 
     Attributes:
         purpose: Purpose of the merged weights.
-        visibility: `public` means that anyone outside receives them (a public or gated repository counts); `private`
-            that they stay with the entity that built them.
+        visibility: `public` if anyone outside receives the weights (even from a gated repository); `private` if they
+            stay with the entity that built them.
         commercial_entity: Whether that entity is a company; some research licenses forbid any distribution by one.
         name: Name of the merged model, `org/name` or `name`; some licenses require a certain beginning.
     """
@@ -60,7 +60,6 @@ class LicenseSettings(BaseModel):
         return acceptances
 
     def use(self, name: str) -> Use:
-        """Return these settings as the intended use of the merged model `name`."""
         return Use(
             purpose=self.purpose, visibility=self.visibility, commercial_entity=self.commercial_entity, name=name
         )

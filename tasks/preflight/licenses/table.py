@@ -1,4 +1,4 @@
-"""Load the typed license facts: the shipped `table.yaml`, with the entries that a profile overrides.
+"""Load the typed license facts: the `table.yaml` in this package, with the entries that a profile overrides.
 
 The head of `table.yaml` explains each field. An override file has the same form and contains only the differences:
 
@@ -43,7 +43,7 @@ _SECTIONS = ("sources", "policies", "licenses", "aliases")
 
 
 class License(BaseModel):
-    """Facts about one license, as far as they matter for merged weights. Fields: see the head of `table.yaml`."""
+    """Facts about one license that matter for merged weights. The head of `table.yaml` explains the fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -77,12 +77,12 @@ class License(BaseModel):
 
     @property
     def resolved(self) -> bool:
-        """Whether the applicable text is known. If not, the other facts are meaningless."""
+        """Whether the license text is known. If not, the other facts are meaningless."""
         return self.kind != "unknown"
 
     @property
     def restrictive(self) -> bool:
-        """Whether it restricts the use or presentation of derivatives, beyond credit, texts and share-alike."""
+        """Whether the license restricts use or presentation of derivatives, beyond credit, texts and share-alike."""
         terms = (self.use_policy, self.name_prefix, self.display, self.territory, self.only_with)
         return self.kind in ("rail", "community", "research") or self.commercial == "capped" or any(terms)
 
@@ -101,12 +101,11 @@ class LicenseTable(BaseModel):
         """Return the license that a model card declares, or the entry `unknown` or `other` if it cannot be determined.
 
         Args:
-            license: Value of the card's `license`, of any type that YAML produces: identifier, alias or SPDX identifier
-                in any case. The Hub does not define the meaning of a list (and? or?), so a list counts only if all its
-                entries agree.
-            license_name: Value of the card's `license_name`. It decides if `license` is `other`, `unknown` or missing.
-                If it names another known license than `license` does, the card contradicts itself and the license is
-                unknown.
+            license: Value of `license` in the card, of any type that YAML produces: identifier, alias or SPDX
+                identifier in any case. The Hub does not define whether a list means *and* or *or*, so a list counts
+                only if all its entries agree.
+            license_name: Value of `license_name` in the card. It decides if `license` is `other`, `unknown` or missing.
+                If the two name different known licenses, the card contradicts itself and the license is unknown.
         """
         if isinstance(license, list | tuple):
             identifiers = {self.lookup(entry, license_name).id for entry in license} or {UNKNOWN}
@@ -131,11 +130,11 @@ class LicenseTable(BaseModel):
 
 
 def load_table(override: Path | None = None) -> LicenseTable:
-    """Return the shipped table, overridden field by field by the entries of `override`.
+    """Return the table in this package, overridden field by field by the entries in `override`.
 
     Raises:
-        InvalidInput: If the override cannot be read, is not a table, or names a field, license, family or policy that
-            does not exist.
+        InvalidInput: The override cannot be read, is not a table, or names a field, license, family or policy that does
+            not exist.
     """
     if override is None:
         return _shipped()

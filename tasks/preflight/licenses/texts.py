@@ -1,7 +1,7 @@
-"""Provide license texts, verbatim as in `texts/`, and identify the license of a file next to a model.
+"""Provide license texts, verbatim as in `texts/`, and identify the license in a file next to a model.
 
-Identification is conservative. A file counts as a license only if its words are those of the shipped text. Case, line
-breaks, punctuation, copyright lines, a title and the names that a template leaves open do not matter. A file also
+Identification is conservative. A file counts as a license only if its words are those of the text in `texts/`. Case,
+line breaks, punctuation, copyright lines, a title and the names that a template leaves open do not matter. A file also
 counts if it begins with the title of an agreement whose editions all bind in the same way (`titles` in `table.yaml`).
 With any additional condition, the file stays unknown.
 """
@@ -30,17 +30,17 @@ _TITLE = re.compile(
     r"version|spdx|identifier|of|for|see|text)(?: |$)){0,12}"
 )
 _FIRST_LINES = 5  # Lines that may contain a title.
-_AGREEMENT = 200  # Words; a shorter file only mentions the agreement that it names.
+_AGREEMENT = 200  # Number of words. A shorter file only mentions an agreement.
 
 
 def license_texts(license: License) -> dict[str, str]:
-    """Return the texts to ship for a license, by their identifier; empty if they are unavailable."""
+    """Return the texts to ship for a license, by identifier. The result is empty if one of them is unavailable."""
     texts = {name: _shipped_text(name)[0] for name in license.texts or (license.id,)}
     return texts if all(texts.values()) else {}
 
 
 def identify_license(text: str, table: LicenseTable, expected: License | None = None) -> License | None:
-    """Return the license whose text a file contains, or None if it cannot be identified.
+    """Return the license whose text is ``text``, or None if it cannot be identified.
 
     ``expected`` is the most likely license. It is compared first, because comparing with all takes a tenth of a second.
     """
@@ -59,7 +59,7 @@ def identify_license(text: str, table: LicenseTable, expected: License | None = 
 
 
 def license_by_link(link: str, table: LicenseTable) -> License | None:
-    """Return the license whose published address is `link`. The address itself is not read."""
+    """Return the license that is published at the address `link`. The address itself is not read."""
     matches = [entry for entry in table.licenses.values() if _address(link) in map(_address, entry.links)]
     return matches[0] if len(matches) == 1 else None
 

@@ -6,9 +6,9 @@
     reports/<profile>.html                               the latest, at a fixed name
     reports/history.jsonl, reports/index.html            the history of all runs
 
-A lock that is released when its holder dies lets one run at a time do this. If eight runs end at the same time, each of
-them gets its page, its line and its links. A run that is killed halfway leaves a page without a line, which the next
-pruning removes.
+A lock lets one run at a time do this, so runs that end at the same time all get a page, a line and links. The lock is
+released when its holder dies. A run that is killed halfway leaves a page without a line, which the next run removes
+when it prunes old pages.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def archive_run(
         record: Record of the run. This function sets its ``report``.
         page: HTML of the page.
         latest: Name of the profile's latest page, without its suffix. Default: the profile's name.
-        search: HTML of a second page: for a sweep that continued with a release, the page about its search.
-        latest_page: HTML of the latest page, if that page holds details that the archived pages leave out.
+        search: For a sweep that continued with a release, HTML of the page about its search.
+        latest_page: HTML of the latest page. It may hold details that the archived page leaves out. Default: ``page``.
 
     Raises:
-        OSError: If a page or the history cannot be written.
+        OSError: A page or the history cannot be written.
     """
     state_directory(reports, private=True)
     with hold_lock(reports / LOCK, required=False):
@@ -104,7 +104,7 @@ def archive_run(
 
 
 def run_facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return facts about a run for its page: the end, the duration and the machine.
+    """Return facts about a run for its page, as names and values: the end, the duration and the machine.
 
     For a release, they include its version, its location and the command that reproduces it.
     """
@@ -126,10 +126,7 @@ def run_facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def file_name(profile: str) -> str:
-    """Return the profile's name as a safe file name.
-
-    Profile names are untrusted. A name that would collide with the index page gets a suffix.
-    """
+    """Return a safe file name for a profile, whose name is untrusted and must not collide with the index page."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", profile)[:120].strip(".") or "unnamed"
     return f"{name}-" if name.lower() == INDEX.removesuffix(".html") else name
 
@@ -145,7 +142,7 @@ def _existing_page(reports: Path, page: str) -> str:
 
 
 def _relink(reports: Path, history: History, page: str) -> None:
-    """Update the links of an archived page, and of the page about its search, to its current neighbors."""
+    """Update the links to neighbors in an archived page, and in the page about its search."""
     record = next((candidate for candidate in reversed(history.records) if candidate.report == page), None)
     if record is None:
         return

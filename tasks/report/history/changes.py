@@ -1,7 +1,7 @@
 """Describe what changed since the last run of the same profile, in sentences for the top of a report.
 
-Two runs are compared in everything that decides a release: outcome, version, parents, recipe, limits and scores. A run
-that a check refused has neither parents nor scores. These are compared with the last run that has them.
+Two runs are compared in everything that decides a release: outcome, version, parents, recipe, limits and scores. The
+parents and scores are compared with the last run that has them, because a run that a check refused has neither.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ _MAX_SENTENCES = 5  # per kind of change; the tables show all of them
 
 
 def earlier_runs(records: Sequence[RunRecord], record: RunRecord) -> list[RunRecord]:
-    """Return the runs of the same profile and flow before ``record``, oldest first.
-
-    ``record`` may be in ``records`` or be new.
-    """
+    """Return the runs of the same profile and flow before ``record``, oldest first. ``record`` may be new."""
     before = records[: records.index(record)] if record in records else records
     return [run for run in before if (run.profile, run.flow) == (record.profile, record.flow)]
 
 
 def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str, ...]:
-    """Return the changes since the previous run, the most important first.
+    """Return sentences about the changes since the previous run, the most important first.
 
     Args:
         records: Runs in the order in which they ended.
@@ -55,7 +52,7 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
 
 
 def format_run_time(record: RunRecord) -> str:
-    """Return the end of a run in this machine's time: ``2026-11-21 03:00``."""
+    """Return the end of a run in this machine's time zone: ``2026-11-21 03:00``."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended))
     except (OverflowError, ValueError, OSError):  # the clock was off by years
@@ -63,7 +60,7 @@ def format_run_time(record: RunRecord) -> str:
 
 
 def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
-    """Return what changed in parents, recipe, limits and scores, in this order."""
+    """Return sentences about changes in parents, recipe, limits and scores, in this order."""
     before, after = ({item.name: item for item in run.parents} for run in (last, now))
     sentences = [f"{name} is a new parent." for name in after if name not in before]
     sentences += [f"{name} is no parent any more." for name in before if name not in after]

@@ -1,10 +1,9 @@
 """Read and append ``history.jsonl``, which has one line per run of the project.
 
-The number of lines is bounded. Each line is validated on its own: a line that is torn, altered or foreign is skipped,
-and the lines around it stay valid. The next run that appends repairs the file: it sets the damaged file aside and keeps
-the valid lines.
+The number of lines is bounded. Each line is validated on its own. Readers skip a line that is torn, altered or foreign.
+The next run that appends a line sets the damaged file aside and keeps the valid lines.
 
-The order of runs is the order of lines. A clock that is set back, or two machines that disagree, do not affect it.
+The order of runs is the order of lines, so it does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class History:
 
     Args:
         records: Runs in the order in which they ended.
-        damaged: Number of lines that failed validation. It is 1 if the file itself cannot be read.
-        why: Reason why the file cannot be read. It is an empty string if the file can be read.
+        damaged: Number of lines that failed validation. 1 if the file itself cannot be read.
+        why: Reason why the file cannot be read, or an empty string.
     """
 
     records: tuple[RunRecord, ...] = ()
@@ -43,11 +42,11 @@ class History:
     why: str = ""
 
     def runs_of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
-        """Return the runs that one flow made for one profile."""
+        """Return the runs of a flow with a profile."""
         return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
 
     def damage_sentence(self) -> str:
-        """Return a sentence that tells the user what is damaged, or an empty string if the history is intact."""
+        """Return a sentence that describes the damage, or an empty string if the history is intact."""
         if self.why:
             return f"The history cannot be read: {self.why}."
         if not self.damaged:
@@ -56,10 +55,7 @@ class History:
 
 
 def read_history(reports: Path) -> History:
-    """Return the history in the directory of reports.
-
-    This never raises an error. The result states what cannot be read.
-    """
+    """Return the history in the directory of reports. It never raises: the result describes what cannot be read."""
     try:
         history = read_state(reports / HISTORY, _parse)
     except OSError as error:
@@ -70,12 +66,10 @@ def read_history(reports: Path) -> History:
 
 
 def append_record(reports: Path, history: History, record: RunRecord) -> History:
-    """Append a line to the history.
-
-    The caller must hold the lock and must have read ``history`` under it.
+    """Append a line to the history. The caller must hold the lock and must have read ``history`` under it.
 
     Raises:
-        OSError: If the history cannot be written.
+        OSError: The history cannot be written.
     """
     path = reports / HISTORY
     after = History((*history.records, record))
@@ -105,7 +99,7 @@ def mend_history(reports: Path) -> None:
     """Set a damaged history aside, and keep its valid lines.
 
     Raises:
-        OSError: If the history cannot be written.
+        OSError: The history cannot be written.
     """
     with hold_lock(reports / LOCK, required=False):
         history = read_history(reports)

@@ -1,6 +1,4 @@
-"""Draw lines and bars over runs as inline SVG that is built from plain text.
-
-The end of every run draws them, so drawing must take only milliseconds.
+"""Draw lines and bars over runs as inline SVG, composed as plain text because every run draws them at its end.
 
 The page's style sheet defines the colors. Each series also has its own dashes and its own name. The horizontal axis
 counts runs, not hours, so the distance between runs does not depend on clocks.
@@ -23,7 +21,7 @@ MAX_SERIES = 12
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart, with one value per run. None means that the run has no value."""
+    """One line in a chart, with one value per run. None means that the run has no value."""
 
     name: str
     values: tuple[float | None, ...]
@@ -31,10 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Size of a drawing in pixels.
-
-    Text keeps its size, so there is one drawing for wide pages and one for phones.
-    """
+    """Size of a drawing in pixels. Text keeps its size, so wide pages and phones have separate drawings."""
 
     name: str
     width: int
@@ -75,7 +70,7 @@ def draw_lines(
     from_zero: bool = False,
     limit: float | None = None,
 ) -> str:
-    """Return the lines with their axes. The result is empty if no series has a value.
+    """Return the lines with their axes as SVG. The result is empty if no series has a value.
 
     Args:
         series: Series with one value per label. Only the first ``MAX_SERIES`` are drawn.
@@ -83,7 +78,7 @@ def draw_lines(
         chart: Size of the drawing.
         unit: Unit of the values.
         from_zero: Whether the axis includes zero.
-        limit: Allowed value, drawn as a separate line.
+        limit: Largest allowed value, drawn as a separate line.
     """
     series = [line for line in series[:MAX_SERIES] if any(value is not None for value in line.values)]
     if not series:
@@ -100,9 +95,9 @@ def draw_lines(
 
 
 def draw_bars(series: Sequence[Series], labels: Sequence[str], chart: Chart, unit: str) -> str:
-    """Return one bar per run, stacked from the values of all series, the first at the bottom.
+    """Return one bar per run as SVG, stacked from the values of all series, the first at the bottom.
 
-    The arguments are those of :func:`draw_lines`. Negative values are not supported.
+    The parameters are those of :func:`draw_lines`. Negative values are not supported.
     """
     series = series[:MAX_SERIES]
     totals = [sum(item.values[index] or 0.0 for item in series) for index in range(len(labels))]
@@ -159,10 +154,7 @@ def draw_key(number: int, *, bar: bool = False) -> str:
 
 
 def _line(series: Series, canvas: _Canvas, number: int) -> str:
-    """Return a series as SVG.
-
-    Consecutive points are joined. A run without a value is a gap, and a value between two gaps is a dot.
-    """
+    """Return a series as SVG. A run without a value is a gap, and a value between two gaps is a dot."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for index, value in enumerate(series.values):
         if value is None:
@@ -182,7 +174,7 @@ def _css_color(number: int) -> str:
 
 
 def _fill_opacity(number: int) -> float:
-    """Return the opacity of a fill. When colors repeat, the second round is paler."""
+    """Return the opacity of a fill: full for the first use of a color, paler for the second."""
     return 1.0 if number < len(_INKS) else 0.45
 
 
@@ -200,7 +192,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _axis(low: float, high: float) -> tuple[float, float, float]:
-    """Return round ends and a round step that give three to six rules."""
+    """Return the round ends of the axis, and a round step that gives three to six rules."""
     span = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-9)
     raw = span / 4
     power = 10.0 ** math.floor(math.log10(raw))

@@ -3,9 +3,9 @@
 Links go above the report. Below its headline follow the changes since the last run, when and where the run took place,
 and the location of its release.
 
-A page is finished before its neighbors are known, and the next one follows a run later. Both parts are therefore
-inserted into the finished page, between comments that no external text can contain, because external text is escaped.
-The links of a page are replaced once its successor exists.
+A page is rendered before its previous page is known, and its next page is created a run later. So this module inserts
+both parts into the finished page, between comments that no external text can contain because external text is escaped.
+The next run replaces the links.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class NeighborPages:
     """Paths of related pages, relative to the directory of reports. A path is empty if there is no such page.
 
     Args:
-        previous: Page of the run before.
-        following: Page of the run after.
-        search: For a sweep that continued with a release, the page about its search next to the page about the release.
+        previous: Page of the previous run.
+        following: Page of the next run.
+        search: For a sweep that continued with a release, the page about its search.
     """
 
     previous: str = ""
@@ -41,7 +41,7 @@ class NeighborPages:
 def add_links(
     page: str, location: str, neighbors: NeighborPages, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Return a finished page with its links, its facts and the changes since the last run.
+    """Return a finished page with links, facts and the changes since the last run.
 
     Args:
         page: HTML that contains ``</style>``, ``<main>`` and ``</header>``, as all reports do.
@@ -58,7 +58,7 @@ def add_links(
 
 
 def replace_links(page: str, location: str, neighbors: NeighborPages) -> str:
-    """Return a page that already has links, with links to different neighbors."""
+    """Return a page that already has links, with links to ``neighbors`` instead."""
     return _LINKS.sub(lambda _: _nav(location, neighbors), page, count=1)
 
 

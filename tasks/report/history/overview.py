@@ -33,7 +33,7 @@ _BAD_STATUSES = ("refused", "invalid", "failed", "rolled back", "killed")
 
 @dataclass(frozen=True)
 class Curves:
-    """A picture in a wide and a narrow version, with the legend of its lines."""
+    """A plot in a wide and a narrow version, with the legend of its lines."""
 
     title: str
     plots: tuple[Markup, ...]
@@ -43,7 +43,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class ProfileRuns:
-    """Content of the page for one profile and one flow."""
+    """Runs of one profile and one flow, as the page shows them."""
 
     anchor: str
     profile: str
@@ -54,12 +54,11 @@ class ProfileRuns:
 
     @property
     def last(self) -> RunRecord:
-        """The latest run."""
         return self.records[0]
 
 
 def render_history(history: History, pages: Collection[str] = ()) -> str:
-    """Return the page as text.
+    """Return ``index.html`` as text.
 
     Args:
         history: All runs.
@@ -98,20 +97,17 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
 
 
 def outcome_of_status(status: str) -> Outcome:
-    """Return whether a run ended well.
-
-    The status of a newer mergegate version may be unknown. It counts as inconclusive.
-    """
+    """Return the outcome that a status stands for. An unknown status, from a newer mergegate, is inconclusive."""
     return "pass" if status in _GOOD_STATUSES else "fail" if status in _BAD_STATUSES else "inconclusive"
 
 
 def worst_drop(record: RunRecord) -> RunScore | None:
-    """Return the guard with the largest drop."""
+    """Return the score of the guard with the largest drop, or None without scores."""
     return max(record.scores, key=lambda score: score.drop, default=None)
 
 
 def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
-    """Return the scores, drops and durations of runs in the order in which they ended."""
+    """Return plots of the scores, drops and durations of runs, which are given in the order in which they ended."""
     # A run that a check refused measured nothing. It has no scores and leaves no gap in the lines.
     scored = [run for run in runs if run.scores]
     tasks = dict.fromkeys(item.task for run in reversed(scored) for item in run.scores if item.merge is not None)
@@ -155,10 +151,7 @@ def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
 
 
 def _picture(title: str, series: Sequence[Series], plots: Sequence[str], *, bars: bool = False) -> Curves | None:
-    """Return a picture of several runs that ``lines`` has drawn.
-
-    ``lines`` escapes the names in it. The result is None for fewer than two runs.
-    """
+    """Return a plot that ``lines`` has drawn, which escapes the names in it. None for fewer than two runs."""
     from markupsafe import Markup
 
     if not all(plots) or len(series[0].values) < 2:

@@ -1,7 +1,7 @@
 """Define the permanent record of a run: a small frozen value, stored as one line of JSON with a checksum.
 
-No run depends on a record. It only informs users. Text from user input (names, messages) is untrusted: it is bounded
-here and escaped on display. New fields need a default, because older lines lack them.
+Records only inform users; no run depends on them. Text from user input (names, messages) is untrusted: its length is
+limited here, and pages escape it. New fields need a default, because older lines lack them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mergegate.tasks.report import wording
 
 RunStatus = Status
 
-# Largest length of a message and of a recipe, in characters. The recipe serves to list its changed lines.
+# Largest length of a message and of a recipe, in characters. The recipe is stored to list its changed lines.
 _MAX_MESSAGE, _MAX_RECIPE = 2000, 6000
 # Largest number of tasks, stages and parents. An lm-eval group has dozens of tasks, and a suite may have hundreds.
 _MAX_ITEMS = 200
@@ -48,10 +48,7 @@ class RunStage(_RecordPart):
 
 
 class RunScore(_RecordPart):
-    """One guard: the merge against its reference on one task, or on all tasks of a suite.
-
-    Points are hundredths of a score.
-    """
+    """One guard: the merge against its reference on a task or a suite of tasks. Points are hundredths of a score."""
 
     task: Short
     reference: Short
@@ -74,7 +71,7 @@ class RunScore(_RecordPart):
 
 
 class RunParent(_RecordPart):
-    """One model that went into the merge."""
+    """A model that went into the merge."""
 
     name: Short
     ref: Short
@@ -83,7 +80,7 @@ class RunParent(_RecordPart):
 
 
 class RunRecord(_RecordPart):
-    """One run of a flow and its result."""
+    """A run of a flow and its result."""
 
     run: Short  # id of the run; Prefect's id if Prefect ran it
     flow: Short  # release, compare, sweep
@@ -110,10 +107,7 @@ class RunRecord(_RecordPart):
 
     @property
     def why(self) -> str:
-        """The reason that is shown first: the first line of the message.
-
-        If that line only states that nothing is released, it is the next line.
-        """
+        """Reason for the status: the message's first line, or the second if the first only says "not released"."""
         first, *rest = self.message.splitlines() or [""]
         return rest[0].strip() if rest and first.endswith("is not released") else first
 
@@ -128,7 +122,7 @@ def parse_record(line: bytes) -> RunRecord:
     """Return the record in ``line``.
 
     Raises:
-        ValueError: If the line was altered after it was written.
+        ValueError: The line was altered after it was written.
     """
     body, _, ending = line.rpartition(_CHECKSUM)
     if ending != _digits(body) + b'"}':

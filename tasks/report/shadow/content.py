@@ -1,6 +1,4 @@
-"""Define the content of the page of a watched release as one frozen value.
-
-The flow builds it. The page and the terminal read it.
+"""Define the content of the page of a watched release as one frozen value, for the page and the terminal.
 
 Rates are shares in [0, 1], and times are in seconds. Evidence is a natural logarithm, because it exceeds the range of a
 float.
@@ -32,7 +30,7 @@ class ShadowPoint(_Part):
 
 
 class ReportedArm(_Part):
-    """Results of one of the two servers."""
+    """Requests to one of the two servers: failures and latency."""
 
     requests: int = Field(ge=0)
     failed: int = Field(ge=0)
@@ -49,10 +47,7 @@ class ReportedArm(_Part):
 
 
 class LostExample(_Part):
-    """One pair that the candidate lost.
-
-    All of its text is untrusted.
-    """
+    """A pair that the candidate lost. All of its text is untrusted."""
 
     at: float  # Unix time
     question: str
@@ -72,12 +67,12 @@ class ShadowContent(_Part):
         hours: Duration of the watch, in hours.
         share: Share of the traffic that the candidate receives during the watch.
         points: Evidence over time. The last point is the current state.
-        waiting: Number of pairs that will be judged by the next interim look.
+        waiting: Number of pairs that the next interim look will judge.
         left_out: Number of recorded pairs that are not judged, by reason.
         not_recorded: Number of requests that the proxy could not record, by reason.
-        examples: Lost pairs, the newest first. They are stored no longer than the records.
+        examples: Lost pairs, newest first. They are stored no longer than the records.
         retention_days: Number of days for which the records are stored.
-        alias: Name of a promoted candidate at its target; empty if it has none.
+        alias: Name of a promoted candidate at its target. Empty without a name.
     """
 
     name: str

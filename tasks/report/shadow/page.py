@@ -27,10 +27,7 @@ _ROOM = 4.0  # margin above and below, in points
 
 
 def render_shadow(content: ShadowContent) -> str:
-    """Return the page as text, without scripts or external resources.
-
-    Equal content gives equal text.
-    """
+    """Return the page of the release as HTML, without scripts or external resources. Equal content gives equal text."""
     from markupsafe import Markup
 
     layouts = (WIDE, NARROW) if len(content.points) > 1 else ()

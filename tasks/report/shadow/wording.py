@@ -1,7 +1,4 @@
-"""Describe the state of a watched release: its title, sentence and numbers.
-
-All functions are pure functions of the content.
-"""
+"""Describe the state of a watched release: its title, sentence and numbers. All functions are pure."""
 
 from __future__ import annotations
 
@@ -36,17 +33,17 @@ def shadow_outcome(content: ShadowContent) -> Outcome:
 
 
 def shadow_title(content: ShadowContent) -> str:
-    """Return the headline: one or two words."""
+    """Return the headline of the page: one or two words."""
     return _TITLES[content.serving]
 
 
 def shadow_sentence(content: ShadowContent) -> str:
-    """Return which model serves users and why, with a capital first letter."""
+    """Return the reason for the current routing as a sentence."""
     return sentence_case(content.reason)
 
 
 def routing_sentence(content: ShadowContent) -> str:
-    """Return what the routing means for users."""
+    """Return a sentence that tells which server answers users now."""
     share = _percent(content.share)
     return {
         "promoted": "All requests are answered by the candidate."
@@ -60,7 +57,7 @@ def routing_sentence(content: ShadowContent) -> str:
 
 
 def evidence_text(log_e: float, confidence: float) -> str:
-    """Return the evidence with its threshold: '7.4, decided at 20'."""
+    """Return the evidence and the value at which it decides: '7.4, decided at 20'."""
     return f"{e_value(log_e)}, decided at {wording.plain(round(1 / (1 - confidence), 6))}"
 
 
@@ -74,12 +71,11 @@ def e_value(log_e: float) -> str:
 
 
 def power_of_ten(power: int) -> str:
-    """Return a power of ten as text: '10¹²'."""
     return f"10{str(power).translate(_SUPERSCRIPTS)}"
 
 
 def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each part of the state."""
+    """Yield name and value for each row of the table that describes the current state."""
     now = content.now
     if content.serving == "watch":
         action = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
@@ -102,7 +98,7 @@ def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
 
 
 def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
-    """Return the requests, the failure rate, and the median and 95 % quantile of first byte and whole answer."""
+    """Return the table cells for an arm: requests, failure rate, and quantiles of first byte and whole answer."""
     bounds = wording.interval(100 * arm.low, 100 * arm.high, 2)
     rate = f"{_percent(arm.rate, 2)} {bounds}" if arm.requests else wording.NONE
     values = [seconds for quantiles in (arm.first_byte, arm.seconds) for seconds in (quantiles or (None, None))[:2]]

@@ -44,10 +44,7 @@ NARROW = Drawing("narrow", 350, narrow=True)
 
 @dataclass(frozen=True)
 class Axis:
-    """Scores from ``low`` to ``high``, in the displayed unit.
-
-    Lower scores are drawn on the lower edge.
-    """
+    """Scores from ``low`` to ``high``, in the displayed unit. Lower scores are drawn on the lower edge."""
 
     low: float
     high: float
@@ -92,10 +89,7 @@ def ticks(axes: Axes, side: Literal["x", "y"], count: int, *, integer: bool = Fa
 
 
 def score_axis(content: SweepContent, objective: int) -> Axis:
-    """Return an axis that covers the better half of the scores and a little more.
-
-    Distant outliers would compress all other scores into a line.
-    """
+    """Return an axis that covers the better half of the scores and a little more. Outliers would compress the rest."""
     factor = content.objectives[objective].factor
     scores = sorted(factor * score_in(trial, objective) for trial in content.trials if state_of(trial) != "failed")
     if not scores:
@@ -116,10 +110,7 @@ def score_axis(content: SweepContent, objective: int) -> Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """One trial at its position.
-
-    ``beyond`` is 'v' if the score is below the picture and '<' if it is to the left of it.
-    """
+    """A trial at its position. ``beyond`` is 'v' if the score is below the plot and '<' if it is to the left of it."""
 
     x: float
     y: float
@@ -129,10 +120,7 @@ class Mark:
 
 
 def mark_trials(axes: Axes, marks: Iterable[Mark]) -> None:
-    """Draw the marks, with one call for all marks of the same style.
-
-    That keeps a plot of a thousand trials as fast as one of ten.
-    """
+    """Draw the marks, with one call for all marks of the same style so that a thousand trials are as fast as ten."""
     groups: dict[tuple[str, str, str, bool], list[Mark]] = {}
     for mark in marks:
         groups.setdefault((mark.trial.origin, state_of(mark.trial), mark.beyond, mark.strong), []).append(mark)
@@ -158,7 +146,7 @@ def mark_winner(axes: Axes, x: float, y: float) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """One entry of a legend."""
+    """An entry in a legend."""
 
     text: str
     style: tuple[tuple[str, Any], ...]
@@ -169,7 +157,7 @@ class Key:
 
 
 def trial_keys(content: SweepContent, trials: Sequence[Trial], objective: int, axis: Axis) -> list[Key]:
-    """Return legend entries for the kinds of marks that occur."""
+    """Return legend entries for the kinds of marks that occur in a plot."""
     keys = []
     sampler = SAMPLERS.get(content.sampler, content.sampler)
     factor = content.objectives[objective].factor
@@ -197,7 +185,7 @@ def winner_key(content: SweepContent) -> Key:
 
 
 def legend(figure: Figure, layout: Drawing, keys: Sequence[Key], left_margin: float, columns: int) -> None:
-    """Draw the legend above the plot, starting ``left`` pixels from the left."""
+    """Draw the legend above the plot, starting ``left_margin`` pixels from the left."""
     from matplotlib.lines import Line2D
 
     # Matplotlib fills columns first. Reorder the entries so that they run along the rows.

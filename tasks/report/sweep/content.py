@@ -1,6 +1,4 @@
-"""Define the content of a sweep's page as one frozen value.
-
-The flow builds it. The page, the plots and the terminal read it.
+"""Define the content of a sweep's page as one frozen value, for the page, the plots and the terminal.
 
 Scores are stored as the search uses them: more is better, log-likelihoods are in nats, accuracies are shares. Each
 objective defines the factor and the unit for display.
@@ -23,7 +21,7 @@ class _Part(BaseModel):
 
 
 class ReportedParameter(_Part):
-    """One free number or category of the search. Each trial's ``point`` holds its value."""
+    """A number or category that the search varies. Each trial's ``point`` holds its value."""
 
     name: str
     type: Literal["float", "log", "integer", "category"] = "float"
@@ -35,7 +33,7 @@ class ReportedParameter(_Part):
 
 
 class ReportedObjective(_Part):
-    """One objective of the search: a number that each trial has."""
+    """Quantity that the search maximizes. Each trial has one score for it."""
 
     title: str  # 'log-likelihood of the answers'
     terms: tuple[str, ...] = ()  # terms of the weighted mean: 'copy', 'reverse, twice'
@@ -44,7 +42,7 @@ class ReportedObjective(_Part):
 
 
 class ReportedSet(_Part):
-    """Split of one task's documents into search, confirmation and gate."""
+    """Number of one task's documents for search, confirmation and gate."""
 
     task: str
     search: int = Field(ge=0)
@@ -60,10 +58,7 @@ class HeldOut(_Part):
 
 
 class ReportedConfirmation(_Part):
-    """The single paired test of the winner against the best hand-written recipe.
-
-    It uses the confirmation documents.
-    """
+    """The single paired test of the winner against the best hand-written recipe, on the confirmation documents."""
 
     confirmed: bool
     gain: float  # mean paired difference, in the unit of the scores
@@ -77,7 +72,7 @@ class ReportedConfirmation(_Part):
 
 
 class ReportedRacing(_Part):
-    """Rule that drops hopeless candidates."""
+    """Rule that drops hopeless candidates before they are scored on all documents."""
 
     rule: Literal["paired", "halving", "none"]
     error: float | None = None  # chance of dropping a candidate that is not worse; None if not stated

@@ -1,7 +1,4 @@
-"""Convert a finished search and its confirmation to the content of the sweep's page.
-
-All functions are pure.
-"""
+"""Convert a finished search and its confirmation to the content of the sweep's page. All functions are pure."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ _PARTS = ("merge", "load", "score")  # parts of a trial, in order
 
 @dataclass(frozen=True)
 class SweepFacts:
-    """Facts about a sweep that are not part of its search.
+    """Facts about a sweep that its search does not record.
 
     Attributes:
         name: Name of the profile.
@@ -56,7 +53,7 @@ class SweepFacts:
         power: Gain that the confirmation can detect.
         sizes: Number of documents by set (``search``, ``confirmation``, ``gate``) and task.
         runner: Description of the runner: 'local, 2 workers'.
-        importances: Importance of each coordinate by name. They add up to 1.
+        importances: Importance of each parameter by name. They add up to 1.
         no_importances: Reason why there are no importances.
         reproduce: Shell commands that reproduce the sweep.
         versions: Names and versions of the libraries.
@@ -74,13 +71,7 @@ class SweepFacts:
 
 
 def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, facts: SweepFacts) -> SweepContent:
-    """Return the content of a sweep's page.
-
-    Args:
-        study: The finished search.
-        confirmation: Result of the confirmation, or the reason why there was nothing to confirm.
-        facts: Facts about the sweep that are not part of its search.
-    """
+    """Return the content of a sweep's page. ``facts`` adds what ``study`` does not record."""
     settings, ending, recipe, result = study.settings, [], "", None
     if study.stop_reason != "trials":
         tried = f"after {len(study.trials)} of {settings.budget.trials} trials"
@@ -123,7 +114,7 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
             )
             for coordinate in study.coordinates
         ),
-        # All terms are one objective in their common unit, or each is its own.
+        # All terms form one objective in their common unit, or each term is an objective.
         objectives=tuple(_objective((term,)) for term in terms) if several else (_objective(terms),),
         constraints=_constraints(study),
         trials=study.trials,
@@ -202,8 +193,8 @@ def _constraints(study: Study) -> tuple[str, ...]:
 def _held_out(study: Study, test: Confirmation) -> tuple[HeldOut, ...]:
     """Return the held-out scores of the winner and the reference.
 
-    They include the penalty that the search subtracted for the size of a change. Without it, search scores and held-out
-    scores would not be comparable.
+    They include the penalty that the search subtracted for the size of a change, so that they can be compared with the
+    search scores.
     """
     scores = {trial.number: trial.scores for trial in study.trials if trial.number in (test.winner, test.reference)}
     if study.objective.multi_objective:

@@ -13,10 +13,7 @@ from mergegate.tasks.report.sweep.score_plots import front_plot, history_plot
 
 
 def render_sweep(content: SweepContent) -> str:
-    """Return the page as text, without scripts or external resources.
-
-    Equal content gives equal text.
-    """
+    """Return the page of the sweep as HTML, without scripts or external resources. Equal content gives equal text."""
     from markupsafe import Markup
 
     def safe(plots: tuple[str, ...]) -> list[Markup]:

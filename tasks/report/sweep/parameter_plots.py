@@ -1,8 +1,8 @@
 """Plot the parameters of a search: scores against each value (slices), or the best candidates as lines (parallel).
 
 A slice shows one parameter while all others vary. A ridge means that the parameter matters, but a cloud does not mean
-that it does not matter. With many parameters, each is a row from its low to its high end, and the best candidates are
-lines through all rows. Rows are used instead of columns because names stay readable and phones are tall.
+that it is irrelevant. In the parallel plot, each parameter is a row from its low to its high end, and a candidate is a
+line through all rows. Rows keep the names readable and suit tall phones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHARACTER = 7.0  # width of a character in a choice's name, in pixels
 
 
 def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> float:
-    """Return the position of a value in its range, from 0 to 1, or NaN if it has none."""
+    """Return the position of a value in its range, from 0 to 1, or NaN if it is missing or not a choice."""
     if parameter.type == "category":
         # Compare types too, because True equals 1 in Python.
         choices: list[tuple[type, ParameterValue | None]] = [(type(choice), choice) for choice in parameter.among]
@@ -60,7 +60,7 @@ def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> floa
 
 
 def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Return the plots, wide and narrow.
+    """Return plots with one panel per parameter, wide and narrow.
 
     The result is empty if fewer than two trials have a score, or with more than ``MAX_SLICES`` parameters.
     """
@@ -149,7 +149,7 @@ def _draw_slice(
 
 
 def spoken_values(content: SweepContent) -> str:
-    """Return the text alternative for screen readers."""
+    """Return a text alternative to the plots for screen readers: start and winner of each parameter."""
     winner = trial_numbered(content, content.winner)
     sentences = [
         f"{parameter.name}: start {value_text(parameter.start)}, winner {value_text(winner.point.get(parameter.name))}."
@@ -172,7 +172,7 @@ _WINNER: dict[str, Any] = {"color": Ink.PASS.value, "linestyle": "none", "marker
 
 
 def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Return the plots, wide and narrow. The result is empty if fewer than two trials have a score."""
+    """Return plots with one line per candidate, wide and narrow. Empty if fewer than two trials have a score."""
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
     if len(scored) < 2:
         return ()
@@ -222,7 +222,7 @@ def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
 def _path(
     axes: Axes, content: SweepContent, point: Mapping[str, ParameterValue | None], below: float, **style: Any
 ) -> None:
-    """Draw one point through all rows. A category that is not among the choices leaves a gap."""
+    """Draw the line of one candidate through all rows. A category that is not among the choices leaves a gap."""
     positions = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
     axes.plot(positions, [index + below for index in range(len(positions))], clip_on=False, **style)
 

@@ -1,8 +1,8 @@
 """Plot the scores of a search: the best score so far over trials, and the Pareto front of several objectives.
 
-Each search counts its own candidates, so the sampler is compared with random search after the same number of
-candidates. The distance between the two steps is the benefit of the sampler. The hand-written recipes are levels. The
-front consists of the candidates that no other candidate beats in all objectives.
+The sampler is compared with random search after the same number of candidates, so each search counts its own. The
+distance between the two curves is the benefit of the sampler. Each hand-written recipe is a horizontal line. The front
+consists of the candidates that no other candidate beats in all objectives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _STAIRS: dict[str, dict[str, Any]] = {
 
 
 def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
-    """Return the plots, wide and narrow. The result is empty with fewer than two candidates."""
+    """Return plots of the best score so far over candidates, wide and narrow. Empty with fewer than two candidates."""
     runs = {origin: search_history(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()
@@ -130,8 +130,8 @@ def _draw_run(axes: Axes, run: SearchHistory, factor: float, objective: int, axi
 def _draw_levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, name_height: float) -> None:
     """Draw a line for each hand-written recipe, with its name on the right.
 
-    ``name_height`` is the height of the panel in pixels. It is 0 on a narrow page, where the legend holds the name of
-    the reference.
+    ``name_height`` is the height of the panel in pixels. It is 0 on a narrow page, where the legend names the
+    reference.
     """
     factor = content.objectives[objective].factor
     recipes = [recipe for recipe in by_origin(content.trials, HAND_WRITTEN) if state_of(recipe) != "failed"]
@@ -155,7 +155,6 @@ def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
 
 
 def _alt_text(content: SweepContent, objective: int, runs: dict[str, SearchHistory]) -> str:
-    """Return the text alternative for screen readers."""
     sentences = [f"Best {content.objectives[objective].title} so far over candidates."]
     names = {SAMPLER: SAMPLERS.get(content.sampler, content.sampler), BASELINE: "Random baseline"}
     for origin, run in runs.items():
@@ -171,11 +170,9 @@ def _alt_text(content: SweepContent, objective: int, runs: dict[str, SearchHisto
 
 
 def front_plot(content: SweepContent) -> tuple[str, ...]:
-    """Plot the first two objectives against each other, and mark the Pareto front.
+    """Plot the first two objectives against each other, wide and narrow, and mark the Pareto front.
 
-    Returns:
-        Two versions of the plot, one for wide and one for narrow screens. The result is empty if there is only one
-        objective or no front.
+    The result is empty with a single objective or without a front.
     """
     if len(content.objectives) < 2 or not content.front:
         return ()

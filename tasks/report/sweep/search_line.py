@@ -11,9 +11,7 @@ from mergegate.tasks.sweep import SearchProgress
 def search_line(progress: SearchProgress, width: int | None = None) -> str:
     """Return the line: ``trial 37 of 60 · best 98.1 (hand-written 92.5) · about 40 s left``.
 
-    Args:
-        progress: Progress of the search.
-        width: Largest number of characters. The least important parts are left out first. Default: no limit.
+    ``width`` is the largest number of characters. The least important parts are left out first. Default: no limit.
     """
     # Show both scores with two digits of their difference.
     scores = [math.nan if score is None else score for score in (progress.best, progress.hand_written)]
@@ -27,7 +25,7 @@ def search_line(progress: SearchProgress, width: int | None = None) -> str:
         parts.append(f"best {best}" + (f" (hand-written {hand_written})" if math.isfinite(scores[1]) else ""))
     seconds = progress.seconds_left
     if seconds is not None and progress.trials < progress.budget:
-        # The estimate has no false precision: one in hours has no seconds.
+        # Round the estimate, so that it shows no false precision.
         rough = f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
         left = f"{max(5, 5 * round(seconds / 5))} s" if seconds < 90 else rough
         if width is None or len(" · ".join([*parts, f"about {left} left"])) <= width:

@@ -20,7 +20,7 @@ HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"
 
 @dataclass(frozen=True)
 class RecipeRow:
-    """One recipe of the table, with its scores on the search documents and on held-out documents.
+    """A recipe in the table, with its scores on the search documents and on held-out documents.
 
     No trial of the search has seen the held-out documents. NaN means that a score is unknown.
     """
@@ -34,26 +34,20 @@ class RecipeRow:
 
     @property
     def optimism(self) -> float:
-        """Amount by which the search documents overestimate the recipe."""
+        """Excess of the score on the search documents over the score on held-out documents."""
         return self.search - self.held_out
 
 
 @dataclass(frozen=True)
 class SearchHistory:
-    """Candidates of one origin in order, with their scores and the best score so far.
-
-    The best score is NaN before the first score.
-    """
+    """Candidates of one origin in order, with the best score after each of them. NaN before the first score."""
 
     trials: tuple[Trial, ...]
     best: tuple[float, ...]
 
 
 def state_of(trial: Trial) -> TrialState:
-    """Return the state of a trial.
-
-    Only a trial that was scored on all documents (``asked``) and satisfies the constraints can win.
-    """
+    """Return the state of a trial. Only trials in state ``asked``, scored on all documents, can win."""
     if trial.problem or not trial.scores or not all(math.isfinite(score) for score in trial.scores):
         return "failed"
     if trial.violation > 0:
@@ -71,7 +65,7 @@ def by_origin(trials: Sequence[Trial], origin: str) -> tuple[Trial, ...]:
 
 
 def search_history(trials: Sequence[Trial], objective: int) -> SearchHistory:
-    """Return the history of a search: its trials and the best score after each of them."""
+    """Return the trials with the best score after each of them."""
     best, current = [], math.nan
     for trial in trials:
         score = score_in(trial, objective)
@@ -86,7 +80,7 @@ def trial_numbered(content: SweepContent, number: int | None) -> Trial | None:
 
 
 def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
-    """Return the hand-written recipes in order, then the best trial of the random baseline, then the winner."""
+    """Return rows for the hand-written recipes in order, the best trial of the random baseline, and the winner."""
     held_out = {item.trial: item.scores[objective] for item in content.held_out if len(item.scores) > objective}
 
     def row(trial: Trial, label: str, detail: str, role: RecipeRole) -> RecipeRow:
@@ -110,22 +104,21 @@ def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
 
 
 def documents_used(trials: Sequence[Trial]) -> float:
-    """Return the share of the search documents that candidates were scored on.
+    """Return the share of the search documents that candidates were scored on, on average. NaN without candidates.
 
-    1 means that all candidates were scored on all documents. The result is NaN without candidates. Hand-written recipes
-    are not counted, because they are always scored on all documents. Failed trials are not counted either.
+    Hand-written recipes are not counted, because they are always scored on all documents. Failed trials are not counted
+    either.
     """
     shares = [trial.documents for trial in trials if trial.origin != HAND_WRITTEN and state_of(trial) != "failed"]
     return sum(shares) / len(shares) if shares else math.nan
 
 
 def decimals_for(content: SweepContent, objective: int) -> int:
-    """Return the number of decimals that distinguishes this sweep's recipes, in the unit of the objective.
+    """Return the number of decimals that distinguishes this sweep's recipes, in the unit of the objective. At least 1.
 
-    The numbers show two digits of the gain or of half its interval, if that is larger. Decimals are added until neither
-    the gain nor an end of its interval is rounded to zero, so that each stays on its side of zero. There is at least
-    one decimal. Without a confirmation, the numbers show two digits of the best score or of its distance to the next
-    score, if that is smaller.
+    With a confirmation, the numbers show two digits of the gain, or of half its interval if that is larger, and enough
+    decimals that neither the gain nor an end of its interval is rounded to zero. Without one, they show two digits of
+    the best score, or of its distance to the next score if that is smaller.
     """
     shown, test = content.objectives[objective], content.confirmation
     max_decimals = 3 if shown.factor == 100 else 6

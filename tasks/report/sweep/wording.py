@@ -55,10 +55,7 @@ def sweep_title(content: SweepContent) -> str:
 
 
 def sweep_sentence(content: SweepContent) -> str:
-    """Return the reason for the outcome, with the numbers of the confirmation test.
-
-    The gain has its interval: '0.0021 nats a token [0.0016, 0.0026]'.
-    """
+    """Return the reason for the outcome, with gain and interval: '0.0021 nats a token [0.0016, 0.0026]'."""
     test = content.confirmation
     # Hand-written recipes are not candidates.
     candidates = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
@@ -72,7 +69,7 @@ def sweep_sentence(content: SweepContent) -> str:
         reference += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
     shown, decimals = content.objectives[test.objective], decimals_for(content, test.objective)
-    # The sentence about a loss without a note already says "worse", so the loss has flipped signs.
+    # The sentence about a loss without a note already says "worse", so it shows the loss as a positive number.
     factor = -shown.factor if test.gain < 0 and not test.note else shown.factor
     low, high = sorted((factor * test.low, factor * test.high))
     parts = (number(factor * test.gain, decimals), shown.unit, interval(low, high, decimals))
@@ -97,7 +94,7 @@ def sweep_sentence(content: SweepContent) -> str:
 
 
 def sweep_consequence(content: SweepContent) -> str:
-    """Return the sentence that says what happens after the sweep."""
+    """Return a sentence that tells the reader what follows from the outcome."""
     if not content.finished:
         return "It goes on where it was when it is started again: nothing is scored twice."
     if sweep_outcome(content) == "pass":
@@ -106,7 +103,7 @@ def sweep_consequence(content: SweepContent) -> str:
 
 
 def winner_word(content: SweepContent) -> str:
-    """Return the word for the best trial. It is called the winner only after the search has finished."""
+    """Return ``winner``, or ``best so far`` if the search has not finished."""
     return "winner" if content.finished else "best so far"
 
 
@@ -116,7 +113,7 @@ def level_text(test: ReportedConfirmation) -> str:
 
 
 def p_text(p: float) -> str:
-    """Return the p-value: 'p = 0.42', 'p = 0.003', or with an exponent if it is smaller than 0.001."""
+    """Return the p-value as text: 'p = 0.42', 'p = 0.003', or with an exponent if it is smaller than 0.001."""
     if p <= 1e-6:  # no test is exact for such small values
         return f"p < 1e{MINUS}6"
     if p < 0.001:
@@ -126,15 +123,10 @@ def p_text(p: float) -> str:
 
 
 def score_text(content: SweepContent, objective: int, score: float) -> str:
-    """Return a score as text, in the unit in which the report shows its objective.
+    """Return a score as text, in the unit in which the report shows its objective, without the name of the unit.
 
-    The text has enough decimals to distinguish the recipes of this sweep. It does not contain the name of the unit. A
-    score that is NaN or infinite becomes a placeholder.
-
-    Args:
-        content: Content of the report.
-        objective: Index of the objective.
-        score: Score in the unit in which it was measured.
+    The text has enough decimals to distinguish the recipes of this sweep. A score that is NaN or infinite becomes a
+    placeholder. ``objective`` is an index, and ``score`` is in the unit of the search.
     """
     if not math.isfinite(score):
         return NONE
@@ -161,7 +153,7 @@ def value_text(value: ParameterValue | None) -> str:
 
 
 def range_text(parameter: ReportedParameter) -> str:
-    """Return the values that a parameter can have: 'from 0.05 to 1', 'ties, dare_ties'."""
+    """Return the range of a parameter as text: 'from 0.05 to 1', 'ties, dare_ties'."""
     if parameter.type == "category":
         return ", ".join(value_text(choice) for choice in parameter.among)
     kind = {"log": ", by its logarithm", "integer": ", whole numbers"}.get(parameter.type, "")
@@ -180,7 +172,7 @@ def sentence_case(text: str) -> str:
 
 
 def search_text(content: SweepContent) -> str:
-    """Return how candidates were proposed and where they were scored."""
+    """Return a sentence about the sampler, its seed and the runner."""
     size = f", {content.population} candidates a generation" if content.population else ""
     return (
         f"{sentence_case(SAMPLERS.get(content.sampler, content.sampler))}{size}, seed {content.seed}; {content.runner}."
@@ -188,7 +180,7 @@ def search_text(content: SweepContent) -> str:
 
 
 def optimism_sentence(content: SweepContent, objective: int) -> str:
-    """Return how much of the winner's lead over the reference was luck with the search documents.
+    """Return a sentence about how much of the winner's lead over the reference was luck with the search documents.
 
     The result is empty if the winner or the reference lacks a score on either set, or if they are the same trial.
     """
@@ -213,7 +205,7 @@ def optimism_sentence(content: SweepContent, objective: int) -> str:
 
 
 def counts_sentence(content: SweepContent) -> str:
-    """Return the number of trials by origin, and how many were dropped, infeasible or failed."""
+    """Return a sentence with the number of trials by origin, and how many were dropped, infeasible or failed."""
     parts = []
     for origin, words in (
         (HAND_WRITTEN, "hand-written"),
@@ -242,7 +234,7 @@ def counts_sentence(content: SweepContent) -> str:
 
 
 def racing_sentence(content: SweepContent) -> str:
-    """Return how many documents racing saved by dropping hopeless candidates, and at which risk."""
+    """Return a sentence about how many documents racing saved by dropping hopeless candidates, and at what risk."""
     racing, used = content.racing, documents_used(content.trials)
     if racing.rule == "none":
         return "Every candidate was asked all search documents."
@@ -262,7 +254,7 @@ def racing_sentence(content: SweepContent) -> str:
 
 
 def search_effort(content: SweepContent) -> str:
-    """Return the effort: '62 trials in 10.1 s for 0.0034 · 73 % of the documents asked · 4 without a score'."""
+    """Return the trials, time, cost and failures: '62 trials in 10.1 s for 0.0034 · 4 without a score'."""
     spent, used = content.budget, documents_used(content.trials)
     cost = "" if spent.spent_cost is None else f" for {money(spent.spent_cost)}"
     failed = sum(state_of(trial) == "failed" for trial in content.trials)
@@ -275,7 +267,7 @@ def search_effort(content: SweepContent) -> str:
 
 
 def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
-    """Return each reason why trials have no score, with the trials that it affects.
+    """Return each reason why trials have no score, as a pair of the affected trials and the reason.
 
     The trials are 'trial 3', 'trials 3, 7 and 12', or 'trials 3, 7, 12 and 9 more'.
     """
@@ -294,10 +286,7 @@ def problem_rows(content: SweepContent) -> tuple[tuple[str, str], ...]:
 
 
 def budget_rows(budget: ReportedBudget, trial_count: int) -> tuple[tuple[str, str, str, float | None], ...]:
-    """Return the spent part of the budget as rows: name, spent amount, budget, and share in [0, 1].
-
-    The share is None if the budget is unlimited.
-    """
+    """Return the budget as rows: name, spent amount, budget, and spent share in [0, 1] or None without a limit."""
     first_row = [("Trials", f"{trial_count:,}", f"{budget.trials:,}", min(1.0, trial_count / budget.trials))]
     hours = None if budget.hours is None else format_duration(3600 * budget.hours)
     share = None if budget.hours is None else min(1.0, budget.spent_hours / budget.hours)
@@ -313,10 +302,7 @@ def budget_rows(budget: ReportedBudget, trial_count: int) -> tuple[tuple[str, st
 
 
 def money(amount: float) -> str:
-    """Format an amount in the profile's currency.
-
-    It has two decimals, or more if it is less than 0.01.
-    """
+    """Format an amount in the profile's currency, with two decimals, or more if it is less than 0.01."""
     return f"{amount:,.2f}" if amount >= 0.01 or amount == 0 else f"{amount:.2g}"
 
 
@@ -326,10 +312,7 @@ def _trial_count(content: SweepContent) -> str:
 
 
 def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
-    """Return one row per recipe: its search score, its held-out score and the difference.
-
-    No trial of the search has seen the held-out documents. The winner's row has the outcome of the sweep.
-    """
+    """Return one row per recipe: search score, held-out score and difference. The winner's row has the outcome."""
     unit = content.objectives[objective].unit
     title = content.objectives[objective].title
     rows = []

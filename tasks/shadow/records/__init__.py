@@ -1,4 +1,4 @@
-"""Store requests and answers in SQLite or PostgreSQL, with a schema that is managed by ``migrations``."""
+"""Store requests and answers in SQLite or PostgreSQL. ``migrations`` manages the schema."""
 
 from mergegate.tasks.shadow.records.table import Records, open_records
 

@@ -1,8 +1,9 @@
 """Read and write the table of requests and answers, in SQLite or PostgreSQL.
 
-A row is one request at one arm. An ``answer`` reached the user, a ``copy`` did not. All rows of one user request share
-an ``exchange``: an answer and its copy (a pair to be judged), or a failure of the candidate and the parent's answer
-that replaced it. An existing gateway may write these rows directly. ``docs/shadow.md`` describes the columns.
+A row is one request at one arm. The user received an ``answer``; a ``copy`` was only recorded. All rows for one user
+request share an ``exchange``: an answer and its copy (a pair to be judged), or a failure of the candidate and the
+parent's answer that replaced it. An existing gateway may write these rows directly. ``docs/shadow.md`` describes the
+columns.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ TALLIES = sa.Table(
 
 
 class Records:
-    """Open database of records: a context manager that only one thread may use at a time."""
+    """Open database of records. A context manager, for one thread at a time."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -73,12 +74,10 @@ class Records:
     def write(self, batch: Sequence[ShadowRecord], tallies: Mapping[tuple[str, str], int] | None = None) -> None:
         """Add rows and counts in one transaction.
 
-        Args:
-            batch: Records to add. Records that are already stored are skipped.
-            tallies: Increments, by candidate and name of the count.
+        Records that are already stored are skipped. ``tallies`` holds increments by candidate and name of the count.
 
         Raises:
-            sqlalchemy.exc.SQLAlchemyError: If the database rejects them.
+            sqlalchemy.exc.SQLAlchemyError: The database rejected the transaction.
         """
         with self._engine.begin() as connection:
             if batch:  # A batch is repeated if its commit was not confirmed.
@@ -92,12 +91,7 @@ class Records:
                     connection.execute(sa.insert(TALLIES), {"candidate": candidate, "what": name, "count": count})
 
     def pairs(self, candidate: str, since: float | None = None) -> Iterator[RecordedPair]:
-        """Yield the requests that were recorded at both arms, including failed ones, in order of time.
-
-        Args:
-            candidate: Version of the candidate.
-            since: Unix time. Older requests are skipped. Default: all requests.
-        """
+        """Yield the requests since a Unix time with records at both arms, even failed ones, in order of time."""
         parent, copy = RECORDS.alias("parent"), RECORDS.alias("copy")
         query = (
             sa.select(parent, copy)
@@ -123,25 +117,24 @@ class Records:
                 )
 
     def arms(self, candidate: str, since: float | None = None) -> list[ArmRow]:
-        """Return the outcome of every request at both arms, in the order in which the requests started."""
+        """Return the outcome of every request at each arm, ordered by the start of the request."""
         columns = [RECORDS.c[name] for name in ArmRow._fields]
         query = sa.select(*columns).where(RECORDS.c.candidate == candidate, RECORDS.c.at >= (since or 0.0))
         with self._engine.connect() as connection:
             return [ArmRow(*row) for row in connection.execute(query.order_by(RECORDS.c.at, RECORDS.c.id))]
 
     def counts(self, candidate: str) -> Mapping[str, int]:
-        """Return the counts of a candidate's traffic, such as ``requests``, ``copies left out`` or ``not recorded``."""
+        """Return the counters for a candidate's traffic: ``requests``, ``copies left out``, ``not recorded``, etc."""
         query = sa.select(TALLIES.c.what, TALLIES.c.count).where(TALLIES.c.candidate == candidate)
         with self._engine.connect() as connection:
             return {row[0]: row[1] for row in connection.execute(query.order_by(TALLIES.c.what))}
 
     def purge(self, before: float) -> int:
-        """Delete the rows that are older than a Unix time, and return their number."""
+        """Delete the records of requests before a Unix time, and return their number."""
         with self._engine.begin() as connection:
             return connection.execute(sa.delete(RECORDS).where(RECORDS.c.at < before)).rowcount
 
     def close(self) -> None:
-        """Close all connections."""
         self._engine.dispose()
 
 
@@ -151,8 +144,8 @@ def open_records(url: str) -> Records:
     A SQLite file is in WAL mode, so that readers and the proxy can work concurrently.
 
     Raises:
-        InvalidInput: If the driver for the URL is not installed.
-        sqlalchemy.exc.SQLAlchemyError: If the database is not available or its schema cannot be changed.
+        InvalidInput: The driver for the URL is not installed.
+        sqlalchemy.exc.SQLAlchemyError: The database is not available or its schema cannot be changed.
     """
     from alembic import command
     from alembic.config import Config

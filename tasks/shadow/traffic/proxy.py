@@ -60,13 +60,7 @@ class _BrokenAnswer(Exception):  # not a failure of the proxy: raised to abort t
 
 
 class ShadowProxy:
-    """Proxy for all user requests.
-
-    Args:
-        settings: Servers and limits.
-        routing: Current routing of the requests.
-        recorder: Recorder of requests and answers.
-    """
+    """ASGI application that forwards user requests to the parent or the candidate."""
 
     def __init__(self, settings: ShadowSettings, routing: FollowedRouting, recorder: Recorder) -> None:
         self._settings, self._routing, self._recorder = settings, routing, recorder
@@ -105,7 +99,7 @@ class ShadowProxy:
             await server.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Answer one HTTP request through one of the servers."""
         if scope["type"] != "http":
             return
         if self._in_flight >= self._settings.max_requests:

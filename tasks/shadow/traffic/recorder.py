@@ -31,11 +31,11 @@ _DAY_S = 86400.0
 
 
 class Recorder:
-    """Background writer of records. ``put`` and ``count`` return immediately, regardless of the database.
+    """Background writer of records. ``enqueue`` and ``count`` never wait for the database.
 
     Args:
         connect: Function that opens the database. It is called again after a failure.
-        redaction: Redaction of bodies, paths and request IDs.
+        redaction: Redaction for bodies, paths and request IDs.
         queue_size: Largest number of records in the queue.
         max_body_bytes: Largest size of a stored body, in bytes. Longer bodies are not stored.
         retention_days: Days after which records are deleted.
@@ -63,7 +63,7 @@ class Recorder:
         self._thread.start()
 
     def enqueue(self, record: ShadowRecord) -> None:
-        """Add a record to the queue, or count it as not recorded if the queue is full."""
+        """Add a record to the queue. If the queue is full, count the record as not recorded."""
         size = len(record.request) + len(record.response)
         with self._lock:
             fits = self._bytes + size <= _MAX_QUEUE_BYTES
@@ -78,13 +78,13 @@ class Recorder:
         self.count(record.candidate, "not recorded: queue full")
 
     def count(self, candidate: str, name: str) -> None:
-        """Increase a count, which is also written to the database."""
+        """Increase a counter, which is also written to the database."""
         with self._lock:
             self._totals[name] += 1
             self._increments[candidate, name] += 1
 
     def counts(self) -> dict[str, int]:
-        """Return the counts since the start of the process, and the number of records in the queue."""
+        """Return the counters since the start of the process, and the number of records in the queue."""
         with self._lock:
             return {**self._totals, "waiting for the database": self._queue.qsize()}
 

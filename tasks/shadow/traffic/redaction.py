@@ -1,6 +1,6 @@
 """Redact bodies before they are stored, with regular expressions and an optional function of the user.
 
-In JSON, a secret may contain escaped characters, and in a stream it may be split over many events. mergegate therefore
+In JSON, a secret may contain escaped characters, and in a stream it may be split over many events. So mergegate
 decodes the JSON, joins the pieces of each text in a stream, redacts the texts and encodes the result again. If a joined
 text changes, its first piece receives the new text and its other pieces become empty.
 """
@@ -21,28 +21,22 @@ _TextPath: TypeAlias = tuple[str, ...]  # path of a text in a JSON document
 
 
 class Redaction:
-    """Redaction of texts and bodies.
-
-    Args:
-        patterns: Regular expressions. Each match is replaced by ``MARK``.
-        function: Function from text to text that is applied after the patterns.
-    """
+    """Rules that redact text: each match of a pattern is replaced by ``MARK``, then ``function`` changes the result."""
 
     def __init__(self, patterns: Sequence[str], function: Callable[[str], str] | None = None) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]
         self._function = function
 
     def text(self, text: str) -> str:
-        """Return the redacted text."""
         for pattern in self._patterns:
             text = pattern.sub(MARK, text)
         return self._function(text) if self._function and text else text
 
     def body(self, body: bytes) -> bytes:
-        """Return the redacted form of a body, which is JSON or a stream of JSON events.
+        """Return ``body``, redacted. It must be JSON or a stream of JSON events.
 
         Raises:
-            ValueError: If the body has another format, so its content is unknown, or if the function failed.
+            ValueError: ``body`` has another format, so its content is unknown, or the function failed.
         """
         if not body or not (self._patterns or self._function):
             return body
@@ -83,14 +77,10 @@ class Redaction:
 
 
 def open_redaction(patterns: Sequence[str], function_path: str | None) -> Redaction:
-    """Create the redaction of a profile.
-
-    Args:
-        patterns: Regular expressions.
-        function_path: Function to apply after the patterns, as ``package.module:function``, or None.
+    """Create the redaction for a profile. ``function_path`` has the form ``package.module:function``.
 
     Raises:
-        InvalidInput: If the function does not exist.
+        InvalidInput: The function cannot be imported or is not callable.
     """
     if function_path is None:
         return Redaction(patterns)

@@ -36,7 +36,7 @@ class Traffic:
         session: Value of the session header.
         path: Path of all requests.
         body: Body of the first request.
-        turns: Further messages of the user. Each becomes a request that includes the answers so far.
+        turns: Further messages from the user. Each becomes a request that includes the answers so far.
     """
 
     session: str
@@ -47,31 +47,21 @@ class Traffic:
 
 @dataclass
 class ReplayResult:
-    """Result of a replay.
-
-    Attributes:
-        statuses: Number of requests by HTTP status or error type.
-        seconds: Duration of the replay.
-    """
+    """Duration of a replay in seconds, and number of requests by HTTP status or error type."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     @property
     def request_count(self) -> int:
-        """Number of requests sent."""
         return sum(self.statuses.values())
 
 
 def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
-    """Read the traffic in a file.
-
-    Args:
-        file: JSON Lines file in the formats described above.
-        model: Model name for requests that do not specify one.
+    """Read a JSON Lines file in the formats of the module docstring. ``model`` is the default model name for requests.
 
     Raises:
-        InvalidInput: If a line has an unknown format or the file contains no request.
+        InvalidInput: A line has an unknown format, or the file contains no request.
     """
     traffic = []
     for number, text in enumerate(read_plain(file, MAX_DATA_BYTES).splitlines(), start=1):
@@ -98,7 +88,7 @@ def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How traffic is replayed.
+    """Settings of a replay.
 
     Attributes:
         header: Name of the session header.
@@ -116,7 +106,7 @@ class ReplaySettings:
 
 
 async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
-    """Send the traffic of users to a proxy or server at ``url`` (without ``/v1``), and count the responses."""
+    """Send the requests of all users to a proxy or server at ``url`` (without ``/v1``), and count the responses."""
     import httpx
 
     result, slots, started = ReplayResult(), asyncio.Semaphore(settings.concurrency), time.perf_counter()
@@ -138,7 +128,7 @@ async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings)
                 if not answer.is_success:
                     return
                 if user.turns:
-                    text = ""  # of a stream, which the replay does not parse
+                    text = ""  # the replay does not parse streamed answers
                     with suppress(ValueError, KeyError, IndexError, TypeError):
                         text = str(answer.json()["choices"][0]["message"]["content"])
                     body = {**body, "messages": [*body["messages"], {"role": "assistant", "content": text}]}

@@ -1,4 +1,4 @@
-"""Read a request of a client, identify its session, and decide whether a second server may get a copy.
+"""Read a client's request, identify its session, and decide whether a second server may get a copy.
 
 Only requests on an allowlist are copied, because the effects of other requests are unknown.
 """
@@ -29,7 +29,7 @@ _EFFECTS = ("store", "previous_response_id", "conversation", "container", "backg
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """Request that the proxy forwards and records.
+    """A request that the proxy forwards and records.
 
     Attributes:
         scope: ASGI scope of the request.
@@ -37,7 +37,7 @@ class ProxiedRequest:
         body: Complete body of a generation request, or an iterator over the body of any other request.
         document: Parsed body, if it is a JSON object.
         key: Key of the session that the request belongs to.
-        request_id: Request ID sent by the client, otherwise generated.
+        request_id: Request ID sent by the client, or else generated.
         exchange: Generated ID that all records of this request share.
         at: Time of arrival, as Unix time.
     """
@@ -53,7 +53,6 @@ class ProxiedRequest:
 
     @property
     def method(self) -> str:
-        """HTTP method."""
         return str(self.scope["method"])
 
     @property
@@ -63,7 +62,7 @@ class ProxiedRequest:
 
     @property
     def is_generation(self) -> bool:
-        """Whether the request asks a model for text. Other requests are neither recorded nor compared."""
+        """Whether the request prompts a model for text. Other requests are neither recorded nor compared."""
         return is_generation(self.method, self.path)
 
 
@@ -98,7 +97,7 @@ class ArmAnswer:
     def add(self, piece: bytes, limit: int) -> None:
         """Add a piece of the body.
 
-        If the body is longer than ``limit`` bytes, one additional byte is stored, which marks it as too long.
+        A body longer than ``limit`` bytes is cut to ``limit + 1`` bytes, which marks it as too long.
         """
         if self.first_byte is None:
             self.first_byte = self.elapsed_seconds()
@@ -106,15 +105,15 @@ class ArmAnswer:
 
 
 def is_generation(method: str, path: str) -> bool:
-    """Return whether a request only generates text, judging by its method and path."""
+    """Return whether a request with this method and path prompts a model for text."""
     return method == "POST" and path.rstrip("/").endswith(_GENERATION_PATHS)
 
 
 def may_be_copied(method: str, path: str, body: Mapping[str, Any] | None) -> bool:
-    """Return whether the same request may be sent to a second server.
+    """Return whether a copy of the request may be sent to a second server.
 
-    Tools of type ``function`` run at the client and therefore only once. All other tools run at the server, so requests
-    with such tools are not copied.
+    Tools of type ``function`` run at the client, which never sees the copy's answer. All other tools run at the server,
+    so requests with such tools are not copied.
     """
     if not is_generation(method, path) or body is None:
         return False
@@ -130,12 +129,7 @@ def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, head
     """Return the key of the session that a request belongs to.
 
     The first available source wins: the session header, the ``user`` field of the body, the token, the client address.
-
-    Args:
-        headers: Headers by lower-case name.
-        body: JSON body of the request, if it has one.
-        header: Name of the session header.
-        client: Address of the client.
+    ``headers`` has lower-case names, and ``header`` is the name of the session header.
     """
     if session := headers.get(header.lower()):
         return f"session {session}"
@@ -147,18 +141,12 @@ def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, head
 
 
 def session_hash(key: str, salt: str) -> str:
-    """Return the recorded form of a session key: a hash that only shows which requests belong together."""
+    """Return the form of a session key for records: a hash that only shows which requests belong together."""
     return hashlib.blake2b(f"kept:{salt}:{key}".encode(), digest_size=12).hexdigest()
 
 
 async def read_request(scope: Scope, receive: Receive, session_header: str) -> ProxiedRequest | None:
-    """Read a request. Return None if its body is too long to hold in memory.
-
-    Args:
-        scope: ASGI scope of the request.
-        receive: ASGI function that receives the body.
-        session_header: Name of the session header.
-    """
+    """Read a request, or return None if its body is too long to hold in memory."""
     by_name = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     headers = [pair for pair in end_to_end_headers(scope["headers"]) if pair[0] != ID_HEADER]
     body: bytes | AsyncIterator[bytes] = b""
@@ -184,7 +172,6 @@ async def read_request(scope: Scope, receive: Receive, session_header: str) -> P
 
 
 async def _body_pieces(receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body as they arrive."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":

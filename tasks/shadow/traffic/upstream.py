@@ -28,13 +28,10 @@ _API = "/v1"
 class Upstream:
     """Client of one server with its own connections, so that a server that hangs does not block the other one.
 
-    Args:
-        server: URL, model name and key of the server.
-        timeout: Longest time without a byte, in seconds.
-        connect: Timeout for opening a connection, in seconds.
+    ``timeout`` is the longest time without a byte, ``connect`` the timeout for opening a connection, both in seconds.
 
     Raises:
-        InvalidInput: If the environment variable of the API key is not set.
+        InvalidInput: The environment variable for the API key is not set.
     """
 
     def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
@@ -58,15 +55,11 @@ class Upstream:
     async def send(self, method: str, path: bytes, query: bytes, headers: Headers, body: bytes | Any) -> httpx.Response:
         """Send a request and return the response before its body has been read.
 
-        Args:
-            method: HTTP method.
-            path: Path as the client sent it. ``/v1`` is replaced by the path of the server's URL.
-            query: Query string.
-            headers: Headers of the client.
-            body: Bytes, or an asynchronous iterator of bytes.
+        In ``path``, which is the client's, ``/v1`` is replaced by the path of the server's URL. ``body`` is bytes or an
+        asynchronous iterator of bytes.
 
         Raises:
-            httpx.HTTPError: If the server does not respond.
+            httpx.HTTPError: The server does not respond.
         """
         request_path = path.decode("latin-1")
         if request_path == _API or request_path.startswith(f"{_API}/"):
@@ -82,7 +75,6 @@ class Upstream:
         return await self._client.send(request, stream=True)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
 

@@ -1,1 +1,1 @@
-"""Migrate the tables of the shadow records. Alembic applies each missing migration, one file per schema change."""
+"""Migrate the tables of the shadow records with Alembic, one file per schema change."""

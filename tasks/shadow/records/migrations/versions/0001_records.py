@@ -10,7 +10,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Create the tables of records and of counts."""
+    """Create the tables for records and for counts."""
     op.create_table(
         "shadow_record",
         sa.Column("id", sa.Integer, primary_key=True),
