@@ -59,8 +59,9 @@ def shadow_serve_command(
 def run_proxy(profile: Profile, candidate: str | None, console: Console, *, reset: bool = False) -> None:
     """Answer requests until the process is stopped.
 
-    ``candidate`` is the version to watch. Default: the current release at the target, or if that is unknown, the
-    version watched last. With ``reset``, it is watched from now on, even if there was a decision before.
+    ``candidate`` is the version to test. Default: the current release at the target or, if that is unknown, the version
+    of the last test. With ``reset``, the test starts again even if the version was already promoted, rolled back or
+    killed.
 
     Raises:
         InvalidInput: The profile has no section ``shadow``, a key is not set, or the address is in use.

@@ -1,8 +1,6 @@
-"""``mergegate status``: show active runs, schedules, the last result of each profile and the size of the store.
+"""``mergegate status``, ``open`` and ``explain``: show the project's state, a report, or the reasons of a past run.
 
-It needs no server.
-
-``mergegate open`` shows a report. ``mergegate explain`` explains the decision of a past run.
+None of them needs a server.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def trigger_command(
 def _find_target(
     name: str, schedules: Schedules | None, deployment_names: tuple[str, ...]
 ) -> tuple[str, dict[str, str]]:
-    """Return the full name of the deployment, and parameters that replace its own.
+    """Return the full name of the deployment to run, and parameters that replace its own.
 
-    ``release/release`` runs a file that is not deployed.
+    A file without a deployment of its own runs in ``release/release``.
     """
     if name in deployment_names:
         return name, {}
@@ -106,7 +106,7 @@ def _find_target(
 
 
 class _StatePrinter:
-    """Prints each state of a run once, and a hint if no worker takes it."""
+    """Prints each state of a run once, and a hint if no worker starts it."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._printed = console, {""}
