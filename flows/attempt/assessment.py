@@ -132,9 +132,9 @@ def assess_merge(
 class _InterimLook(NamedTuple):
     """One interim look.
 
-    ``models`` ends with the merge. A release among them is scored only if a guard compares with it. ``documents`` is the
-    number of documents of each task that are evaluated when the look ends. ``is_lost`` tells whether the guards of a
-    task can no longer pass, given the current scores.
+    ``models`` ends with the merge. A release among them is scored only if a guard compares with it. ``documents`` is
+    the number of documents of each task that are evaluated when the look ends. ``is_lost`` tells whether the guards of
+    a task can no longer pass, given the current scores.
     """
 
     models: Sequence[Model]

@@ -35,8 +35,8 @@ _DIGITS = 16  # digits of a digest in the history
 class JudgedMerge:
     """A merge that has passed so far, with everything that the next judgment may need.
 
-    ``model`` is a directory that any library can load. If the merge is an adapter, ``adapted`` contains its base and the
-    adapter.
+    ``model`` is a directory that any library can load. If the merge is an adapter, ``adapted`` contains its base and
+    the adapter.
     """
 
     profile: Profile

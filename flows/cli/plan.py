@@ -240,9 +240,9 @@ def forecast_of(
 def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
     """Return the rates of this machine: stored ones from the last hour, or new measurements.
 
-    A measurement reads ``inputs``, local weight files, and writes to ``directory``, on the disk of the result. ``probe``
-    tells whether to measure always (True), never (False), or only without stored rates (None). If nothing is stored or
-    measured, return None.
+    A measurement reads ``inputs``, local weight files, and writes to ``directory``, on the disk of the result.
+    ``probe`` tells whether to measure always (True), never (False), or only without stored rates (None). If nothing is
+    stored or measured, return None.
     """
     from mergegate.merge_core.engine.forecast import (
         load_rates,

@@ -37,8 +37,8 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePl
 class ClearedRecipe:
     """A recipe that may be merged, with its parents, their headers (``opened``), the plan and warnings (``findings``).
 
-    ``identities`` identifies the parents' files as they were before mergegate opened them. It is empty if a parent is on
-    the Hub. ``texts`` identifies the files with calibration texts.
+    ``identities`` identifies the parents' files as they were before mergegate opened them. It is empty if a parent is
+    on the Hub. ``texts`` identifies the files with calibration texts.
     """
 
     recipe: Recipe

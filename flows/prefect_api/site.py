@@ -52,8 +52,8 @@ class Site:
     """Location of a project's server.
 
     Profile paths are relative to ``root``, the project's directory. ``home`` is its state directory. Browsers and
-    clients use the same ``address``, for example ``http://127.0.0.1:4200``. ``secret`` is ``user:password``, or empty if
-    the server does not require a password.
+    clients use the same ``address``, for example ``http://127.0.0.1:4200``. ``secret`` is ``user:password``. It is empty
+    if the server does not require a password.
     """
 
     root: Path

@@ -21,8 +21,8 @@ QUESTION = "publish-"
 class WaitingRun:
     """A run that waits for approval of ``version``.
 
-    ``profile`` comes from the name of the deployment. It is empty if the deployment no longer exists. ``summary`` is the
-    evidence on the run's page, as Markdown.
+    ``profile`` comes from the name of the deployment. It is empty if the deployment no longer exists. ``summary`` is
+    the evidence on the run's page, as Markdown.
     """
 
     id: UUID
