@@ -157,7 +157,7 @@ class Preflight:
     """Result of a preflight, the input of a release.
 
     ``cleared`` contains the recipe and its remedies. If problems are collected, candidates that could not be checked
-    completely are missing. ``evidence`` is what the merge will be measured on, or None if that has problems.
+    completely are missing. ``evidence`` is what the merge will be measured on. It is None if a task or text is invalid.
     """
 
     cleared: tuple[ClearedCandidate, ...]

@@ -62,7 +62,7 @@ def shadow(
 
 
 def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunOutcome:
-    """Run one interim look and return its outcome. If the profile requires approval, it comes before a promotion.
+    """Run one interim look and return its outcome. If the profile requires approval, ask before a promotion.
 
     A check that refuses raises its error. If the candidate is rolled back, the outcome contains the page.
     """

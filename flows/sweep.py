@@ -50,7 +50,7 @@ def sweep(profile: Path | Profile, release: bool = True, view: str | None = None
 
     Args:
         profile: Profile file with a section ``sweep``, relative to the project directory, or a parsed profile.
-        release: Whether a confirmed winner goes through the release flow.
+        release: Whether to release a confirmed winner. If false, only its recipe is stored.
         view: File or URL of the study for Optuna's dashboard. Default: the setting in the profile.
     """
     story = partial(make_sweep, release=release, view=view)

@@ -46,7 +46,7 @@ from mergegate.tasks.runners import Runner, local_runner
 from mergegate.tasks.stage import runtime
 from mergegate.tasks.store import Artifact, StoredValue
 
-# The parts of each task, by model name.
+# Scores by model name: one artifact for each part of a task that was evaluated.
 AllScores = dict[str, list[Artifact[Scores]]]
 
 I = TypeVar("I")  # noqa: E741  # item of a runner; R is its result
@@ -70,7 +70,7 @@ def assess_merge(
     anchor: Model | None = None,
     runner: Runner | None = None,
 ) -> Assessment:
-    """Measure all models until the gate can decide about the merge, and return its verdict.
+    """Measure all models until the gate can decide about the merge. Return its verdict and the evidence.
 
     Args:
         merge: Merge to judge.

@@ -88,7 +88,7 @@ class Attempt:
         return next(iter(self.verdict.reasons), "")
 
     def evidence_of(self, kind: type[E]) -> E | None:
-        """Return the evidence of type ``kind`` from the verdicts, or None if no verdict has any."""
+        """Return the evidence of the first verdict whose evidence has the type ``kind``. None without one."""
         return next((verdict.evidence for verdict in self.verdicts if isinstance(verdict.evidence, kind)), None)
 
 
@@ -117,7 +117,7 @@ class FailedMerge:
 
 
 def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
-    """Return the remedies proposed for an attempt whose recipes have not been refused yet.
+    """Return the proposed remedies of an attempt, without those whose recipe was already refused.
 
     A recipe counts as refused if one of ``attempts`` in this run used it, or if an earlier run refused it under a guard
     at least as strict.
@@ -164,7 +164,8 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
 def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
     """Return the candidate of the most promising remedy that passes all checks, or None if no remedy is left.
 
-    Remedies of the attempt that came closest to passing go first, the one with the strongest reason before the others.
+    mergegate first tries the remedies of the attempt that came closest to passing, in order of the strength of their
+    reasons.
     """
 
     def shortfall(attempt: Attempt) -> float:

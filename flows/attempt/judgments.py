@@ -22,6 +22,6 @@ def judge_answers(merge: JudgedMerge) -> Verdict | None:
 
 
 def serve_merge(merge: JudgedMerge) -> Verdict | None:
-    """Serve the merge on a real server, and check everything that can go wrong there."""
+    """Run the smoke test of the merge on a real server, and measure its parents there if the profile requests it."""
     served = serve_models(merge.profile.serve, merge.profile.root, merge.model, merge.parents, merge.adapted)
     return served.as_verdict() if served else None

@@ -49,9 +49,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchedRecipe:
-    """A recipe with free values that a sweep searches, each a placeholder ``$name`` in ``document``.
+    """A recipe whose ``document`` has a placeholder ``$name`` for each free value of a sweep.
 
-    Paths in the recipe are relative to ``directory``. Messages call the recipe ``location``.
+    Paths in the recipe are relative to ``directory``. ``location`` is the name of the recipe in messages.
     """
 
     document: Mapping[str, Any]

@@ -138,7 +138,7 @@ def client_round(
         remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round is used again")
         if is_reproducible(last_release, directory, digest_of):
             return ClientRound(last_recipe(last_release), remarks_and_reason)
-        # The recipe would now build something else, or fail.
+        # Repeating the last recipe would now build something else, or fail.
         unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
         return ClientRound((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
     if len(participants) < at_least:
@@ -159,10 +159,10 @@ def client_round(
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:
-    """Return the digest of a client's files: a complete checkpoint, or an adapter alone.
+    """Return the digest of a client's files, which are a complete checkpoint or an adapter.
 
     Raises:
-        InvalidInput: The directory is neither.
+        InvalidInput: The directory contains neither.
     """
     return adapter_files_digest(path, hashes) if _brings_adapter(path) else checkpoint_digest(path, hashes)
 

@@ -14,7 +14,7 @@ from mergegate.tasks.publish import PROVENANCE, RECIPE
 
 
 def used_digests(last_release: Path) -> frozenset[str]:
-    """Return the digests of all parents of a release, including clients that were left out, and of adapters alone."""
+    """Return the digests of a release's parents (including clients that the merge left out) and of their adapters."""
     try:
         parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
         adapters = [
@@ -69,5 +69,5 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
 
 def read_predicate(last_release: Path) -> Any:
-    """Return the predicate of a release's provenance."""
+    """Return the predicate of a release's provenance, which describes how the release was built."""
     return parse_json(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

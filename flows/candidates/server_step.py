@@ -80,8 +80,8 @@ def take_step(
 ) -> tuple[tuple[Document, ...], tuple[str, ...]]:
     """Return the documents of a round followed by the server's step, and remarks about the step.
 
-    ``recipe`` combines the clients. ``step`` contains the settings of Adam, or is the momentum. Momentum adds no step if
-    it is 0, or in the first round, which has no ``last_release``. Paths in recipes are relative to ``directory``.
+    ``recipe`` combines the clients. ``step`` contains the settings of Adam, or is the momentum. Momentum adds no step
+    if it is 0, or in the first round, which has no ``last_release``. Paths in recipes are relative to ``directory``.
     ``digest_of`` returns the digest of a directory. ``find_state`` maps the location of optimizer state in a provenance
     to its path, or to None.
     """

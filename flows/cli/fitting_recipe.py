@@ -22,7 +22,7 @@ def fitting_recipe(
     """Return the first draft that fits the models, and its parents.
 
     ``models`` starts with the base. An empty ``method`` allows any method. Paths in the recipe are relative to ``out``.
-    Messages call it the recipe of ``name``.
+    ``name`` is the name of the recipe in messages.
 
     Raises:
         MergegateError: No draft fits. The error is that of the first draft.

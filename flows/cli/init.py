@@ -53,7 +53,7 @@ from mergegate.tasks.preflight import SAMPLE
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
 from mergegate.tasks.stage import home, store
 
-# Names of a held-out text. It is searched in the working directory, the new directory and the models' directories.
+# Names of held-out texts to look for in the working directory, the new directory and the models' directories.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
 # Uses of the merge, the most demanding one first.

@@ -36,7 +36,7 @@ _CLAIMS = (
 
 @dataclass(frozen=True)
 class RecipeDraft:
-    """A recipe that may fit the models. ``why`` explains it in the comment above the recipe."""
+    """A recipe that may fit the models. ``why`` is the comment above the recipe, which gives the reasons for it."""
 
     recipe: Mapping[str, Any]
     why: str
@@ -54,7 +54,7 @@ class GuardDraft:
 
 @dataclass(frozen=True)
 class LicenseDraft:
-    """The license section, and the doubts that a user must still settle."""
+    """The license section of a profile, and the doubts about licenses that the user must still settle."""
 
     purpose: str
     visibility: str

@@ -142,7 +142,7 @@ class RunView:
 
 
 def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes. If a profile file is invalid, archive a report page before raising the error."""
+    """Load a profile and its recipes. If one of them is invalid, archive a report page before raising the error."""
     try:
         loaded = load_profile(profile, overrides)
         loaded.headline()

@@ -139,7 +139,11 @@ def deploy_command(as_json: JsonOption = False) -> None:
 
 
 def load_optional_schedules() -> Schedules | None:
-    """Load ``schedules.yaml`` of this directory, or return None without one. An invalid file raises InvalidInput."""
+    """Load ``schedules.yaml`` of this directory. Return None if the file does not exist.
+
+    Raises:
+        InvalidInput: The file is invalid.
+    """
     return load_schedules(Path(SCHEDULES_FILE)) if Path(SCHEDULES_FILE).exists() else None
 
 

@@ -49,7 +49,7 @@ def trigger_command(
             if (deployment := on_server.get(name)) is None:
                 raise InvalidInput(name, found="it is not deployed", expected="a deployment", remedy="mergegate deploy")
             all_parameters = {**deployment.parameters, **parameters}
-            # The name of the run until it starts and sets its own.
+            # Name of the run until it starts and chooses its own name.
             run_title = run_name(name.partition("/")[0], all_parameters, time.strftime("%Y-%m-%d"))
             run = client.create_flow_run_from_deployment(deployment.id, parameters=dict(parameters), name=run_title)
             page = page_of_run(run.id, site.address)

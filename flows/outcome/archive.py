@@ -193,7 +193,7 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
 def prefect_page(outcome: RunOutcome, name: str) -> str:
     """Render the outcome as Markdown for Prefect's page and for pull requests.
 
-    The status comes first, the path of the report last. Long evidence is cut.
+    The status comes first, then the evidence, then the path of the report. Long evidence is cut.
     """
     mark = "✓" if outcome.exit_code == 0 else "✗"
     head = f"## {mark} {outcome.status}: {name}\n\n"

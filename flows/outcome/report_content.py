@@ -39,7 +39,7 @@ LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
     """Return the public names that replace local paths in everything that a run publishes.
 
-    The paths are those of this attempt, of ``earlier`` ones, of the profile and of its overrides.
+    The local paths are in the recipes of this attempt and of ``earlier`` ones, in the profile and in its overrides.
     """
     cleared = attempt.cleared
     paths = [path for attempt_before in earlier for path in recipe_paths(attempt_before.cleared.candidate.recipe)]
@@ -70,7 +70,7 @@ def report_content(
 ) -> ReportContent:
     """Return everything that a run found out about an attempt, for the report, the card and the final table.
 
-    ``earlier`` are attempts that were refused before. ``names`` replace the local paths of models and texts.
+    The ``earlier`` attempts were refused. ``names`` replaces the local paths of models and texts by public names.
     """
     parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment

@@ -39,7 +39,7 @@ class RunOutcome(BaseModel):
     report: Path | None = None  # page about the run
     content: ReportContent | None = None  # evidence, if the run got that far
     sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
-    # For a watched release: the evidence so far and the decision.
+    # For a shadow test: the evidence so far and the decision.
     shadow: Annotated[ShadowContent | None, Field(exclude_if=lambda content: content is None)] = None
     # For a run that a check stopped before there was a verdict: the finding and its remedy.
     stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None

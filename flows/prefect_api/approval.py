@@ -90,7 +90,7 @@ def require_decision(
     report: Path | None,
     find_pending: Callable[[], PendingRelease],
 ) -> Decision | None:
-    """Ask for approval of a release, and return the decision. Return None if the release is already published.
+    """Ask a user to approve a release, and return the decision. Return None if the release is already published.
 
     A deployed run is suspended, so that this call does not return. ``find_pending`` returns the release to publish, and
     ``report`` is the path of its page.
@@ -112,7 +112,7 @@ def require_decision(
 
 
 def request_decision(request: ApprovalRequest) -> Decision:
-    """Ask for approval, and return the decision.
+    """Ask a user to approve a release, and return the decision.
 
     A deployed run is suspended, so that this call does not return.
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.events.schemas.automations import Automation, AutomationCore
 
-# The server processes an event again if its database was busy the first time. Without a period, counted from the time
-# of the event, the rule would act each time.
+# The server processes an event again if its database was busy the first time. This period, counted from the time of the
+# event, keeps a rule from acting twice.
 _ONCE_S = 10
 
 

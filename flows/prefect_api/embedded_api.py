@@ -51,9 +51,9 @@ _PROBE_BYTES = 1 << 18
 
 
 def configure(home: Path) -> None:
-    """Point Prefect at the project's own state, and keep it quiet and offline. Call this before ``import prefect``.
+    """Point Prefect at the project's own state, and turn off its log output and telemetry.
 
-    Environment variables that the user has set take precedence.
+    Call this before ``import prefect``. Environment variables that the user has set take precedence.
 
     Raises:
         InvalidInput: The state directory cannot be created at this location.
@@ -75,7 +75,7 @@ def configure(home: Path) -> None:
         os.environ.setdefault(name, value)
     if own_settings():
         os.environ.setdefault("PREFECT_API_URL", "")
-    # Prefect's settings do not reach these loggers, and their remaining messages are not useful.
+    # Prefect's settings do not affect these loggers, and their messages are not useful here.
     for worker in ("EventsWorker", "APILogWorker"):
         logging.getLogger(worker).setLevel(logging.CRITICAL)
     prefect_home = Path(os.environ["PREFECT_HOME"])
@@ -109,7 +109,8 @@ def configured_url() -> str | None:
 def local_api() -> Iterator[None]:
     """Serve Prefect's API on a free loopback port while the block runs, unless a server is configured.
 
-    The database only contains Prefect's record of runs, which no run needs. A damaged one is set aside and replaced.
+    The database only contains Prefect's record of runs, which mergegate does not need. If it is damaged, a new one
+    replaces it.
 
     Raises:
         InvalidInput: The configured server does not answer.

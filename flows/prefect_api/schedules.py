@@ -175,7 +175,7 @@ def load_schedules(file: Path) -> Schedules:
 
 
 def parse_schedules(data: Mapping[str, object], location: str) -> Schedules:
-    """Parse the content of ``schedules.yaml``. Messages call the file ``location``.
+    """Parse the content of ``schedules.yaml``. ``location`` is the name of the file in messages.
 
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.

@@ -70,7 +70,7 @@ def serve_prefect(host: str, port: int) -> None:
 
 
 def rearm_rules(site: Site) -> None:
-    """Wait until the server answers, then start its rules again for all active runs.
+    """Wait until the server answers, then let it watch the active runs again.
 
     Run this in a separate thread. It never fails the server.
     """

@@ -39,7 +39,7 @@ _DRIVER = "postgresql+asyncpg"
 def page_of_run(run: object, address: str | None = None) -> str:
     """Return the URL of a flow run's page on the server at ``address``, by default the configured one.
 
-    Without a server, return an empty string, because the API of such a run ends with it.
+    For a run without a server, return an empty string, because its API and pages end with the run.
     """
     if address is None:
         api = os.environ.get("PREFECT_API_URL", "")
@@ -52,8 +52,8 @@ class Site:
     """Location of a project's server.
 
     Profile paths are relative to ``root``, the project's directory. ``home`` is its state directory. Browsers and
-    clients use the same ``address``, for example ``http://127.0.0.1:4200``. ``secret`` is ``user:password``. It is empty
-    if the server does not require a password.
+    clients use the same ``address``, for example ``http://127.0.0.1:4200``. ``secret`` is ``user:password``. It is
+    empty if the server does not require a password.
     """
 
     root: Path

@@ -17,7 +17,7 @@ from mergegate.tasks.publish.targets import publish_targets
 def settings_faults(error: ValidationError, file: str, model: type[BaseModel]) -> InvalidInput:
     """Convert a pydantic error about the settings in ``file`` into one readable error with all faults.
 
-    ``model`` is the class of the settings. An unknown key gets a similar key of this class as suggestion.
+    ``model`` is the class of the settings. For an unknown key, the error suggests a similar key of this class.
     """
     locations = [fault["loc"] for fault in error.errors()]
     # pydantic also reports a list with one invalid item as "too short". If a section and a key inside it both have

@@ -118,7 +118,7 @@ def _is_recipe_document(document: Mapping[str, object]) -> bool:
 
 
 def parse_profile(data: Mapping[str, object], location: str) -> Profile:
-    """Parse a profile from plain data. Messages call the data ``location``.
+    """Parse a profile from plain data. ``location`` is the name of the data in messages.
 
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.
