@@ -33,7 +33,7 @@ _DIGITS = 16  # digits of a digest in the history
 
 @dataclass(frozen=True)
 class JudgedMerge:
-    """A merge that has passed so far, with everything that the next judgment may need.
+    """A merge that has passed all judgments so far, with everything that the next one may need.
 
     ``model`` is a directory that any library can load. If the merge is an adapter, ``adapted`` contains its base and
     the adapter.

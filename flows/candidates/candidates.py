@@ -16,7 +16,7 @@ from mergegate.merge_core.recipe import apply_overrides
 
 # A recipe in a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
 Written = LocalPath | dict[str, Any]
-# The value of ``remedies`` that lets mergegate propose remedies, and their maximum number. Each costs a full merge and
+# The value in ``remedies`` that lets mergegate propose more, and their maximum number. Each one costs a full merge and
 # part of the error rate of the run, and after three attempts the diagnosis is unlikely to be right.
 AUTO: Literal["auto"] = "auto"
 MOST_PROPOSED = 3

@@ -80,7 +80,7 @@ _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode
 
 
 class Command(typer.core.TyperCommand):
-    """A command that rejects the former name of an option with an error that states the present name."""
+    """A command that rejects the former name of an option with an error that tells the user the present one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for parameter in self.params for option in parameter.opts}

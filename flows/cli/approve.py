@@ -87,7 +87,7 @@ def current_user() -> str:
 
 
 class TerminalApproval:
-    """Prompts the user on this terminal to approve a release. With ``in_advance``, it approves without a prompt."""
+    """Prompts the user on this terminal to approve a release, or approves without a prompt if ``in_advance`` is set."""
 
     def __init__(self, progress: TerminalProgress, console: Console, *, in_advance: bool) -> None:
         self._progress, self._console, self._in_advance = progress, console, in_advance
