@@ -41,7 +41,10 @@ def print_answer(status: str, message: str, more: Mapping[str, Any], findings: I
 
 
 def print_created(record: dict[str, Any]) -> None:
-    """Print the JSON object of a command that creates files: ``made``, or ``nothing new`` if ``record["new"]`` is False."""
+    """Print the JSON object of a command that creates files.
+
+    The status is ``made``, or ``nothing new`` if ``record["new"]`` is False.
+    """
     status = "made" if record.pop("new", True) else "nothing new"
     print_answer(status, status, record)
 
