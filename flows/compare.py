@@ -1,11 +1,11 @@
-"""Compare any two checkpoints on a profile's evidence, with B judged like a merge of A.
+"""Compare any two checkpoints on a profile's evidence: judge checkpoint B as if it were a merge of A.
 
 ::
 
     mergegate compare models/today models/candidate --profile profiles/nightly.yaml
 
-Perplexity, tasks, gate and report are the stages of a release and share its store, so measurements of either checkpoint
-by a release are reused. Every guard of the profile compares B with A. The flow does not merge or publish anything.
+A comparison uses the stages of a release and their store, so what a release measured is not measured again. Every guard
+of the profile compares B with A. The flow does not merge or publish anything.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
 
 
 def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:
-    """Run the story of a release without merge and publication. Invalid input raises its error."""
+    """Measure both checkpoints, let the gate judge the candidate, and write the report.
+
+    Invalid input raises its error.
+    """
     checkpoints = find_checkpoints(reference, candidate)
     reference_name, candidate_name = (model.name for model in checkpoints)
     if not (profile.perplexity or profile.evaluate):
@@ -126,5 +129,5 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
 
 
 def _comparison_name(reference: str, candidate: str) -> str:
-    """Return the name of a comparison, which is also a valid file name."""
+    """Return the name of a comparison, in characters that are valid in a file name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate}-against-{reference}")

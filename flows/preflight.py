@@ -1,7 +1,7 @@
-"""Find every problem before any weight is read, for a release, a check, a plan or a merge alone.
+"""Find every problem before any weight is read, for a release, a check, a dry run or a search.
 
-The caller decides how to handle problems. A release and a merge stop at the first one, a check collects all of them.
-Everything learned on the way (parents, evidence, check verdicts, the plan) is passed on, so nothing is looked up twice.
+The caller decides how to handle problems: a release stops at the first one, a check collects all of them. The results
+of the checks (parents, evidence, verdicts) are passed on, so that nothing is looked up twice.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ from mergegate.tasks.stage import announce, device_kind, formats_without_units, 
 from mergegate.tasks.store import StoredValue
 from mergegate.tasks.sweep import SweepEvidence, pin_sweep
 
-# Any of these files is enough for transformers.
+# transformers can load a tokenizer from any of these files.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 @dataclass(frozen=True)
 class ClearedCandidate:
-    """A recipe that may be merged according to its licenses, headers and the machine. No weight has been read."""
+    """A recipe that may be merged according to its licenses, its headers and the machine. No weight has been read."""
 
     candidate: Candidate
     parents: tuple[ResolvedCheckpoint, ...]
@@ -92,7 +92,7 @@ class ClearedCandidate:
 
 
 class TaskExample(NamedTuple):
-    """A document of a task as a parent would read it."""
+    """One document of a task, as the prompt that a parent would read."""
 
     task: str
     parent: str
@@ -104,9 +104,7 @@ class TaskExample(NamedTuple):
 class Problems:
     """Problems in the order in which they were found.
 
-    Args:
-        stop_at_once: Whether to raise the first problem instead of recording it, for callers that cannot continue with
-            a problem.
+    With ``stop_at_once``, for callers that cannot continue, the first problem is raised instead of recorded.
     """
 
     stop_at_once: bool
@@ -117,7 +115,7 @@ class Problems:
 
     @contextmanager
     def collect_errors(self) -> Iterator[None]:
-        """Record an error that is raised in the block, or let it through."""
+        """Record an error that is raised in the block. If ``stop_at_once``, let it through."""
         try:
             yield
         except MergegateError as error:
@@ -126,11 +124,11 @@ class Problems:
             self.note(error)
 
     def note(self, error: MergegateError) -> None:
-        """Record an error that would end a run."""
+        """Record the findings of an error that would end a run."""
         self.add(findings_of(error))
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Record the findings of a check. A run would end at the first blocking finding."""
+        """Record the findings of a check. The first blocking one decides the status."""
         all_findings = list(findings)
         self.findings += all_findings
         blocking = [finding for finding in all_findings if finding.severity == "block"]
@@ -138,15 +136,15 @@ class Problems:
             self.status = blocking[0].refusal().status
 
     def ask(self, stage: Any, *inputs: Any) -> Any:
-        """Run a check that is a stage.
+        """Run the check ``stage``.
 
-        In a release it runs as a task of the flow, and a refusal ends the flow. In a check it runs without Prefect.
+        In a release, it runs as a task of the flow, and a refusal ends the flow. In a check, it runs without Prefect.
         """
         return stage(*inputs) if self.stop_at_once else stage.build(*inputs)
 
     @property
     def exit_code(self) -> int:
-        """Exit code that ``run`` would return, as far as it can be determined now."""
+        """Exit code that ``mergegate run`` would return, as far as it can be determined now."""
         return EXIT_CODES[self.status]
 
     def worst_first(self) -> tuple[Finding, ...]:
@@ -158,10 +156,8 @@ class Problems:
 class Preflight:
     """Result of a preflight, the input of a release.
 
-    Args:
-        cleared: The recipe and its remedies. If problems are only recorded, candidates that could not be checked
-            completely are missing.
-        evidence: Evidence that the merge will be measured on. None if it has problems.
+    ``cleared`` contains the recipe and its remedies. If problems are collected, candidates that could not be checked
+    completely are missing. ``evidence`` is what the merge will be measured on. It is None if a task or text is invalid.
     """
 
     cleared: tuple[ClearedCandidate, ...]
@@ -178,9 +174,9 @@ def preflight_profile(
 
     Args:
         profile: Profile to check.
-        problems: Collector of the findings, problems and summary lines.
+        problems: Collector of findings and of one line for each successful check.
         candidates: Candidates to check instead of the profile's own recipe and remedies.
-        other_candidates: Further recipes that are merged but never released, so no guard compares with their parents.
+        other_candidates: More recipes that are merged but never released, so no guard compares with their parents.
 
     Raises:
         MergegateError: The first problem, if ``problems`` does not collect them.
@@ -234,7 +230,7 @@ def preflight_profile(
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
-        # A release will soon find out, so only a check forecasts the power of its documents.
+        # A release soon measures whether its documents are sufficient, so only a check forecasts their power.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
             problems.add(filter(None, [power_finding(power)]))
@@ -261,8 +257,8 @@ def _pin_data(
 ) -> Evidence:
     """Pin the data of all tasks, so that one run evaluates one version of a benchmark.
 
-    This also checks that each measured parent has a tokenizer and each task the metric of its guard, and formats one
-    document of each task for each parent. A tokenizer, chat template or task that fails is found before merging.
+    Also check that each parent has a tokenizer and each task the metric of its guard, and format one document of each
+    task for each parent. This finds a broken tokenizer, chat template or task before merging.
     """
     for parent in parents if evidence.tasks or evidence.documents else ():
         with problems.collect_errors():
@@ -277,7 +273,7 @@ def _pin_data(
 
     sources: Sequence[TokenizerSource] = ()
     with problems.collect_errors():
-        # A tokenizer whose own code would have to run is left out.
+        # Leave out a tokenizer that could only be loaded by running code from its repository.
         sources = [
             TokenizerSource(name=parent.name, directory=parent.directory, digest=header.digest)
             for parent, header in zip(parents, header_digests(parents), strict=True)
@@ -312,7 +308,7 @@ def _pin_data(
 
 
 def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:
-    """Check that no document that judges a merge was read to build it."""
+    """Check that no text that a merge reads (for calibration) contains documents on which it will be judged."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     for recipe in recipes:
         with problems.collect_errors():
@@ -336,7 +332,7 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
 
 
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
-    """Return the past outcomes of each guard that its merge did not fail, in run order.
+    """Return the outcomes of each guard in past runs of a profile, in run order, except failures.
 
     A merge that failed does not show how much a merge as good as its reference will differ.
     """
@@ -352,7 +348,8 @@ def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
     """Check a recipe alone.
 
-    The recipe does not declare its use, so the strictest use is assumed and its restrictions become warnings.
+    A recipe does not declare the use of the merge. The check therefore assumes the strictest use, and reports what the
+    licenses restrict as warnings.
     """
     problems.add(recipe.all_findings)
     (parents,) = _parents([recipe], problems)
@@ -365,7 +362,7 @@ def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> N
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules for clearing recipes. The license table is read and ancestors are looked up only once."""
+    """Rules for clearing recipes, so that the license table is read and ancestors are looked up only once."""
 
     license: LicenseSettings
     table: LicenseTable
@@ -402,7 +399,7 @@ class _Rules:
 def _clear(
     candidate: Candidate, parents: tuple[ResolvedCheckpoint, ...], rules: _Rules, problems: Problems
 ) -> ClearedCandidate | None:
-    """Check licenses, then headers, then the machine: cheap checks and hard refusals first."""
+    """Check licenses, then headers, then the machine. Return None if the candidate cannot be checked completely."""
     if not parents:
         return None  # the reason is already recorded
     settings = rules.license
@@ -433,7 +430,7 @@ def _clear(
 
 
 def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
-    """Return the parents of each recipe. Parents that cannot be found become problems, all of them together."""
+    """Return the parents of each recipe. If problems are collected, record all parents that cannot be found."""
     if problems.stop_at_once:
         return resolve_all_parents(recipes)
     search = search_parents(recipes)
@@ -452,10 +449,10 @@ def pin_profile_evidence(
     hashes: HashMemo,
     dtypes: Collection[str] | None = None,
 ) -> Evidence:
-    """Pin tasks and documents by content, and choose the format in which this machine computes the models.
+    """Pin tasks and documents by content, and choose the number format in which this machine evaluates the models.
 
-    ``dtypes`` are the formats of the models measured in addition to the parents. Default: the formats that the recipes
-    declare.
+    ``dtypes`` are the formats of the measured models that are not among ``parents``. Default: the formats that the
+    recipes declare.
 
     Raises:
         InvalidInput: A guard, a task or a file does not exist.

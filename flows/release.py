@@ -10,9 +10,8 @@ The flow runs on this machine without a server, or on a Prefect worker with the 
 3. ``make_attempt`` merges one candidate, measures it, judges it and explains the verdict.
 4. ``publish_attempt`` publishes the merge that passed, after manual approval if the profile requires it.
 
-Every stage is cached by the content of its inputs. A run after a crash resumes where it stopped, a run with nothing new
-ends in seconds, and a changed threshold runs only the gate again. Every refusal names its location, its cause and a
-fix.
+Every stage is cached by the content of its inputs. A run after a crash resumes where the last one stopped, a run with
+nothing new ends in seconds, and after a change of a threshold only the gate runs again.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
 from mergegate.tasks.store import Artifact
 
-# Judgments of a merge that passed the gate, in this order. The first refusal skips the rest. A judge costs money and a
-# server costs minutes, so they run only for a merge that would be published.
+# Judgments of a merge that passed the gate, in order. After a refusal, the others are skipped. A judge costs money and
+# a server costs minutes, so they run only for a merge that would be published.
 JUDGMENTS: tuple[FurtherJudgment, ...] = (judge_answers, serve_merge)
 
 
@@ -85,15 +84,14 @@ def release(
     publish: bool = True,
     remedy: RemedyChoice | None = None,
 ) -> State[RunOutcome]:
-    """Release a verified merge, or explain clearly why there is no release.
+    """Release a verified merge, or explain why there is no release.
 
     Args:
         profile: Profile file, relative to the project directory, or a parsed profile.
         overrides: Profile settings to override in this run, for example 'evaluate.documents=200'.
-        publish: Whether to publish a merge that passes, if the profile has a target. If false, the run ends before
-            publication.
+        publish: Whether to publish a merge that passes, if the profile has a target.
         remedy: Remedies to try after the gate refuses: the list in the profile ('written'), or also remedies that
-            follow from the refusal ('auto'). Default: the setting of the profile.
+            mergegate proposes after a refusal ('auto'). Default: the setting in the profile.
     """
     story = partial(make_release, publishing=publish)
     return conclude_flow(
@@ -108,8 +106,7 @@ def run_release_dry_pass(
 ) -> RunOutcome | None:
     """Return the outcome of :func:`release` if there is no work to do, otherwise None.
 
-    The dry pass runs the same story in about a second, without Prefect, so a scheduled run with nothing new costs
-    almost nothing.
+    This takes about a second, without Prefect, so that a scheduled run with nothing new costs almost nothing.
     """
 
     def story() -> RunOutcome:
@@ -128,9 +125,9 @@ def make_release(
     *,
     publishing: bool = True,
 ) -> RunOutcome:
-    """Run the story of a release and return how it ends.
+    """Check, attempt and publish a release, and return the outcome of the run.
 
-    A check that refuses raises its error. If the gate refuses, the outcome carries the report.
+    A check that refuses raises its error. If the gate refuses, the outcome contains the report.
     """
     with open_runner(profile.runner) as runner:
         # Find every problem with the target, recipe, remedies and evidence before any weight is read.
@@ -172,9 +169,9 @@ def try_candidates(
     *,
     limit: int,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
-    """Return the attempt that passes the gate, or else the last attempt, and the attempts before it.
+    """Return the attempt that passes, or else the last one, and the attempts before it.
 
-    This tries at most ``limit`` recipes: first ``candidates``, then remedies that follow from the refusals.
+    Try at most ``limit`` recipes: first ``candidates``, then remedies that mergegate proposes after the refusals.
     """
     attempts: list[Attempt | AlreadyReleased | FailedMerge] = []
     while len(attempts) < limit and (cleared := next(candidates, None) or proposed_remedy(_refused(attempts), profile)):
@@ -202,7 +199,7 @@ def make_attempt(
     judgments: Sequence[FurtherJudgment],
     runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
-    """Fetch missing weights, merge, measure, judge and explain one candidate."""
+    """Fetch missing weights, then merge, measure, judge and explain one candidate."""
     recipe = cleared_candidate.candidate.recipe
     fetch_weights(cleared_candidate.parents, store().hashes)
     parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)

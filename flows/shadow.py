@@ -1,14 +1,14 @@
-"""Decide about a release that is tested on users' traffic: judge new pairs, then promote it, roll it back or wait.
+"""Judge a release on users' traffic, then promote it, roll it back or wait.
 
 ::
 
     mergegate shadow evaluate profiles/support.yaml                            # one look on this machine
     - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}   # in schedules.yaml: a worker runs the looks
 
-The proxy records and routes, and this flow decides. The ledger keeps all judged pairs, so an interim look without new
-traffic does nothing. The number of looks does not change any error rate (``tasks.shadow.evidence``).
+The proxy routes and records requests, and this flow decides. The ledger keeps all judged pairs, so an interim look
+without new traffic does nothing. The number of looks does not affect the error rates (``tasks.shadow.evidence``).
 
-A decision changes the alias at the target, then the routing, then notifies listeners.
+To carry out a decision, the flow first sets the alias at the target, then changes the routing, then emits an event.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mergegate.tasks.stage import announce
 from mergegate.tasks.store import digest
 
 FinalState = Literal["promoted", "rolled back", "killed"]
-"""Possible final states of a watched release."""
+"""How a shadow test can end."""
 
 
 @flow(name="shadow", flow_run_name=name_run)
@@ -54,7 +54,7 @@ def shadow(
         profile: Profile file with a section ``shadow``, relative to the project directory, or a parsed profile.
         say: Manual decision, independent of the evidence. 'look' lets the evidence decide.
         why: Reason for the manual decision. It is stored.
-        by: Name of the person who decides.
+        by: Name of the user who decides.
     """
     by_hand: FinalState = "promoted" if say == "promote" else "rolled back"
     story = make_look if say == "look" else partial(decide_by_hand, serving=by_hand, why=why, by=by)
@@ -62,9 +62,9 @@ def shadow(
 
 
 def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunOutcome:
-    """Run one interim look and return its outcome. A candidate is promoted after manual approval if the profile asks.
+    """Run one interim look and return its outcome. If the profile requires approval, ask before a promotion.
 
-    A check that refuses raises its error. If the candidate is rolled back, the outcome carries the page.
+    A check that refuses raises its error. If the candidate is rolled back, the outcome contains the page.
     """
     watch = open_watch(profile)
     with watch.ledger() as ledger:
@@ -107,7 +107,7 @@ def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunO
 def decide_by_hand(
     profile: Profile, *, serving: FinalState, why: str, by: str, now: Callable[[], float] = time.time
 ) -> RunOutcome:
-    """Apply a manual decision, independent of the evidence, and store its reason for later readers.
+    """Apply a manual decision, independent of the evidence, and store its reason.
 
     Raises:
         InvalidInput: The reason is empty.
@@ -120,11 +120,7 @@ def decide_by_hand(
 
 
 def require_reason(why: str) -> None:
-    """Check that a manual decision has a reason.
-
-    Raises:
-        InvalidInput: The reason is empty.
-    """
+    """Raise InvalidInput if the reason for a manual decision is empty."""
     if not why.strip():
         raise InvalidInput("--reason", found="no reason", expected="--reason TEXT, which is stored with the decision")
 
@@ -138,9 +134,9 @@ def _apply_decision(
     *,
     by_hand: bool = False,
 ) -> RunOutcome:
-    """Apply a decision: set the alias at the target, then the routing, then notify listeners.
+    """Set the alias at the target, then the routing, then emit an event.
 
-    Every step may run twice. If an interim look is killed between steps, the next look completes the rest.
+    All steps are idempotent. If an interim look is killed between them, the next look completes the rest.
     """
     alias_before = watch.reported_state().alias_before
     if serving == "promoted":
@@ -167,14 +163,9 @@ def _apply_decision(
 
 
 def _set_alias(profile: Profile, version: str) -> str:
-    """Point the profile's alias at ``version`` on its target.
+    """Point the profile's alias at ``version``, and return the version that it pointed at before.
 
-    Returns:
-        Version that the alias pointed at before, or an empty string.
-
-    Raises:
-        InvalidInput: The target does not support aliases or does not have this version.
-        Refused: The target refused the change.
+    Return an empty string if nothing changes. The target raises an error if it refuses or does not have this version.
     """
     target, name = profile.publish, profile.shadow.alias if profile.shadow else None
     if target is None or name is None:
@@ -207,7 +198,7 @@ def _conclude(
     status: Literal["promoted", "waiting", "rolled back", "killed", "nothing new"],
     message: str = "",
 ) -> RunOutcome:
-    """Return the outcome of an interim look, with its page."""
+    """Write the page of an interim look, and return its outcome."""
     return RunOutcome(
         status=status,
         message=message or f"{status}: {content.name} {content.candidate}: {content.reason}",

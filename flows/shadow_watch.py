@@ -1,6 +1,6 @@
-"""Represent a release that is tested on users' traffic: settings, routing, recorded traffic, judged pairs and its page.
+"""Read and judge the traffic of a release in shadow testing, and build its page. ``flows.shadow`` decides about it.
 
-``flows.shadow`` decides about it::
+::
 
     watch = open_watch(profile)
     with watch.ledger() as ledger:
@@ -53,13 +53,13 @@ from mergegate.tasks.stage import advance, announce, report_stage
 
 _DAY_S = 86400.0
 _ARMS_PERIOD_S = 7 * _DAY_S
-# Prefixes of the counts for traffic that the proxy left out.
+# The names of the proxy's counters for requests that it did not record start with these words.
 _LEFT_OUT = ("not recorded", "not copied", "body not kept")
 _MOST_EXAMPLES = 10
 
 
 class ReportedState(BaseModel):
-    """State that the last look reported. The next look reports only changes."""
+    """State that the last interim look reported, so that the next look reports only changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,19 +68,19 @@ class ReportedState(BaseModel):
     alias_before: str = ""  # version that the alias pointed at before this candidate was promoted
 
     def is_current(self, routing: Routing) -> bool:
-        """Return whether this is still the current state."""
+        """Return whether this state matches ``routing``."""
         return (self.candidate, self.serving) == (routing.candidate, routing.serving)
 
 
 @dataclass(frozen=True)
 class LookEvidence:
-    """Evidence about a watched release, as of one interim look.
+    """Evidence about a release in shadow testing, as of one interim look.
 
     Attributes:
         verdict: Verdict on all judged pairs and requests.
         judged: Judged pairs, in the order of judgment.
-        sample: Pairs that this look sampled, and the numbers that wait or were left out.
-        lost: Pairs that the candidate lost, with explanations.
+        sample: Pairs that this look sampled, and the numbers of pairs that wait or were left out.
+        lost: Pairs in which the judge preferred the parent's answer, with explanations.
         not_recorded: Number of requests that the proxy did not record, by reason.
     """
 
@@ -93,7 +93,7 @@ class LookEvidence:
 
 @dataclass(frozen=True)
 class Watch:
-    """A watched release: its profile, its routing and its records."""
+    """A release in shadow testing: its profile, its routing and its records."""
 
     profile: Profile
     settings: ShadowSettings
@@ -103,19 +103,19 @@ class Watch:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is no decision yet."""
+        """Whether neither the flow, nor a user, nor the proxy has decided about the candidate yet."""
         return self.routing.serving == "watch"
 
     def ledger(self) -> AbstractContextManager[JudgedPairs]:
-        """Open the ledger for this process exclusively."""
+        """Open the ledger of judged pairs. Other processes wait until it is closed."""
         waits = partial(announce, "another look is judging the same candidate; waiting for it")
         return open_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge, waits)
 
     def judge_new_pairs(self, ledger: JudgedPairs, now: Callable[[], float]) -> LookEvidence:
-        """Judge new pairs, up to the limit of one look, oldest first, and store explanations for the lost ones.
+        """Judge new pairs, oldest first, up to the limit of one look, and store explanations of the lost ones.
 
         Raises:
-            InvalidInput: The judge is not available. Its earlier judgments are stored.
+            InvalidInput: The judge is not available. Judgments up to this point are stored.
         """
         oldest = now() - self.settings.retention_days * _DAY_S
         self.records.purge(oldest)
@@ -142,7 +142,7 @@ class Watch:
         return self._evidence(ledger, sample, all_lost)
 
     def read_evidence(self, ledger: JudgedPairs, now: Callable[[], float]) -> LookEvidence:
-        """Return the evidence so far, without calling the judge. Pairs that it would judge count as waiting."""
+        """Return the evidence so far, without calling the judge. Unjudged pairs count as waiting."""
         sample = self._sample(ledger, 1)
         since = now() - self.settings.retention_days * _DAY_S
         lost = tuple(pair for pair in read_lost_pairs(self._lost_file, self.routing.candidate) if pair.at >= since)
@@ -153,17 +153,15 @@ class Watch:
         return shadow_content(self.profile.name, self.settings, self.routing, evidence, at)
 
     def current_content(self, now: Callable[[], float] = time.time) -> ShadowContent:
-        """Return the content of the page without judging or changing anything."""
+        """Return the content of the page for the evidence so far, without calling the judge."""
         ledger = read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
         return self.content(self.read_evidence(ledger, now), now())
 
     def reported_state(self) -> ReportedState:
-        """Return the state that the last look reported."""
         state = read_state(self._state_file, ReportedState.model_validate_json)
         return ReportedState() if state is None or isinstance(state, Damaged) else state
 
     def store_reported_state(self, serving: str, alias_before: str) -> None:
-        """Store the state that this look reports."""
         state = ReportedState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
         state_directory(self.directory, private=True)
         write_state(self._state_file, state.model_dump_json().encode())
@@ -204,11 +202,7 @@ class Watch:
 
 
 def shadow_settings(profile: Profile) -> ShadowSettings:
-    """Return the shadow settings of a profile.
-
-    Raises:
-        InvalidInput: The profile has no section ``shadow``.
-    """
+    """Return the section ``shadow`` of a profile. Raise InvalidInput if there is none."""
     if profile.shadow is None:
         raise InvalidInput(
             f"profile {profile.name}",
@@ -220,7 +214,7 @@ def shadow_settings(profile: Profile) -> ShadowSettings:
 
 
 def open_watch(profile: Profile) -> Watch:
-    """Open the watched release of a profile.
+    """Open the shadow test of a profile.
 
     Raises:
         InvalidInput: The profile has no section ``shadow``, or no proxy has started.
@@ -251,7 +245,7 @@ def open_watch(profile: Profile) -> Watch:
 def shadow_content(
     name: str, settings: ShadowSettings, routing: Routing, evidence: LookEvidence, at: float
 ) -> ShadowContent:
-    """Return the state of a watched release as one frozen value for its page.
+    """Return the state of a shadow test as one frozen value for its page.
 
     ``routing`` is the routing after this look, and ``at`` is the Unix time of the look.
     """

@@ -50,17 +50,17 @@ def sweep(profile: Path | Profile, release: bool = True, view: str | None = None
 
     Args:
         profile: Profile file with a section ``sweep``, relative to the project directory, or a parsed profile.
-        release: Whether a confirmed winner goes through the release flow.
-        view: Location of the study for Optuna's dashboard. Default: the setting of the profile.
+        release: Whether to release a confirmed winner. If false, only its recipe is stored.
+        view: File or URL of the study for Optuna's dashboard. Default: the setting in the profile.
     """
     story = partial(make_sweep, release=release, view=view)
     return conclude_flow(lambda: within_limits(story, load_profile(profile)), profile_name(profile))
 
 
 def make_sweep(profile: Profile, *, release: bool = True, view: str | None = None) -> RunOutcome:
-    """Run the story of a sweep and return how it ends.
+    """Search, confirm the winner and release it, and return the outcome of the run.
 
-    A check that refuses raises its error. If no candidate is confirmed, the outcome carries the report.
+    A check that refuses raises its error. If no candidate is confirmed, the outcome contains the report.
     """
     search = prepare_search(profile)
     with open_runner(profile.runner) as runner, open_trial_pool(search, profile, runner) as pool:

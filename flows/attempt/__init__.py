@@ -1,6 +1,6 @@
 """Run one attempt at a release, and search for recipes to attempt.
 
-* ``assessment`` measures a merge and decides about it.
+* ``assessment`` measures a merge and passes the results to the gate.
 * ``judgments`` adds the verdicts of a judge and of a server, if the profile configures them.
 * ``attempt`` holds the result as a frozen value.
 * ``search`` looks for the recipe to merge.

@@ -1,11 +1,11 @@
-"""Assess a merge: measure perplexity, evaluate the tasks, extend undecided tasks, and return the verdict.
+"""Measure a merge and its references, and return the gate's verdict.
 
-The tasks of an interim look run one after another, and the task that decides most per second runs first. As soon as one
-task can no longer pass, mergegate skips the remaining ones. Work that cannot be skipped (several models, and
-tasks without a guard) goes to a runner in parallel. The runner returns the same results as a sequential run, so no
-decision depends on it.
+Perplexity comes first, then the tasks, then more documents of each undecided task. In an interim look, tasks run one
+after another, ordered by the information that they give per second. As soon as one task can no longer pass, mergegate
+skips the remaining ones. Work that is never skipped (several models on one task, and tasks without a guard) runs in
+parallel on a runner, with the same results as in sequence.
 
-A release and a comparison of any two models share this module. It does not depend on where the models come from.
+Releases and comparisons of two models share this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mergegate.tasks.runners import Runner, local_runner
 from mergegate.tasks.stage import runtime
 from mergegate.tasks.store import Artifact, StoredValue
 
-# The parts of each task, by model name.
+# Scores by model name: one artifact for each part of a task that was evaluated.
 AllScores = dict[str, list[Artifact[Scores]]]
 
 I = TypeVar("I")  # noqa: E741  # item of a runner; R is its result
@@ -70,11 +70,11 @@ def assess_merge(
     anchor: Model | None = None,
     runner: Runner | None = None,
 ) -> Assessment:
-    """Measure all models until the evidence decides about the merge, then decide.
+    """Measure all models until the gate can decide about the merge. Return its verdict and the evidence.
 
     Args:
-        merge: Merge to decide about.
-        parents: Models that the merge was made from.
+        merge: Merge to judge.
+        parents: Models that were merged.
         champion: Release that is published today. None before the first release.
         evidence: Pinned tasks and texts to measure, with the guards, drift limits and rule of the gate.
         anchor: Release that the profile anchors the champion's guards to. None if that is the champion itself.
@@ -132,12 +132,9 @@ def assess_merge(
 class _InterimLook(NamedTuple):
     """One interim look.
 
-    Attributes:
-        models: All models, the merge last. A release is scored only if a guard compares with it.
-        evidence: Evidence of the run.
-        tasks: Names of the tasks to evaluate.
-        documents: Number of documents per task after this look.
-        is_lost: Whether the guards of a task can no longer pass, given the current scores.
+    ``models`` ends with the merge. A release among them is scored only if a guard compares with it. ``documents`` is
+    the number of documents of each task that are evaluated when the look ends. ``is_lost`` tells whether the guards of
+    a task can no longer pass, given the current scores.
     """
 
     models: Sequence[Model]
@@ -148,9 +145,9 @@ class _InterimLook(NamedTuple):
 
 
 def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[AllScores, tuple[str, ...]]:
-    """Evaluate one interim look, starting from the scores ``before`` it.
+    """Evaluate one interim look, and add its scores to those ``before`` it.
 
-    Cached results are always used and come first. A run that was killed or repeated therefore reaches the same verdict.
+    Cached results come first, so that a repeated run reaches the same verdict.
 
     Returns:
         Scores of all models, and the names of the tasks that were skipped because another task can no longer pass. Both
@@ -195,7 +192,7 @@ def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[Al
 def _independent_groups(
     order: Sequence[tuple[EvalTask, int]], evidence: Evidence
 ) -> Iterator[list[tuple[EvalTask, int]]]:
-    """Yield groups of tasks that can run in parallel: no result in a group can skip a later task of that group."""
+    """Yield groups of tasks that can run in parallel: no result in a group can make a later task of it unnecessary."""
     guarded = {guard.task for guard in evidence.guards}
     group: list[tuple[EvalTask, int]] = []
     for task, missing in order:
@@ -208,14 +205,14 @@ def _independent_groups(
 
 
 class _TextOfModel(NamedTuple):
-    """The held-out text, to be read by one model."""
+    """The held-out text, with the model that reads it."""
 
     model: Model
     evidence: Evidence
 
 
 class _Scoring(NamedTuple):
-    """The first documents of one task, to be scored with one model."""
+    """The first ``documents`` of one task, with the model to score on them."""
 
     model: Model
     task: EvalTask
@@ -238,10 +235,9 @@ def _score(scoring: _Scoring) -> list[Artifact[Scores]]:
 
 
 def _run_all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list[R]:
-    """Return the results in the order of ``items``.
+    """Run ``function`` on all items, and return the results in the order of ``items``.
 
-    If items fail, raise the error of the first failed item in that order. Items that were still running store their
-    results.
+    If items fail, raise the error of the first failed one. Items that are still running store their results.
     """
     results: dict[int, R] = {}
     failures: dict[int, Exception] = {}
@@ -286,7 +282,7 @@ def _in_order(tasks: Sequence[EvalTask], look: _InterimLook) -> list[tuple[EvalT
 
 
 def _is_scored(model: Model, task: EvalTask, evidence: Evidence) -> bool:
-    """Return whether a model is scored on a task. A release is scored only if a guard compares with it."""
+    """Return whether a model is scored on a task. A release is scored only if a guard of the task compares with it."""
     return model.name not in RELEASES or any(
         guard.task == task.name and guard.guarded_by == model.name for guard in evidence.guards
     )

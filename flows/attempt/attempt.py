@@ -1,4 +1,4 @@
-"""Define an attempt: a candidate with the results of merging and judging it."""
+"""Define an attempt: a candidate recipe, its merge, and the verdicts about it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ _DIGITS = 16  # digits of a digest in the history
 
 @dataclass(frozen=True)
 class JudgedMerge:
-    """A merge that has passed so far, with everything that a further judgment may need.
+    """A merge that has passed all judgments so far, with everything that the next one may need.
 
-    Args:
-        model: Model as a directory that any library can load.
-        adapted: Base and adapter, if the merge is an adapter.
+    ``model`` is a directory that any library can load. If the merge is an adapter, ``adapted`` contains its base and
+    the adapter.
     """
 
     profile: Profile
@@ -47,17 +46,16 @@ class JudgedMerge:
     adapted: PinnedCheckpoint | None = None
 
 
-# A further judgment of a merge. It returns None if the profile does not configure it.
+# A judgment after the gate. It returns None if the profile does not configure it.
 FurtherJudgment = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A merge with everything that was measured and decided about it.
+    """A merge with its measurements and verdicts.
 
-    Args:
-        verdicts: Verdicts in the order of the judgments, the gate's first.
-        expected_head: Head of the target when the champion was looked up. Publication may replace only this head.
+    The gate's verdict comes first in ``verdicts``. ``expected_head`` is the head of the target at the time when
+    mergegate looked up the champion. Publication may replace only this head.
     """
 
     cleared: ClearedCandidate
@@ -86,17 +84,17 @@ class Attempt:
 
     @property
     def reason(self) -> str:
-        """Main reason for the outcome, if there is one."""
+        """First reason for the outcome, or an empty string."""
         return next(iter(self.verdict.reasons), "")
 
     def evidence_of(self, kind: type[E]) -> E | None:
-        """Return the evidence of the given kind, or None if no verdict has it."""
+        """Return the evidence of the first verdict whose evidence has the type ``kind``. None without one."""
         return next((verdict.evidence for verdict in self.verdicts if isinstance(verdict.evidence, kind)), None)
 
 
 @dataclass(frozen=True)
 class AlreadyReleased:
-    """A recipe whose merge is the current release, so there is nothing to compare it with."""
+    """A recipe whose merge is the current release. There is nothing to judge."""
 
     cleared: ClearedCandidate
     release: ReleasedModel
@@ -105,7 +103,7 @@ class AlreadyReleased:
 
 @dataclass(frozen=True)
 class FailedMerge:
-    """A recipe whose merge is not a usable model (NaN or zeros), so there is nothing to judge."""
+    """A recipe whose merge is not a usable model, for example because of NaN or zeros. There is nothing to judge."""
 
     cleared: ClearedCandidate
     refusal: Refused
@@ -119,10 +117,10 @@ class FailedMerge:
 
 
 def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
-    """Return the remedies that may help an attempt and have not been refused yet.
+    """Return the proposed remedies of an attempt, without those whose recipe was already refused.
 
-    This excludes recipes that were refused in this run (``attempts``), or in an earlier run under a guard at least as
-    strict.
+    A recipe counts as refused if one of ``attempts`` in this run used it, or if an earlier run refused it under a guard
+    at least as strict.
     """
     recipe = attempt.cleared.candidate.document
     if recipe is None:
@@ -152,7 +150,7 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
         with suppress(InvalidInput):  # the history truncates long recipes
             documents = parse_yaml(record.recipe, "a recipe of the history")
         if len(documents) == 1 and isinstance(documents[0], Mapping):
-            # A model name is replaced by its content if a model of this run has the same.
+            # Replace a model name by its digest if a model of this run has the same digest.
             names = {parent.ref: parent.digest for parent in record.parents if parent.digest in digests.values()}
             refused.append(normalize_recipe(documents[0], names))
 
@@ -164,9 +162,10 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
 
 
 def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
-    """Return the most promising remedy that passes all checks, or None if there is none left.
+    """Return the candidate of the most promising remedy that passes all checks, or None if no remedy is left.
 
-    The attempt that came closest to passing goes first, and its remedy with the strongest reason.
+    mergegate first tries the remedies of the attempt that came closest to passing, in order of the strength of their
+    reasons.
     """
 
     def shortfall(attempt: Attempt) -> float:

@@ -1,7 +1,7 @@
-"""Judge a merge that passed the gate: its answers by a judge, and the model itself on a real server.
+"""Judge a merge that passed the gate: let a judge compare its answers, and test the model on a real server.
 
-Each judgment takes the merge and returns a verdict, or None if the profile does not configure it. To add a judgment of
-your own, write a function of this kind and add it to ``JUDGMENTS`` in ``flows.release``.
+Each judgment takes the merge and returns a verdict, or None if the profile does not configure it. To add a judgment,
+write such a function and add it to ``JUDGMENTS`` in ``flows.release``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mergegate.tasks.stage import Verdict, runtime
 
 
 def judge_answers(merge: JudgedMerge) -> Verdict | None:
-    """Let a judge compare the answers of the merge with those of the parent that the profile names."""
+    """Let a judge compare the merge's answers with those of the parent that the profile selects."""
     comparison = merge.evidence.answers
     if comparison is None:
         return None
@@ -22,6 +22,6 @@ def judge_answers(merge: JudgedMerge) -> Verdict | None:
 
 
 def serve_merge(merge: JudgedMerge) -> Verdict | None:
-    """Serve the merge on a real server and check the results that a server can get wrong."""
+    """Run the smoke test of the merge on a real server, and measure its parents there if the profile requests it."""
     served = serve_models(merge.profile.serve, merge.profile.root, merge.model, merge.parents, merge.adapted)
     return served.as_verdict() if served else None

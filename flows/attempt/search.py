@@ -1,7 +1,7 @@
 """Search for a recipe to merge.
 
-mergegate first checks everything that the candidates need. The search and the confirmation then run as stages with
-progress, and their result can become a remedy.
+mergegate first checks everything that the candidates need. The search and the confirmation test then run as stages. A
+confirmed recipe can become a remedy.
 
 Every scored trial is stored. A search that was killed continues with the same trials and finds the same winner.
 """
@@ -58,9 +58,9 @@ from mergegate.tasks.sweep import (
 
 @contextmanager
 def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) -> Iterator[TrialPool]:
-    """Open the pool that scores and stores the trials of ``search``.
+    """Open the pool that scores the trials of ``search`` and stores their results.
 
-    Another process that searches the same candidates waits until this one is done.
+    If another process searches the same candidates, wait until it is done.
     """
     scoring, same_search = search.setting.digest(), study_key(search.problem.space, search.problem.settings)
     wait = partial(announce, "another sweep is scoring the same candidates; waiting for it")
@@ -69,11 +69,7 @@ def open_trial_pool(search: PreparedSearch, profile: Profile, runner: Runner) ->
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
-    """Check all candidates of a search and prepare the inputs of the trials.
-
-    Returns:
-        Parents that may be merged, fetched and pinned; the split of the documents; the search space, the objective and
-        the hand-written recipes.
+    """Check all candidates of a search, fetch and pin their parents, and prepare the inputs of the trials.
 
     Raises:
         InvalidInput: The profile cannot be searched.
@@ -146,14 +142,11 @@ def prepare_search(profile: Profile) -> PreparedSearch:
 
 
 class NamedCandidates(NamedTuple):
-    """Recipes that together name every model a sweep merges.
+    """Recipes that together contain every model a sweep may merge.
 
-    Args:
-        searched: The recipe with its placeholders at their start values, followed by variants that each make one other
-            choice.
-        by_hand: Recipes that a winner must beat, in profile order, with paths relative to the searched recipe.
-        labels: Label of each recipe in ``by_hand``: the stem of its file name, or its path as in the profile if two
-            files share a stem.
+    ``searched`` contains the recipe with each placeholder at its start value, then one variant for each other choice. A
+    winner must beat the recipes ``by_hand``, which are in profile order, with paths relative to the searched recipe.
+    ``labels`` are the stems of their file names, or paths as in the profile if two files share a stem.
     """
 
     searched: tuple[Candidate, ...]
@@ -162,10 +155,10 @@ class NamedCandidates(NamedTuple):
 
 
 def sweep_candidates(profile: Profile) -> NamedCandidates:
-    """Return every recipe that a sweep must be allowed to merge.
+    """Return recipes that contain every model a sweep may merge.
 
     Raises:
-        InvalidInput: A recipe is invalid, or its placeholders and the parameters do not match.
+        InvalidInput: A recipe is invalid, or its placeholders and the sweep's parameters do not match.
     """
     assert profile.sweep is not None
     recipe = profile.searched_recipe
@@ -189,7 +182,7 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
 
 
 def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], object] | None = None) -> Study:
-    """Run the search as a stage with progress."""
+    """Run the search as a stage with progress, and call ``on_generation`` with the trials of each generation."""
     with report_stage("search", "") as stage:
         record = on_generation or (lambda trials: None)
         study = pool.search_all(lambda progress: describe_progress(partial(search_line, progress)), record)
@@ -198,7 +191,7 @@ def run_search(pool: TrialPool, on_generation: Callable[[Sequence[Trial]], objec
 
 
 def run_confirmation(pool: TrialPool, study: Study) -> Confirmation | NothingToConfirm:
-    """Run the confirmation test as a stage with progress."""
+    """Run the confirmation test of a search as a stage with progress."""
     with report_stage("confirm", "") as stage:
         verdict = pool.confirm(study)
         stage.status, stage.summary = "made" if verdict.confirmed else "refused", verdict.sentence()
@@ -208,14 +201,10 @@ def run_confirmation(pool: TrialPool, study: Study) -> Confirmation | NothingToC
 def with_tuned_candidate(
     candidates: Sequence[ClearedCandidate], profile: Profile, runner: Runner
 ) -> Iterator[ClearedCandidate]:
-    """Yield the recipe and its written remedies, then the recipe at the scale that a search finds and confirms.
+    """Yield ``candidates``, then the profile's recipe at the scale that a search finds and confirms.
 
-    mergegate searches only for a profile with the remedy ``tune: scale``, and only after all others were refused.
-
-    Args:
-        candidates: Recipe to tune, and its written remedies.
-        profile: Profile of the run.
-        runner: Runner that scores the trials.
+    The candidates are the recipe and its written remedies. The search runs only if the profile has the remedy
+    ``tune: scale``, and only after all candidates were refused. ``runner`` scores its trials.
     """
     yield from candidates
     if profile.scale_search is None:

@@ -1,6 +1,6 @@
 """Build the candidate recipes of a profile: its own recipe, then the remedies in order.
 
-* ``candidates`` reads them.
+* ``candidates`` reads the recipes.
 * ``clients`` builds the recipe of a round from the available clients.
 * ``tuning`` sets up the search for the scale of a recipe.
 """

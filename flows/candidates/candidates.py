@@ -14,9 +14,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, flow_yaml, parse_yaml, read_text, read_yaml
 from mergegate.merge_core.recipe import apply_overrides
 
-# In a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
+# A recipe in a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
 Written = LocalPath | dict[str, Any]
-# Placeholder for remedies that follow from the refusal, and their maximum number. Each attempt costs a full merge and
+# The value in ``remedies`` that lets mergegate propose more, and their maximum number. Each one costs a full merge and
 # part of the error rate of the run, and after three attempts the diagnosis is unlikely to be right.
 AUTO: Literal["auto"] = "auto"
 MOST_PROPOSED = 3
@@ -27,11 +27,11 @@ class Candidate:
     """One recipe, with its label for users.
 
     Args:
-        remedy: Description of the change: ``density: 0.3`` or a file name. Empty for the profile's own recipe.
+        remedy: Description of the change, such as ``density: 0.3`` or a file name. Empty for the profile's own recipe.
         recipe: Recipe to merge.
         text: The recipe as YAML.
         change: Change of the profile's own recipe that produces this one. None for an independent recipe.
-        remarks: For a round of clients: which clients take part and which do not.
+        remarks: For a round of clients, which clients take part and which do not.
     """
 
     remedy: str
@@ -49,12 +49,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchedRecipe:
-    """A recipe in which some values are to be searched.
+    """A recipe whose ``document`` has a placeholder ``$name`` for each free value of a sweep.
 
-    Args:
-        document: Content of its YAML, with ``$name`` as placeholder for each free value.
-        directory: Directory that its paths are relative to.
-        location: Name of the recipe in messages.
+    Paths in the recipe are relative to ``directory``. ``location`` is the name of the recipe in messages.
     """
 
     document: Mapping[str, Any]
@@ -63,7 +60,7 @@ class SearchedRecipe:
 
 
 def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecipe:
-    """Read a recipe whose placeholders are still unfilled. A relative path is relative to ``root``.
+    """Read a recipe with unfilled placeholders. A relative path is relative to ``root``.
 
     Raises:
         InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
@@ -87,11 +84,11 @@ def candidate_recipes(
     root: Path,
     label: str,
 ) -> tuple[Candidate, ...]:
-    """Read the recipe ``own_recipe`` and its remedies. Relative paths are relative to ``root``.
+    """Read a recipe and its remedies, in this order.
 
     Args:
         own_recipe: Recipe of the profile. It may already be parsed.
-        remedies: Remedies in order. For a searched recipe, all placeholders must be filled.
+        remedies: Remedies in order. In a searched recipe, all placeholders must be filled.
         root: Directory that paths are relative to.
         label: Name of the profile in messages.
 
@@ -129,7 +126,7 @@ def candidate_recipes(
 
 
 def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path, location: str) -> Candidate:
-    """Build another candidate from one of a single document by applying ``change``.
+    """Apply ``change`` to the single document of a candidate, and return the result as another candidate.
 
     Raises:
         InvalidInput: The change does not fit the recipe.
@@ -151,7 +148,7 @@ def _candidate(source: Written, remedy: str, root: Path, location: str) -> Candi
 def recipe_of_documents(
     documents: Sequence[Mapping[str, Any]], directory: Path, location: str, remedy: str = ""
 ) -> Candidate:
-    """Build the candidate that these documents would describe as a file in ``directory``.
+    """Build a candidate from documents as if they were a recipe file in ``directory``.
 
     Raises:
         InvalidInput: The recipe is invalid.

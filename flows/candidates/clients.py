@@ -1,4 +1,4 @@
-"""Build rounds of clients: models that others trained from the last release, merged into the next one.
+"""Build the recipe of a round: merge models that clients trained from the last release into the next one.
 
 A recipe of clients looks like this::
 
@@ -12,11 +12,11 @@ A recipe of clients looks like this::
       adam: {rate: 0.01}                    # see server_step.py
       leave_out_beyond: 5                   # see docs/methods.md
 
-The content of the directories decides which clients take part. A client is left out and named if it does not exist, has
-no complete checkpoint, has another shape, or is already part of the last release. A LoRA adapter takes
-part as the model at the start of the round with the adapter applied. Its own bytes decide whether it is late, not the
-model it was applied to. If nothing is new, the last round's recipe is used again, so that a scheduled run has nothing
-to do. The result is a plain recipe, which is checked, released and reproduced like any other.
+The content of the directories decides which clients take part. mergegate leaves out a client, and says why, if it does
+not exist, has no complete checkpoint, has tensors of another shape, or is already part of the last release. A LoRA
+adapter is applied to the model at the start of the round. Only the adapter's own files decide whether it is already
+part of the last release. If nothing is new, the recipe of the last round is used again, so that a scheduled run has
+nothing to do. The result is a plain recipe, which is checked, released and reproduced like any other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ClientRound:
     """The recipe of a round, and the clients that do not take part.
 
     Args:
-        documents: A plain recipe that combines the clients. With momentum or Adam, a further document takes the step.
+        documents: A plain recipe that combines the clients. With momentum or Adam, more documents apply the step.
         remarks: One line for each client that is left out, and one for the model at the start of the round.
     """
 
@@ -62,7 +62,7 @@ class ClientRound:
 
 @dataclass(frozen=True)
 class _Client:
-    """A client that can take part: its directory, the digest of its files, its sample count and its kind."""
+    """A client that can take part."""
 
     name: str
     digest: str
@@ -70,7 +70,7 @@ class _Client:
     adapter: bool
 
     def model(self, base: str) -> str:
-        """Return the name of the client in a recipe whose round starts with ``base``."""
+        """Return the client as a recipe names it: an adapter is applied to ``base``."""
         return f"{base}+{self.name}" if self.adapter else self.name
 
 
@@ -91,7 +91,7 @@ def client_round(
         location: Name of the recipe in messages.
         last_release: Checkpoint that is published now. None before the first round.
         digest_of: Function that returns the digest of a directory, such as :func:`client_digest`.
-        find_state: Function that finds stored optimizer state by its location in a provenance.
+        find_state: Function that maps the location of optimizer state in a provenance to its path, or to None.
 
     Raises:
         InvalidInput: The document is invalid.
@@ -138,7 +138,7 @@ def client_round(
         remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round is used again")
         if is_reproducible(last_release, directory, digest_of):
             return ClientRound(last_recipe(last_release), remarks_and_reason)
-        # The recipe would now build something else, or fail.
+        # Repeating the last recipe would now build something else, or fail.
         unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
         return ClientRound((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
     if len(participants) < at_least:
@@ -159,16 +159,16 @@ def client_round(
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:
-    """Return the digest of the files of a complete checkpoint, or of an adapter alone.
+    """Return the digest of a client's files, which are a complete checkpoint or an adapter.
 
     Raises:
-        InvalidInput: The directory is neither.
+        InvalidInput: The directory contains neither.
     """
     return adapter_files_digest(path, hashes) if _brings_adapter(path) else checkpoint_digest(path, hashes)
 
 
 class _ClientSettings(NamedTuple):
-    """Settings of a recipe of clients."""
+    """Settings in a recipe of clients."""
 
     patterns: list[str]
     samples: Mapping[str, float]
@@ -244,14 +244,14 @@ def _client_directories(
 
 
 def _brings_adapter(path: Path) -> bool:
-    """Return whether a client is an adapter. A directory with a configuration file is always a model."""
+    """Return whether a client is an adapter. A directory with ``config.json`` is always a model."""
     return is_adapter(path) and not (path / "config.json").exists()
 
 
 def _require_same_shapes(start: Checkpoint | None, name: str, path: Path, base: str) -> None:
-    """Raise InvalidInput unless a client has the tensors of the model at the start of the round, in their shapes.
+    """Raise InvalidInput unless a client has all tensors of the model at the start of the round, in the same shapes.
 
-    An adapter is applied to that model first. If the model cannot be opened, only the client itself is checked.
+    An adapter is first applied to that model. If the model cannot be opened (``start`` is None), only check the client.
     """
     client: Checkpoint | None
     if _brings_adapter(path):

@@ -1,4 +1,4 @@
-"""Read the parents, the base and the optimizer state of the last release for the next round."""
+"""Read the parents, the recipe and the provenance of the last release, for the next round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mergegate.tasks.publish import PROVENANCE, RECIPE
 
 
 def used_digests(last_release: Path) -> frozenset[str]:
-    """Return the digests of everything a release was built from, including clients left out and adapters alone."""
+    """Return the digests of a release's parents (including clients that the merge left out) and of their adapters."""
     try:
         parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
         adapters = [
@@ -28,7 +28,7 @@ def used_digests(last_release: Path) -> frozenset[str]:
 
 
 def last_recipe(last_release: Path) -> tuple[Mapping[str, Any], ...]:
-    """Return the documents of the recipe of a release.
+    """Return the documents of a release's recipe.
 
     Raises:
         InvalidInput: The recipe cannot be read.
@@ -41,9 +41,9 @@ def last_recipe(last_release: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
-    """Return whether everything a release was built from still exists unchanged.
+    """Return whether all parents of a release still exist unchanged.
 
-    Models on the Hub count as unchanged, and so does a release without readable provenance.
+    Models on the Hub count as unchanged. A release without readable provenance counts as reproducible.
     """
 
     def is_unchanged(parent: Mapping[str, Any]) -> bool:
@@ -69,5 +69,5 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
 
 def read_predicate(last_release: Path) -> Any:
-    """Return the predicate of the provenance of a release."""
+    """Return the predicate of a release's provenance, which describes how the release was built."""
     return parse_json(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

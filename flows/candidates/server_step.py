@@ -1,14 +1,15 @@
-"""Take the step of a server after the clients: the combined change itself, with momentum, or by Adam.
+"""Append the server's step to a round: the combined change of the clients, with momentum, or by Adam.
 
-Each step consists of plain documents after the one of the round, ``w + D``. ``D`` includes the ``lambda``.
+A step consists of plain documents after the one of the round, which computes ``w + D``. ``D`` is the combined change,
+already multiplied by ``lambda``.
 
 Momentum needs no state except the releases. With ``v' = momentum v + D`` and ``w' = w + rate v'`` (Hsu et al. 2019,
 https://arxiv.org/abs/1909.06335; the rate is the method's ``lambda``), the last step is ``w - w_before = rate v``.
 Therefore ``w' = w + rate D + momentum (w - w_before)``: task arithmetic of the round and the release before the last.
 
 Adam (Reddi et al. 2020, https://arxiv.org/abs/2003.00295) needs the running means of the changes of all rounds and of
-their squares, which a release does not contain. Each mean is a document of its own, computed from the round and the
-stored mean of the last round. The results are stored next to the release (:mod:`tasks.merge.optimizer`).
+their squares, which a release does not contain. Each mean is a document, computed from the round and the stored mean of
+the last round. mergegate stores the results next to the release (:mod:`tasks.merge.optimizer`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Adam:
-    """Settings of FedAdam with the names of the paper. ``rate`` is its eta."""
+    """Settings of FedAdam, named as in the paper. ``rate`` is the paper's eta."""
 
     rate: float
     beta1: float = 0.9
@@ -42,7 +43,7 @@ class Adam:
 
 
 def parse_adam(settings: object, location: str) -> Adam | None:
-    """Parse ``{rate: 0.01}`` and the optional keys. None if there are no settings.
+    """Parse ``{rate: 0.01}`` and the optional keys. Return None if ``settings`` is None.
 
     Raises:
         InvalidInput: The value is not a mapping with ``rate``, has an unknown key, or a number is out of range.
@@ -77,15 +78,12 @@ def take_step(
     digest_of: Callable[[Path], str],
     find_state: Callable[[str], Path | None],
 ) -> tuple[tuple[Document, ...], tuple[str, ...]]:
-    """Return the documents of a round with the step of the server after it, and remarks about the step.
+    """Return the documents of a round followed by the server's step, and remarks about the step.
 
-    Args:
-        recipe: Document that combines the clients.
-        step: Settings of Adam, or the momentum. A momentum of 0 adds no step.
-        last_release: Checkpoint that is published now. None before the first round.
-        directory: Directory that paths in recipes are relative to.
-        digest_of: Function that returns the digest of a directory.
-        find_state: Function that finds stored optimizer state by its location in a provenance.
+    ``recipe`` combines the clients. ``step`` contains the settings of Adam, or is the momentum. Momentum adds no step
+    if it is 0, or in the first round, which has no ``last_release``. Paths in recipes are relative to ``directory``.
+    ``digest_of`` returns the digest of a directory. ``find_state`` maps the location of optimizer state in a provenance
+    to its path, or to None.
     """
     base, result_keys = recipe["base_model"], {key: value for key, value in recipe.items() if key in _OF_THE_RESULT}
     # The combined change of the clients in float32.
@@ -93,7 +91,7 @@ def take_step(
     change |= {"name": ROUND, "dtype": "float32"}
 
     if isinstance(step, Adam):
-        # The running means that the last release stored: everything in its provenance, or nothing.
+        # Running means of the last release. Use them only if all that its provenance lists still exist unchanged.
         states: dict[str, str] = {}
         with suppress(MergegateError, OSError, ValueError, KeyError, TypeError, AttributeError):
             for product in read_predicate(last_release)["runDetails"]["byproducts"] if last_release else ():

@@ -1,10 +1,10 @@
-"""Set up a search for the scale of a merge (``lambda``) at which the model is most certain, without labels.
+"""Set up a search for the scale (``lambda``) at which a merge is most certain of its answers. It needs no labels.
 
 A plain method at its best scale comes close to elaborate methods at theirs, and the scale with the lowest prediction
-entropy is close to the best scale on labeled data. A model can be certain and wrong. So this is a search like any
-other, confirmed on documents that no candidate saw and judged by the gate before the release.
+entropy is close to the best scale on labeled data. Because a model can be certain and wrong, the winner is confirmed on
+documents that no candidate saw, and judged by the gate before the release.
 
-``mergegate tune`` and the remedy ``tune: scale`` use it.
+``mergegate tune`` and the remedy ``tune: scale`` use this module.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ _RANGE = 2.5  # factor below and above the written value
 class TuningSize(NamedTuple):
     """Size of a search for a scale.
 
-    Args:
-        trials: Number of candidates.
-        search: Documents per task for the search.
-        confirmation: Documents per task for the confirmation. The gate uses the rest.
+    ``trials`` is the number of candidates. ``search`` and ``confirmation`` are numbers of documents per task: for the
+    search and for the confirmation test. The gate uses the remaining ones.
     """
 
     trials: int = 16
@@ -40,7 +38,7 @@ class TuningSize(NamedTuple):
 def scale_search(
     recipe: SearchedRecipe, tasks: Sequence[str], size: TuningSize
 ) -> tuple[dict[str, Any], SweepSettings]:
-    """Return the recipe with a placeholder for its scale, and the search settings over the documents of ``tasks``.
+    """Return the recipe with a placeholder for its scale, and the settings of a search on the documents of ``tasks``.
 
     Raises:
         InvalidInput: The recipe does not have exactly one scale.
@@ -60,7 +58,7 @@ def scale_search(
 
 
 def has_searchable_scale(recipe: str) -> bool:
-    """Return whether a recipe in YAML has a scale that :func:`scale_search` can search."""
+    """Return whether :func:`scale_search` accepts a recipe in YAML."""
     try:
         documents = parse_yaml(recipe, "recipe")
         return len(documents) == 1 and isinstance(documents[0], Mapping) and _scale_in(documents[0], "recipe") > 0
@@ -69,11 +67,7 @@ def has_searchable_scale(recipe: str) -> bool:
 
 
 def _scale_in(recipe: Mapping[str, Any], location: str) -> float:
-    """Return the factor by which the recipe multiplies the merged task vector.
-
-    Raises:
-        InvalidInput: The recipe has no such number, or several.
-    """
+    """Return the factor by which the recipe multiplies the merged task vector. Raise InvalidInput unless it has one."""
     if "clients" in recipe:
         raise InvalidInput(location, found="a round of clients", expected="the same recipe in every run")
     method = find_method(recipe.get("merge_method"), f"{location}: merge_method")

@@ -1,7 +1,7 @@
-"""List the commands of ``mergegate``, and start one.
+"""List the commands of ``mergegate``, and run one.
 
-Each command is a function in a file of its own, next to this one. Its file is imported only when the command runs or
-its help is shown, so that ``mergegate --help`` answers immediately.
+Each command is a function in a file next to this one. The file is imported only when the command runs or its help is
+shown, so that ``mergegate --help`` answers immediately.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _COMMANDS: Mapping[str, tuple[str, str]] = {
     "approve": ("approve", "Approve or reject a release that waits on the server."),
 }
 RENAMED_COMMANDS: Mapping[str, str] = {"look": "evaluate"}
-"""Former names of commands, with their present names."""
+"""Maps former names of commands to their present names. Using a former name is an error that states the present one."""
 RENAMED_OPTIONS: Mapping[str, str] = {
     "--again": "--reset",
     "--at-once": "--concurrency",
@@ -75,12 +75,12 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "--older": "--older-than",
     "--why": "--reason",
 }
-"""Former names of options, with their present names."""
+"""Maps former names of options to their present names. Using a former name is an error that states the present one."""
 _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
 class Command(typer.core.TyperCommand):
-    """A command that rejects the former name of an option and names the current one."""
+    """A command that rejects the former name of an option with an error that tells the user the present one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for parameter in self.params for option in parameter.opts}
@@ -92,7 +92,7 @@ class Command(typer.core.TyperCommand):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name. The file of a command is imported when the command is looked up."""
+    """A mapping from names to commands. Looking up a command imports its file."""
 
     def __init__(self, table: Mapping[str, tuple[str, str]], groups: Mapping[str, Any], prefix: str = "") -> None:
         self._table, self._groups, self._prefix = table, groups, prefix
@@ -113,7 +113,7 @@ class LazyCommands(Mapping[str, Any]):
         return command
 
     def summaries(self) -> list[tuple[str, str]]:
-        """Return the name and the summary of each command, without importing any file."""
+        """Return the name and the summary of each command, without importing the command files."""
         groups = [(name, group.short_help) for name, group in self._groups.items()]
         return [*((name, summary) for name, (_, summary) in self._table.items()), *groups]
 
@@ -125,10 +125,10 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group of commands that are imported when they are needed."""
+    """A group of commands whose files are imported only when needed."""
 
     default_command: str | None = None
-    """Command to run if the first word does not name one."""
+    """Command to run if the first word is not the name of a command."""
 
     def __init__(self, *, commands: Any = None, default_command: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -139,7 +139,7 @@ class CommandGroup(typer.core.TyperGroup):
         return list(self.commands)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that the first word names, or else the default command with that word as argument."""
+        """Return the command named by the first word, or the default command with that word as its first argument."""
         if (current := RENAMED_COMMANDS.get(args[0])) in self.commands and args[0] not in self.commands:
             raise typer.BadParameter(f"this command was renamed: write {current}", ctx, param_hint=args[0])
         uses_default = self.default_command is not None and args[0] not in self.commands
@@ -198,7 +198,7 @@ def root_command(
 
 def main() -> None:
     """Run the ``mergegate`` command."""
-    # Tables of tensors are trees of a million objects, created within a second. Scanning them for cycles every 700
+    # A run creates a million objects for its tables of tensors within a second. Scanning them for cycles every 700
     # objects would double that time.
     gc.set_threshold(100_000, 20, 20)
     with safe_streams():

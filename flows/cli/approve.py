@@ -1,4 +1,4 @@
-"""Approve on a terminal: ``mergegate approve`` for runs that wait on a server, and the prompt of ``mergegate run``."""
+"""Approve releases on a terminal: runs that wait on a server, and the run of this process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def approve_command(
 
 
 def current_user() -> str:
-    """Return ``user@machine``."""
+    """Return ``user@machine``, or only the machine if the user is unknown."""
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError, ImportError):
@@ -87,7 +87,7 @@ def current_user() -> str:
 
 
 class TerminalApproval:
-    """Prompts the user on this terminal for approval, unless it was approved in advance."""
+    """Prompts the user on this terminal to approve a release, or approves without a prompt if ``in_advance`` is set."""
 
     def __init__(self, progress: TerminalProgress, console: Console, *, in_advance: bool) -> None:
         self._progress, self._console, self._in_advance = progress, console, in_advance
@@ -96,7 +96,7 @@ class TerminalApproval:
         """Return the decision of the user.
 
         Raises:
-            Refused: There is no terminal, or no one answers.
+            Refused: There is no terminal, or the input ends before the user answers.
         """
         version, digest = request.pending.version, request.pending.digest
         if self._in_advance:

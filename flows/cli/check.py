@@ -25,7 +25,7 @@ _LONGEST = 2000  # characters of a prompt to show
 
 
 class CheckReport(BaseModel):
-    """Result of a check."""
+    """Findings about a profile or recipe, as ``mergegate check`` prints them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -80,7 +80,7 @@ def check_command(
 
 
 def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
-    """Print each distinct text once, with the models that read it and the number of tokens."""
+    """Print each distinct prompt once, with the models that read it and their numbers of tokens."""
 
     def shorten(text: str) -> str:
         """Shorten a long text to its beginning and end: examples come first, the question last."""

@@ -1,4 +1,4 @@
-"""Share among all commands: the types of common options, the console, and one message and exit code for each error.
+"""Define what all commands share: the types of common options, the console, and the exit code and message of an error.
 
 ``merge_core.errors.EXIT_CODES`` maps every outcome to its exit code.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def local_path(text: str | Path) -> Path:
-    """Parse a path on the command line. The import is deferred because pydantic is slow to import."""
+    """Parse a path on the command line. Defer the import of pydantic, which is slow."""
     from mergegate.merge_core.parsing import parse_path
 
     return parse_path(os.fspath(text))
@@ -53,9 +53,9 @@ ReleaseArgument = Annotated[
 
 @contextmanager
 def command_context(as_json: bool = False, *, with_state: bool = False) -> Iterator[Console]:
-    """Yield the console of a command, and end the command with one message and an exit code if the block fails.
+    """Yield the console of a command. If the block fails, end the command with one message and an exit code.
 
-    Errors that a user, a disk or the system causes have no traceback.
+    An error caused by a user, a disk or the system has no traceback.
 
     Args:
         as_json: Whether standard output carries JSON.
@@ -74,7 +74,7 @@ def command_context(as_json: bool = False, *, with_state: bool = False) -> Itera
 
 @contextmanager
 def refusals(as_json: bool) -> Iterator[None]:
-    """Turn errors that a user, a disk or the system causes into one message and an exit code."""
+    """Turn errors caused by a user, a disk or the system into one message and an exit code."""
     try:
         try:
             yield
@@ -99,7 +99,7 @@ def refusals(as_json: bool) -> Iterator[None]:
 
 
 def convert_os_error(error: OSError) -> MergegateError:
-    """Convert an error of the operating system into a refusal."""
+    """Convert an error of the operating system into a refusal that tells the user what to do."""
     from mergegate.merge_core.files import disk_refusal
 
     if isinstance(error, FileNotFoundError):
@@ -116,7 +116,7 @@ def convert_os_error(error: OSError) -> MergegateError:
 
 
 def print_refusal(error: MergegateError, as_json: bool) -> None:
-    """Print the message of an error, or its JSON object."""
+    """Print the message of an error, as text or as a JSON object."""
     _print_message(error.status, str(error), as_json, *findings_of(error))
 
 
@@ -126,7 +126,7 @@ def _exit_with(error: MergegateError, as_json: bool) -> typer.Exit:
 
 
 def _print_message(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
-    """Print the message if possible. The output itself may be on a full disk."""
+    """Print the message, and ignore it if the output cannot be written, for example on a full disk."""
     try:
         if as_json:
             print_answer(status, message, {}, findings)

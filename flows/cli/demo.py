@@ -1,6 +1,6 @@
 """``mergegate demo``: copy the demo models into a directory of the user's own, and release a merge of them.
 
-The wheel includes ``profiles/`` as data (``share/mergegate`` of the environment). In a clone, the directory is next to
+The wheel installs ``profiles/`` below ``share/mergegate`` of the environment. In a clone, the directory is next to
 ``flows/``.
 """
 
@@ -42,10 +42,7 @@ def demo_command(
 
 
 def copy_demo(directory: Path) -> bool:
-    """Copy the demo's profiles, recipes, models and data into ``directory``, unless they already exist.
-
-    Returns:
-        Whether they were copied now.
+    """Copy the demo's profiles, recipes, models and data into ``directory``. Return whether anything had to be copied.
 
     Raises:
         InvalidInput: The directory has other content, or this installation does not include the demo.

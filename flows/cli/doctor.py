@@ -1,7 +1,8 @@
 """``mergegate doctor``: examine this project's state and repair it.
 
-A run needs no doctor, because it treats damage as a cache miss and rebuilds. This command reports files that are
-damaged, set aside or left over, and all sizes. ``--repair`` sets damaged files aside and removes unused ones.
+Runs work without this command, because they treat damage as a cache miss and rebuild the artifact. The command reports
+all sizes and every file that is damaged, set aside or left over. ``--repair`` sets damaged files aside and removes
+leftover ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``mergegate run --dry-run``: run all checks, and show for each stage whether it is cached.
 
-This reads no weights and changes nothing, apart from the counts and measurements of ``mergegate check``. The module
+This reads no weights and stores only the counts and measurements that ``mergegate check`` also stores. The module
 ``flows.cli.run_plan`` estimates the time.
 """
 
@@ -24,7 +24,7 @@ from mergegate.tasks.preflight import plan_cached
 
 
 def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[str]) -> int:
-    """Print everything that is known before the run, and return the exit code of its checks.
+    """Print the findings, the stages of the run with their times and costs, and return the exit code of the checks.
 
     Raises:
         InvalidInput: The recipe is invalid.

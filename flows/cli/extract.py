@@ -1,4 +1,4 @@
-"""``mergegate extract-lora``: extract an adapter from a fine-tune and its base, and print the error of each factor."""
+"""``mergegate extract-lora``: extract an adapter from a fine-tune and its base, and print the error of each module."""
 
 from __future__ import annotations
 

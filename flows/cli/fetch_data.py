@@ -43,7 +43,7 @@ def fetch_data_command(
 
 
 def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[FetchedDataset]]:
-    """Fetch missing datasets, print them, and return their directory and all of them.
+    """Fetch a profile's missing datasets, print the status of each, and return their directory and all datasets.
 
     Raises:
         InvalidInput: The profile has no ``evaluate.data``, or a dataset is not available.

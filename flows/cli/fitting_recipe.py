@@ -1,4 +1,4 @@
-"""Find the first recipe that fits some models, according to their headers."""
+"""Find the first recipe draft that fits a set of models, according to their headers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from mergegate.tasks.checkpoints import ResolvedCheckpoint
 def fitting_recipe(
     method: str, models: Sequence[ResolvedCheckpoint], out: Path, name: str
 ) -> tuple[RecipeDraft, tuple[ResolvedCheckpoint, ...]]:
-    """Return the first draft that fits according to the headers, and its parents.
+    """Return the first draft that fits the models, and its parents.
 
-    Args:
-        method: Merge method to use. Empty: any.
-        models: The base, then the models.
-        out: Directory of the recipe, which its paths are relative to.
-        name: Name of the recipe in messages.
+    ``models`` starts with the base. An empty ``method`` allows any method. Paths in the recipe are relative to ``out``.
+    ``name`` is the name of the recipe in messages.
 
     Raises:
         MergegateError: No draft fits. The error is that of the first draft.

@@ -5,9 +5,9 @@
     mergegate gate merge=out/merge reverser=out/reverser shifter=out/shifter --profile profiles/demo.yaml
     mergegate gate merge=out/merge reference=out/parent --profile profiles/demo.yaml
 
-Each directory is the output of ``lm_eval run --output_path`` for one model, with ``--log_samples``. The guards are
-those of the profile (including ``best parent`` and ``champion``), and the rule is that of the stage ``gate``. A single
-``reference`` replaces every model that a guard names.
+Each directory is the output of ``lm_eval run --output_path`` for one model, with ``--log_samples``. The guards of the
+profile (including ``best parent`` and ``champion``) judge the results by the rule of the stage ``gate``. If
+``reference`` is the only other model, every guard compares with it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def gate_command(
 def judge_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
     """Judge results on disk with the guards of a profile.
 
-    Each entry is ``NAME=DIRECTORY``: ``merge``, and ``reference`` or the models that the guards name.
+    Each entry has the form ``NAME=DIRECTORY``. The names are ``merge``, and either ``reference`` or the models that the
+    guards compare with.
 
     Raises:
         InvalidInput: A model is missing or named twice, or results are invalid or not comparable.
@@ -82,7 +83,7 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
     directories = _directories_by_model(entries)
     guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", directories)
 
-    # The merge has results of every task, each reference of the tasks that it guards.
+    # The merge needs results of every task, a reference only of the tasks whose guards compare with it.
     files = {name: find_results(directory) for name, directory in directories.items()}
     results: dict[tuple[str, str], TaskResults] = {}
     for guard in guards:
@@ -101,7 +102,7 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
     if profile.perplexity:
         console.print("! perplexity is not judged, because lm-eval's output does not include it", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
-        # As artifacts of the stage "evaluate", so that the same gate judges both.
+        # Convert the results to artifacts of the stage "evaluate", because those are what the gate judges.
         scores: dict[str, list[Artifact[Scores]]] = {}
         for number, ((model, task), result) in enumerate(results.items()):
             part = Path(scratch, str(number))
@@ -146,11 +147,7 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
 
 
 def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
-    """Parse ``NAME=DIRECTORY`` of the merge and at least one other model.
-
-    Raises:
-        InvalidInput: A model is missing or named twice.
-    """
+    """Parse entries of the form ``NAME=DIRECTORY``. Raise InvalidInput if a model is missing or named twice."""
     directories: dict[str, Path] = {}
     for entry in entries:
         name, equals, directory = entry.partition("=")
@@ -178,7 +175,7 @@ def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
 def _guards(
     profile_guards: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]
 ) -> tuple[Guard, ...]:
-    """Return the guards with lm-eval's task names, each compared with results that exist."""
+    """Return the guards with lm-eval's task names. Raise InvalidInput if results of a reference are missing."""
     references = set(directories) - {MERGE}
     alone = references == {REFERENCE}
     guards = []

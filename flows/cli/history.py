@@ -59,7 +59,7 @@ def history_command(
 
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
-    """Return a table with fixed column widths of at most 80 characters in total."""
+    """Return a table of runs with fixed column widths, at most 80 characters in total."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     names, tasks = (17, 11) if with_profile else (0, 28)
     for title, width in (("ended", 16), ("profile", names), ("outcome", 11), ("version", 12), ("lost most", tasks)):

@@ -5,9 +5,9 @@
     mergegate init models/base models/math models/code                 # prompts for missing facts
     mergegate init acme/base acme/math acme/code --yes --out nightly   # no prompts
 
-Method and values follow from headers and tokenizers, tasks from the claims of the model cards, and the license section
-from the declared licenses. The draft passes the checks of ``mergegate check`` before files are written, and no file is
-ever overwritten. Open decisions are printed, and written to the files as comments.
+mergegate derives the method and its values from headers and tokenizers, the tasks from the claims of the model cards,
+and the license section from the declared licenses. It checks the headers before it writes any file, and never
+overwrites one. It prints open decisions, and writes them to the files as comments.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from mergegate.tasks.preflight import SAMPLE
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
 from mergegate.tasks.stage import home, store
 
-# Names of a held-out text. It is searched in the working directory, the new directory and the models' directories.
+# Names of held-out texts to look for in the working directory, the new directory and the models' directories.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
-# Uses, the most demanding one first.
+# Uses of the merge, the most demanding one first.
 _USES = (("commercial", "public"), ("commercial", "private"), ("research", "public"), ("research", "private"))
 
 
@@ -92,7 +92,7 @@ def init_command(
 
 @dataclass(frozen=True)
 class InitRequest:
-    """Arguments of ``mergegate init``. Empty values are not specified."""
+    """Arguments of ``mergegate init``. An empty value means that the user did not specify it."""
 
     base: str
     models: tuple[str, ...]
@@ -106,7 +106,7 @@ class InitRequest:
 
 
 def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
-    """Write a recipe and a profile, print all decisions, and return the exit code of their check.
+    """Write a recipe and a profile, print all decisions, and return the exit code of the checks on the new profile.
 
     Raises:
         InvalidInput: A model does not exist, no recipe fits, or a file exists.
@@ -158,7 +158,7 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
 def _write_project(
     draft: RecipeDraft, profile: ProfileDraft, files: Sequence[Path], console: Console, as_json: bool
 ) -> int:
-    """Write schemas, text, recipe and profile, then check the profile in its final location."""
+    """Write the schemas, the sample text, the recipe and the profile, then check the profile."""
     out = files[0].parent
     directory = home() / "schema"
     schemas = {
@@ -206,12 +206,12 @@ def _write_project(
 
 
 def _answer(request: InitRequest, question: str, option: str, default: str, check: Callable[[str], str]) -> str:
-    """Return the value of an option, or the user's answer, or the default, after ``check``."""
+    """Return the value of an option, or else the user's answer to ``question``. ``check`` validates and converts it."""
     return check(option or default) if option or not request.prompts else prompt(question, default, check)
 
 
 def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: str, out: Path) -> LicenseDraft:
-    """Return the most demanding use that the licenses allow, or else a use that a user can approve."""
+    """Return the most demanding use that the licenses allow, or else one that a user can approve."""
     table = license_table(LicenseSettings(), out)
     declared = read_licenses(parents, table)
     verdicts = {}
@@ -249,7 +249,7 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
 
 
 def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: Path) -> tuple[str, bool]:
-    """Return the held-out text, relative to the profile, and whether it is our own sample."""
+    """Return the path of the held-out text relative to the profile, and whether it is mergegate's own sample."""
     model_directories = [model.directory.parent for model in models if model.revision is None]
     directories = dict.fromkeys(
         [Path.cwd(), out, *model_directories, *(directory.parent for directory in model_directories)]
@@ -276,7 +276,7 @@ def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: 
 def _guards(
     request: InitRequest, parents: Sequence[ResolvedCheckpoint], out: Path, console: Console
 ) -> tuple[GuardDraft, ...]:
-    """Return the requested tasks, then those in the cards' claims, each guarded by the first model with the claim."""
+    """Return guards for the requested tasks, then for each task that a model card claims."""
     requested = {}
     for text in request.tasks:
         task, _, guard = text.partition("=")
@@ -303,12 +303,12 @@ def _guards(
 
 
 def prompt(question: str, default: str, check: Callable[[str], str]) -> str:
-    """Prompt on the terminal until the answer is valid, and return it as ``check`` returns it.
+    """Prompt on the terminal until ``check`` accepts the answer, and return the value that ``check`` returns.
 
     Args:
         question: Text of the prompt.
-        default: Answer for Enter alone. If it is empty, ``check`` must accept an empty answer.
-        check: Function that raises InvalidInput for an invalid answer. The user sees the reason and is prompted again.
+        default: Answer if the user only presses Enter. If it is empty, ``check`` must accept an empty answer.
+        check: Function that converts an answer, or raises InvalidInput with the reason to show before prompting again.
 
     Raises:
         typer.Abort: The user pressed Ctrl-C, or standard input is closed.
@@ -324,11 +324,7 @@ def prompt(question: str, default: str, check: Callable[[str], str]) -> str:
 
 
 def require_new(files: Iterable[Path]) -> None:
-    """Check that none of these files exists.
-
-    Raises:
-        InvalidInput: A file exists. The error names the first one.
-    """
+    """Raise InvalidInput, which names the first existing file, unless none of ``files`` exists."""
     if existing := next((file for file in files if os.path.lexists(file)), None):
         raise InvalidInput(
             str(existing), found="it exists", expected="a new file", remedy="choose another --name or --out"
@@ -336,7 +332,7 @@ def require_new(files: Iterable[Path]) -> None:
 
 
 def write_new_files(texts: Mapping[Path, str]) -> None:
-    """Write ``texts``. If that fails midway (Ctrl-C, a full disk, another process wrote a file), remove all of them.
+    """Write each text to its file. If a write fails, remove all files written so far.
 
     Raises:
         InvalidInput: A file exists.
@@ -357,7 +353,7 @@ def write_new_files(texts: Mapping[Path, str]) -> None:
 
 @contextmanager
 def directory_for_new_files(directory: Path) -> Iterator[None]:
-    """Create ``directory`` if necessary, and remove it again if it is still empty at the end."""
+    """Create ``directory`` if necessary. If it is still empty after the block, remove it and its new parents."""
     created = [parent for parent in (directory, *directory.parents) if not os.path.lexists(parent)]
     directory.mkdir(parents=True, exist_ok=True)
     try:

@@ -27,7 +27,7 @@ _SECONDS_BETWEEN = 1.0  # minimum time between two progress lines of one call
 
 
 def print_event(event: str, **facts: object) -> None:
-    """Print and flush one line. If the reader of a pipe goes away, the run continues silently."""
+    """Print and flush one line. If the reader of the pipe has closed it, discard all further output."""
     try:
         print(json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str), flush=True)
     except BrokenPipeError:
@@ -42,10 +42,9 @@ class EventLines:
 
     @contextmanager
     def watching(self, *, verbose: bool = False) -> Iterator[None]:
-        """Report every stage that runs in the block.
+        """Print an event for every stage that runs in the block.
 
-        Args:
-            verbose: Whether to also report details, such as cache keys and subprocesses (``merge_core.wording``).
+        With ``verbose``, also print details, such as cache keys and subprocesses (``merge_core.wording``).
         """
         with progress_watcher(self), detail_listener(self.on_detail) if verbose else nullcontext():
             yield
@@ -56,7 +55,7 @@ class EventLines:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Do nothing, because there is no drawing that could disturb a prompt."""
+        """Do nothing, because events do not disturb a prompt."""
         yield
 
     def on_message(self, text: str) -> None:
@@ -73,7 +72,7 @@ class EventLines:
         print_event("advanced", stage=stage, subject=subject, done=count, total=total, unit=unit)
 
     def on_description(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Ignore the description of a stage, which is for terminals."""
+        """Ignore the description of a stage, because only terminals show it."""
 
     def on_end(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         print_event("ended", stage=stage, subject=subject, status=status, seconds=round(seconds, 3), summary=summary)

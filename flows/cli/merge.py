@@ -1,4 +1,4 @@
-"""``mergegate merge``: only merge, into a directory that is either complete or does not exist."""
+"""``mergegate merge``: merge into a directory, without evaluation. The directory is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -59,15 +59,11 @@ def merge_command(
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """Options of a merge.
+    """Options of a merge into the directory ``out``. ``seed`` is the seed of the random masks.
 
-    Args:
-        out: Directory for the result.
-        seed: Seed of the random masks.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        share: Whether to work directly in ``out``, together with every process that was started in the same way (see
-            ``merge_core.engine``). Until it is complete, the directory has no ``config.json``. Without ``share``, it
-            does not exist until it is complete.
+    With ``share``, this process works directly in ``out``, together with every process that was started in the same way
+    (see ``merge_core.engine``). ``out`` then has no ``config.json`` until the merge is complete. Without ``share``,
+    ``out`` does not exist until then.
     """
 
     out: Path
@@ -79,8 +75,7 @@ class MergeOptions:
 def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> dict[str, object]:
     """Merge ``recipe_file`` into a directory, and return the result as plain data.
 
-    If the directory already contains the merge of the same recipe and the same files, nothing is done and ``new`` is
-    false.
+    If the directory already contains the same merge of the same files, do nothing and return ``new: False``.
 
     Raises:
         InvalidInput: The recipe is invalid, or the directory exists.
@@ -124,7 +119,7 @@ def _merge_into(
     options: MergeOptions,
     console: Console,
 ) -> dict[str, object]:
-    """Merge into ``directory``, which becomes ``options.out`` when it is complete."""
+    """Merge into ``directory``, which is renamed to ``options.out`` when it is complete."""
     by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
     recipe = prepare_recipe(cleared_recipe.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     for model, why in recipe.left_out.items():

@@ -1,8 +1,8 @@
 """Record the merges of ``mergegate merge``, so that the same merge is not repeated.
 
-The record is in the project's home, under the name of the output directory. It no longer applies if a parent or the
-result changed, or with another seed or another version of torch. The existing directory then blocks the merge like any
-other.
+The record is in the project's home, under a digest of the output directory's path. It is valid only for the same
+parents, seed and version of torch, and only while the result is unchanged. Without a valid record, mergegate refuses to
+merge into the existing directory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class RecordedMerge:
 
     Args:
         out: Directory of the merge.
-        recipe_file: Recipe of the merge. Its text counts.
-        identities: Files of the parents, which must be local, and of the texts that the merge reads.
+        recipe_file: Recipe of the merge. The record depends on its text, not on its path.
+        identities: Identities of the parents' files, which must be local, and of the calibration texts.
         settings: Seed and device of the merge.
     """
 
@@ -36,7 +36,7 @@ class RecordedMerge:
         self, out: Path, recipe_file: Path, identities: Mapping[Path, FileIdentity], settings: MergeSettings
     ) -> None:
         self._out = out
-        # A digest of everything that determines the merge.
+        # Digest of everything that determines the merge.
         self._key = digest(
             {
                 "schema": _SCHEMA,
@@ -49,7 +49,7 @@ class RecordedMerge:
         self._file = home() / "merges" / f"{digest(os.fsencode(out.absolute()).hex())[:16]}.json"
 
     def find(self) -> dict[str, Any] | None:
-        """Return the recorded result of the directory if it is this merge and unchanged, otherwise None."""
+        """Return the recorded result if the directory still contains this merge unchanged, otherwise None."""
         record = read_state(self._file, json.loads)
         if not isinstance(record, dict) or record.get("of") != self._key:
             return None
@@ -57,7 +57,7 @@ class RecordedMerge:
         return result if isinstance(result, dict) and record.get("files") == self._files() else None
 
     def store(self, result: Mapping[str, Any]) -> None:
-        """Record that the directory, in its present state, is this merge, and store its result with it."""
+        """Record the result, and that the files now in the directory are those of this merge."""
         state_directory(self._file.parent)
         record = {"of": self._key, "files": self._files(), "told": dict(result)}
         write_state(self._file, json.dumps(record).encode())

@@ -1,4 +1,4 @@
-"""Print what all commands have in common: the ``--json`` object, colors of outcomes and short paths.
+"""Print the ``--json`` object, findings, and paths in the same way for all commands.
 
 The JSON object has a status, a message, findings, then other keys::
 
@@ -33,24 +33,24 @@ OUTCOME_STYLES: Mapping[Outcome | None, str] = {"pass": "green", "inconclusive":
 def print_answer(status: str, message: str, more: Mapping[str, Any], findings: Iterable[Finding] = ()) -> None:
     """Print the JSON object of a command.
 
-    Args:
-        status: One or two words: ``released``, ``refused``, ``sound``, ``listed``.
-        message: Message for users.
-        more: Other keys of this command. They cannot replace the first three.
-        findings: Problems, worst first.
+    ``status`` is one or two words, such as ``released``, ``refused``, ``sound`` or ``listed``. ``message`` is for
+    users. ``findings`` are sorted, worst first. ``more`` contains other keys, which cannot replace these three.
     """
     answer = {"status": status, "message": message, "findings": [asdict(finding) for finding in findings]}
     print(json.dumps({**answer, **{key: value for key, value in more.items() if key not in answer}}, default=str))
 
 
 def print_created(record: dict[str, Any]) -> None:
-    """Print the JSON object of a command that creates files."""
+    """Print the JSON object of a command that creates files.
+
+    The status is ``made``, or ``nothing new`` if ``record["new"]`` is False.
+    """
     status = "made" if record.pop("new", True) else "nothing new"
     print_answer(status, status, record)
 
 
 def short_path(path: Path | str) -> str:
-    """Return the path as a user in this directory would type it. A URL or a path elsewhere stays as it is."""
+    """Return a path relative to the working directory. A URL or a path outside this directory stays as it is."""
     if isinstance(path, str):
         return path
     try:
@@ -61,9 +61,9 @@ def short_path(path: Path | str) -> str:
 
 
 def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
-    """Print each finding with its remedy, worst first, then the successful checks.
+    """Print each finding with its remedy, worst first, then the lines about successful checks.
 
-    With ``verbose``, findings with the same cause are listed separately.
+    Findings with the same cause are printed once, or separately with ``verbose``.
     """
     groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
     for group in groups:

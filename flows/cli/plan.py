@@ -1,9 +1,8 @@
 """``mergegate plan``: forecast bytes, memory, disk, time and cost of a merge from headers alone.
 
-For a profile, it also forecasts the power of the gate, if documents have been counted and models scored before.
-
-Weights are neither read nor downloaded. The time follows from rates that are measured on this machine in less than half
-a second and stored for an hour. The cost is that time at the user's prices.
+For a profile, it also forecasts the power of the gate, if its documents have been counted and its models scored before.
+Weights are neither read nor downloaded. The time follows from rates that mergegate measures on this machine in less
+than half a second and stores for an hour. The cost is that time at the user's prices.
 """
 
 from __future__ import annotations
@@ -51,17 +50,17 @@ class Forecast:
     Args:
         recipe: One-line summary of the recipe.
         method: Name of the merge method.
-        needs: Requirements on any machine.
+        needs: Memory, disk and work that the merge needs on any machine.
         place: Directory on the disk of the result.
         disk_free: Free bytes on that disk.
         bytes_to_download: Bytes of parents on the Hub that are not in the cache.
         cores: Cores that the merge may use.
-        rates: Measured rates of this machine. None without a probe.
+        rates: Measured rates of this machine. None without a measurement.
         time: Duration on this machine. None without rates.
-        prices: Dollars per hour by name, from the user.
+        prices: Dollars per hour, by the name that the user gave to each price.
         power: Power of the profile's gate. None for a recipe, or if no documents have been counted.
         is_adapter: Whether the result is an adapter, so that the needs are those of combining adapters.
-        statistics: Needs of the calibration statistics. None if the recipe names no texts.
+        statistics: Needs of the calibration statistics. None if the recipe lists no texts.
     """
 
     recipe: str
@@ -80,11 +79,11 @@ class Forecast:
 
     @property
     def disk_missing(self) -> int:
-        """Bytes missing on the disk for the result. 0 if it fits."""
+        """Bytes that the disk lacks for the result. 0 if it fits."""
         return max(0, self.needs.disk - self.disk_free)
 
     def cost(self, price: float) -> tuple[float, float] | None:
-        """Return the lowest and highest cost in dollars on an instance as fast as this one. None without a time."""
+        """Return the lowest and highest cost in dollars on an instance as fast as this machine. None without a time."""
         return None if self.time is None else (self.time.at_least / 3600 * price, self.time.at_most / 3600 * price)
 
 
@@ -92,12 +91,8 @@ class Forecast:
 class PlanOptions:
     """Options of a forecast.
 
-    Args:
-        out: Directory of the result. It need not exist.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        prices: Dollars per hour by name.
-        probe: Whether to measure now (True), never (False), or only if the last measurement is more than an hour old
-            (None).
+    The directory ``out`` need not exist. ``prices`` are dollars per hour by name. ``probe`` tells whether to measure
+    this machine now (True), never (False), or if the last measurement is more than an hour old (None).
     """
 
     out: Path
@@ -163,7 +158,7 @@ def plan_command(
 
 
 def named_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Parse ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
+    """Parse texts of the form ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
     prices = {}
     for text in texts:
         name, _, amount = text.partition("=")
@@ -243,15 +238,11 @@ def forecast_of(
 
 
 def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
-    """Return the rates of this machine, measured in the last hour or now.
+    """Return the rates of this machine: stored ones from the last hour, or new measurements.
 
-    Args:
-        inputs: Local weight files.
-        directory: A directory on the disk of the result.
-        cores: Number of cores that the merge uses.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
-        probe: Whether to measure now (True), never (False), or only if the last measurement is more than an hour old
-            (None).
+    A measurement reads ``inputs``, local weight files, and writes to ``directory``, on the disk of the result.
+    ``probe`` tells whether to measure always (True), never (False), or only without stored rates (None). If nothing is
+    stored or measured, return None.
     """
     from mergegate.merge_core.engine.forecast import (
         load_rates,
@@ -304,7 +295,7 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 
 def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
-    """Return name, value and remark of every line. Parts of the line above start with a space."""
+    """Return name, value and remark of every line. A name that starts with a space belongs to the line above."""
     needs = forecast.needs
     rows = [("tensors", f"{needs.tensors:,}", f"{_count(needs.parameters)} parameters")]
     if forecast.bytes_to_download:

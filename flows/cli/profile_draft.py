@@ -1,10 +1,4 @@
-"""Draft a first recipe and profile as commented text, for ``mergegate init``. This module has no side effects.
-
-::
-
-    drafts = recipe_drafts(base, models, "")         # the first one that passes the checks is written
-    write(profile_text(draft))
-"""
+"""Draft a first recipe and profile as commented text, for ``mergegate init``. This module has no side effects."""
 
 from __future__ import annotations
 
@@ -17,7 +11,7 @@ from mergegate.merge_core.parsing import flow_yaml
 
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
-# Benchmark names in model cards, the most specific first → task of lm-eval.
+# Benchmark names in model cards, the most specific first, with the lm-eval task of each.
 _CLAIMS = (
     ("gsm8k", "gsm8k"),
     ("mmlu-pro", "mmlu_pro"),
@@ -42,12 +36,7 @@ _CLAIMS = (
 
 @dataclass(frozen=True)
 class RecipeDraft:
-    """A recipe that may fit.
-
-    Args:
-        recipe: Content as plain data, one document.
-        why: Sentences for the comment above the recipe.
-    """
+    """A recipe that may fit the models. ``why`` is the comment above the recipe, which gives the reasons for it."""
 
     recipe: Mapping[str, Any]
     why: str
@@ -55,7 +44,7 @@ class RecipeDraft:
 
 @dataclass(frozen=True)
 class GuardDraft:
-    """A task of the profile. If it has a ``problem``, it is written as a comment only."""
+    """A task of the profile. If it has a ``problem``, it cannot run here and is only written as a comment."""
 
     task: str
     guarded_by: str
@@ -65,7 +54,7 @@ class GuardDraft:
 
 @dataclass(frozen=True)
 class LicenseDraft:
-    """The license section, and the doubts that a user must still settle."""
+    """The license section of a profile, and the doubts about licenses that the user must still settle."""
 
     purpose: str
     visibility: str
@@ -78,9 +67,8 @@ class LicenseDraft:
 class ProfileDraft:
     """Content of a first profile.
 
-    Args:
-        documents: Held-out text, relative to the profile. Empty if there is none.
-        is_sample: Whether that is mergegate's own sample text, for lack of a better one.
+    ``documents`` is the path of the held-out text relative to the profile, or empty. ``is_sample`` tells whether that
+    text is mergegate's own sample.
     """
 
     name: str
@@ -94,7 +82,7 @@ class ProfileDraft:
 
 
 def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
-    """Yield recipes in order of preference. The headers decide which one fits.
+    """Yield recipes in order of preference. The caller checks which one fits.
 
     Args:
         base: The base, as written in a recipe.
@@ -138,7 +126,7 @@ def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterat
 
 
 def _first_choice(base: str) -> Method:
-    """Return the default method of a first recipe with that kind of base."""
+    """Return the method of a first recipe. ``base`` is how the method treats its base: ``required`` or ``ordinary``."""
     return next(method for method in merge_methods().values() if method.traits.first_draft and method.base == base)
 
 
@@ -161,7 +149,7 @@ def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[st
 
 
 def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:
-    """Return lm-eval's tasks for the claims of a card: results in its model index, then datasets and tags."""
+    """Return lm-eval's tasks for the benchmarks in a model card: in its model index, its datasets and its tags."""
     words: list[str] = []
     index = card.get("model-index")
     for entry in index if isinstance(index, list) else []:

@@ -35,7 +35,7 @@ _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only 
     "refused": ("✗", "x", "bold red"),
     "failed": ("✗", "x", "bold red"),
 }
-_BRIEF = 12  # characters for one of several subjects
+_BRIEF = 12  # characters of a result, if the line shows the results of several subjects
 _WIDEST = 100  # columns; on a wide terminal, a time far from its text is hard to match with its line
 _NAME = 11  # columns of a stage's name
 _MARGIN = 3 + _NAME + 3  # columns of a row besides text and time: mark, name and gaps
@@ -71,7 +71,7 @@ class _Line:
     def text(self, width: int) -> str:
         """Return the text of the line: the summary of a single call, or cached subjects and the result of each new one.
 
-        The description of a running stage fits into ``width`` characters.
+        A running stage is described in ``width`` characters.
         """
         running = [call for call in self.calls if call.status is None]
         if running and (words := running[-1].pace.words) is not None:
@@ -92,10 +92,9 @@ class _Line:
 
 
 class TerminalProgress:
-    """A ``Watcher`` that draws on a rich console. Use it as a context manager around the run.
+    """A ``Watcher`` that draws the stages of a run on a rich console while the block of ``watching`` runs.
 
-    Args:
-        verbose: Whether to also print details, such as cache keys and subprocesses (``merge_core.wording``).
+    With ``verbose``, it also prints details, such as cache keys and subprocesses (``merge_core.wording``).
     """
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
@@ -124,7 +123,7 @@ class TerminalProgress:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Pause the drawing while the user is prompted."""
+        """Stop drawing while the block prompts the user."""
         self._print_ended()
         if self._live is not None:
             self._live.stop()
@@ -135,7 +134,7 @@ class TerminalProgress:
                 self._live.start()
 
     def headline(self, title: str, remark: str) -> None:
-        """Print the line above all stages, or two lines if the texts do not fit on one."""
+        """Print the line above all stages, or two lines if the terminal is too narrow."""
         width = self._width
         if cell_len(title) + 2 + cell_len(remark) > width:
             self._console.print(Text(title, style="bold"))
@@ -186,7 +185,7 @@ class TerminalProgress:
             self._console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
 
     def _running(self, stage: str, subject: str) -> _Call:
-        """Return the running call on that subject. Stages may run in parallel, each subject separately."""
+        """Return the running call of a stage on ``subject``. Calls on several subjects may run in parallel."""
         calls = self._lines[stage].calls
         return next((call for call in reversed(calls) if call.subject == subject and call.status is None), calls[-1])
 
@@ -230,16 +229,13 @@ class TerminalProgress:
 
 
 def _to_standard_error(line: str) -> None:
-    """Print progress for logs, and for readers of a JSON object on standard output."""
+    """Print a line where logs show it, and where it does not break a JSON object on standard output."""
     with suppress(OSError, ValueError):  # standard error is closed
         print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def fit_text(text: str, width: int) -> str:
-    """Fit ``text`` on one line of ``width`` columns: the first parts that fit in full, or else words.
-
-    The report contains the rest.
-    """
+    """Shorten ``text`` to one line of ``width`` columns: the first parts that fit in full, or else the first words."""
     text = " ".join(text.split())
     if cell_len(text) <= width:
         return text

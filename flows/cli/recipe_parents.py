@@ -1,6 +1,6 @@
 """Resolve the parents of a recipe and plan it from headers alone, for ``mergegate merge`` and ``plan``.
 
-This is separate from ``flows.preflight``, so that these commands start within a second.
+These commands do not use ``flows.preflight``, so that they start within a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mergegate.tasks.stage import store
 
 
 def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:
-    """Return the parents of a recipe and its plan, without judging it.
+    """Return the parents of a recipe and its plan, without checking that they fit each other.
 
     Raises:
         InvalidInput: Parents do not exist, are not checkpoints, or cannot be planned.
@@ -35,16 +35,10 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePl
 
 @dataclass(frozen=True)
 class ClearedRecipe:
-    """A recipe that may be merged.
+    """A recipe that may be merged, with its parents, their headers (``opened``), the plan and warnings (``findings``).
 
-    Args:
-        recipe: The recipe.
-        parents: Its parents.
-        identities: Identities of the parents' files before they were opened. Empty if some may not be local yet.
-        opened: Headers of the parents, by reference.
-        plan: Plan of the merge.
-        findings: Warnings.
-        texts: Identities of the calibration text files.
+    ``identities`` identifies the parents' files as they were before mergegate opened them. It is empty if a parent is
+    on the Hub. ``texts`` identifies the files with calibration texts.
     """
 
     recipe: Recipe
@@ -57,7 +51,7 @@ class ClearedRecipe:
 
 
 def clear_recipe(recipe: Recipe) -> ClearedRecipe:
-    """Resolve, open and plan the parents of a recipe that may be merged.
+    """Resolve, open and plan the parents of a recipe, and check that they fit each other.
 
     Raises:
         InvalidInput: Parents do not exist or are not checkpoints.

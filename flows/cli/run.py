@@ -1,6 +1,6 @@
 """``mergegate run`` and ``mergegate compare``: run a flow on this terminal and print its outcome.
 
-``mergegate sweep``, ``tune`` and ``shadow`` run their flows with the same function, :func:`run_flow`.
+``mergegate sweep``, ``tune`` and ``shadow`` run their flows with :func:`run_flow` too.
 """
 
 from __future__ import annotations
@@ -130,12 +130,8 @@ def compare_command(
 class RunView:
     """Options of a run on the terminal.
 
-    Attributes:
-        headline: One-line summary of the run.
-        profile: Profile file, as the user wrote it.
-        approve: Whether the user approved publication in advance.
-        events: Whether to print a line of JSON for each event instead of drawing the progress.
-        verbose: Whether to log details.
+    ``profile`` is the path as the user wrote it. With ``approve``, the user approved publication in advance. With
+    ``events``, one line of JSON is printed for each event instead of the progress. ``verbose`` logs details.
     """
 
     headline: str
@@ -146,7 +142,7 @@ class RunView:
 
 
 def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes. A refused profile file gets a report page like any other run."""
+    """Load a profile and its recipes. If one of them is invalid, archive a report page before raising the error."""
     try:
         loaded = load_profile(profile, overrides)
         loaded.headline()
@@ -167,12 +163,12 @@ def run_flow(
 ) -> RunOutcome:
     """Run a flow with progress on the terminal and Prefect's API available, and return its outcome.
 
-    ``dry_pass`` returns the outcome if there is no work, so that the flow does not run, otherwise None.
+    First try ``dry_pass``. If it returns an outcome, there is no work and the flow does not run.
     """
     progress = TerminalProgress(console, verbose=view.verbose)
     watching = partial(EventLines().watching, verbose=view.verbose) if view.events else progress.watching
     progress.headline(view.headline, f"profile {view.profile}")
-    if not configured_url():  # other users look at the runs on a server
+    if not configured_url():  # a server should record every run, because other users see its list
         with watching():
             if (cached_outcome := dry_pass()) is not None:
                 return cached_outcome

@@ -1,4 +1,4 @@
-"""Plan which stages a run would execute, call by call, and how long that takes on this machine.
+"""Plan which calls of stages a run would execute, and how long they take on this machine.
 
 The time of a call is that of its last execution on this machine, or else a rough estimate
 (``tasks.preflight.duration``). No weights are read and no model is run.
@@ -62,10 +62,8 @@ _WEIGHTS = (".safetensors", ".bin")
 class PlannedStage:
     """A call of a stage in the planned run.
 
-    Attributes:
-        missing: Documents of a task that must be evaluated, or 1 for another stage that is not cached.
-        seconds: Estimated duration. None if unknown.
-        rough: Whether the estimate follows from sizes instead of an earlier call.
+    ``missing`` is the number of documents to evaluate, or 1 for any other stage that is not cached. ``seconds`` is the
+    expected duration, or None if it is unknown. It is ``rough`` if it follows from sizes instead of an earlier call.
     """
 
     stage: str
@@ -78,7 +76,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All calls with a cost, up to the first interim look of each task."""
+    """All expensive calls of a run, up to the first interim look of each task."""
 
     stages: tuple[PlannedStage, ...]
 
@@ -89,12 +87,12 @@ class PlannedRun:
 
     @property
     def rough(self) -> bool:
-        """Whether any of the time is a rough estimate."""
+        """Whether the duration of any open stage is a rough estimate."""
         return any(stage.rough for stage in self.open_stages)
 
     @property
     def seconds(self) -> float | None:
-        """Total duration of all open stages. None if any is unknown."""
+        """Total duration of all open stages. None if any of them is unknown."""
         durations = [stage.seconds for stage in self.open_stages if stage.seconds is not None]
         if len(durations) < len(self.open_stages):
             return None
@@ -102,7 +100,7 @@ class PlannedRun:
         return sum(durations) + (starting + AROUND if self.rough else 0.0)
 
     def time(self) -> str:
-        """Describe the time, for example ``about 3 h, first run here``."""
+        """Describe the total duration, for example ``about 3 h, first run here``."""
         seconds, rough_seconds = self.seconds, sum(stage.seconds or 0.0 for stage in self.open_stages if stage.rough)
         if seconds is None:
             return "unknown, because these stages have not run here yet"
@@ -116,7 +114,7 @@ class PlannedRun:
         return f"about {format_roughly(seconds)}"
 
     def sentence(self) -> str:
-        """Describe the cached stages, the open stages and their time."""
+        """Describe how many stages must run, and how long they take."""
         if not self.open_stages:
             return f"all {len(self.stages)} expensive stages are cached, so a run has nothing to do"
         head = f"{len(self.open_stages)} of {len(self.stages)} expensive stages must run"
@@ -124,9 +122,9 @@ class PlannedRun:
 
 
 def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
-    """Plan the run of the profile's own recipe. None if its checks refuse it.
+    """Plan the run of the profile's own recipe, or return None if its checks refuse it.
 
-    ``ready`` is the result of the preflight. ``examples`` holds one document of each task, as each parent reads it.
+    ``ready`` is the result of the preflight. ``examples`` are the prompts of one document of each task, one per parent.
     """
     cleared = next((item for item in ready.cleared if item.candidate is profile.candidates()[0]), None)
     if cleared is None or ready.evidence is None or cleared.compatibility.value.blocking():
@@ -187,7 +185,7 @@ def _planned_stage(
 
 
 class _Estimate:
-    """Estimates for calls that never ran here. The machine is measured on first use."""
+    """Estimates for calls that never ran here. The first estimate measures the machine."""
 
     def __init__(
         self, cleared_candidate: ClearedCandidate, evidence: Evidence, examples: Sequence[TaskExample]
@@ -229,7 +227,7 @@ class _Estimate:
 
     @cached_property
     def reading(self) -> float | None:
-        """Seconds of the held-out text under one model."""
+        """Seconds that one model needs for the held-out text."""
         windows, text = self._evidence.windows, self._evidence.documents
         if self._rates is None or windows is None or text is None:
             return None
@@ -247,7 +245,7 @@ class _Estimate:
         return evaluation_seconds(self._size, load, self._rates)
 
     def scoring(self, task: EvalTask, documents: int) -> float | None:
-        """Return the seconds of that many documents of a task under one model. None for a server elsewhere."""
+        """Return the seconds that one model needs for ``documents`` of a task. None for a server elsewhere."""
         scoring = self._evidence.scoring
         if not documents or self._rates is None or not find_backend(scoring.backend).loads_here:
             return None

@@ -43,16 +43,13 @@ _SWEEP_STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold
 
 
 def outcome_json(outcome: RunOutcome) -> dict[str, Any]:
-    """Return the outcome in the shape of every JSON object."""
+    """Return the outcome as the JSON object that commands print, with a status, a message and findings."""
     findings = [asdict(outcome.stopped_by)] if outcome.stopped_by else []
     return {**outcome.model_dump(mode="json"), "message": outcome.text, "findings": findings}
 
 
 def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile: Path | None = None) -> None:
-    """Print the outcome of a run as JSON or for users.
-
-    With ``profile``, the output for users ends with the next command to run.
-    """
+    """Print the outcome of a run as JSON or for users. With ``profile``, users also see the next command to run."""
     if as_json:
         print(json.dumps(outcome_json(outcome), indent=1))
         return
@@ -74,7 +71,7 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
 
 
 def print_summary(console: Console, outcome: RunOutcome) -> None:
-    """Print the evidence as a table, then the outcome. A sweep starts with its own results."""
+    """Print the evidence as tables, then the outcome. A sweep starts with the results of its search."""
     if outcome.sweep is not None:
         console.print()
         # If nothing was released, the message is already the sweep's own verdict.
@@ -121,7 +118,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
 
 
 def _print_below(console: Console, line: str, label: str = "") -> None:
-    """Print a line in full to a log. On a terminal, wrap a long one below its beginning."""
+    """Print an indented line. In a log it stays in one piece, on a terminal a long one wraps below its beginning."""
     margin = "  " + (f"{label:<{_LABEL}}" if label else "")
     if not console.is_terminal:
         console.print(Text.assemble((margin, "dim"), line), soft_wrap=True)
@@ -134,7 +131,7 @@ def _print_below(console: Console, line: str, label: str = "") -> None:
 
 
 def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterator[RenderableType]:
-    """Yield a table for each objective, the verdict with its reason if ``with_verdict``, and the effort."""
+    """Yield a table for each objective, the verdict with its reason (if ``with_verdict``), and the search effort."""
     outcome = sweep_outcome(content)
     for objective in range(len(content.objectives)):
         drawn = sweep_table(content, objective)

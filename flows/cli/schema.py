@@ -1,4 +1,4 @@
-"""``mergegate schema profile|recipe``: generate JSON Schemas for editors from the types that read these files.
+"""``mergegate schema profile|recipe``: generate JSON Schemas for editors from the types that parse these files.
 
 ::
 
@@ -58,11 +58,7 @@ def schema_command(
 
 
 def schema_text(kind: str) -> str:
-    """Return the schema as JSON.
-
-    Raises:
-        InvalidInput: The kind is neither ``profile`` nor ``recipe``.
-    """
+    """Return the schema of ``profile`` or ``recipe`` as JSON text. Any other kind raises InvalidInput."""
     if kind not in _KINDS:
         raise InvalidInput(
             "mergegate schema", found=repr(kind), expected="profile or recipe", remedy=suggest(kind, _KINDS)
@@ -71,7 +67,7 @@ def schema_text(kind: str) -> str:
 
 
 def generated_pages() -> dict[str, str]:
-    """Return the generated pages by their path below ``docs/``."""
+    """Return the text of each generated file, by its path below ``docs/``."""
     # The --json output of every command.
     text = {"type": "string"}
     finding = {
@@ -133,7 +129,7 @@ def _section(name: str, section: Mapping[str, Any], definitions: Mapping[str, An
 
 
 def _type(value: Mapping[str, Any]) -> str:
-    """Return the type in words, such as ``number`` or ``list of Guard``, with sections as links."""
+    """Return a type in words, such as ``number`` or ``list of Guard``, with links to sections."""
     if "$ref" in value:
         name = str(value["$ref"]).rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

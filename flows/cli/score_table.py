@@ -22,12 +22,12 @@ from rich.text import Text
 from mergegate.flows.cli.output import OUTCOME_STYLES
 from mergegate.tasks.report import Row, ScoreTable
 
-_BEST = " *"  # mark of the best parent in plain tables; bold here
+_BEST = " *"  # ending of the best parent's score, which is printed in bold instead
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A layout of the table: lines above, header, and rows of one line or of two."""
+    """A layout of the score table: lines above it, its header, and rows that take one or two lines."""
 
     above: tuple[str, ...]
     columns: tuple[str, ...]
@@ -35,17 +35,15 @@ class _Form:
     two_lines: bool = False  # whether the first cell has its own line
 
     def widths(self) -> list[int]:
-        """Return the widths of the columns."""
         lines = [self.columns, *(row.cells for row in self.rows)]
         return [max(cell_len(line[at].removesuffix(_BEST)) for line in lines) for at in range(len(self.columns))]
 
     def width(self) -> int:
-        """Return the width of the table in terminal columns."""
         return max(line.cell_len for line in (*map(Text, self.above), *_lines(self)))
 
 
 def print_scores(console: Console, scores: ScoreTable) -> None:
-    """Print the final table in the first form that fits. Details of a verdict follow below the table."""
+    """Print the final table in the first form that fits. Details of the verdicts follow below the table."""
     rows, notes = [], []
     for row in scores.rows:
         word, colon, _ = row.cells[-1].partition(": ")
@@ -63,9 +61,9 @@ def print_scores(console: Console, scores: ScoreTable) -> None:
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> None:
-    """Print a table, or each row as a list of its cells if the terminal is too narrow.
+    """Print a table. On a terminal that is too narrow, print each row as a list of its cells.
 
-    With ``numbers``, all columns between the first and the last are numbers and align right.
+    With ``numbers``, all columns between the first and the last align right.
     """
     widths = [max(cell_len(str(line[at])) for line in (columns, *rows)) for at in range(len(columns))]
     if sum(widths) + len(widths) - 1 <= console.width:
@@ -110,7 +108,7 @@ def _forms(columns: tuple[str, ...], rows: tuple[Row, ...]) -> Iterator[_Form]:
 
 
 def _lines(form: _Form) -> Iterator[Text]:
-    """Return the header and the rows, with every column as wide as its widest cell."""
+    """Yield the header and the rows, with every column as wide as its widest cell."""
     yield _aligned(form, [Text(column, style="dim") for column in form.columns])
     for row in form.rows:
         if form.two_lines:

@@ -1,4 +1,4 @@
-"""``mergegate server``, ``worker`` and ``deploy``: run Prefect's own with the settings of this project."""
+"""``mergegate server``, ``worker`` and ``deploy``: run Prefect's server and worker with the project's settings."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def deploy_command(as_json: JsonOption = False) -> None:
 
 
 def load_optional_schedules() -> Schedules | None:
-    """Load ``schedules.yaml`` of this directory, or return None if it does not exist.
+    """Load ``schedules.yaml`` of this directory. Return None if the file does not exist.
 
     Raises:
         InvalidInput: The file is invalid.
@@ -148,11 +148,7 @@ def load_optional_schedules() -> Schedules | None:
 
 
 def require_free_port(host: str, port: int, location: str, remedy: str = "") -> None:
-    """Check that this process can listen on a port.
-
-    Raises:
-        InvalidInput: It cannot. The message starts with ``location``.
-    """
+    """Raise InvalidInput at ``location``, with ``remedy``, unless this process can listen on a port."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,7 @@ from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy, open_redaction, read_traffic, replay
 
 _STOP_S = 5
-# longer than clients keep a connection: the server must not close one before its reuse
+# Longer than clients keep a connection, because the server must not close one that a client is about to reuse.
 _KEEP_ALIVE_S = 75
 ShadowProfile = Annotated[
     Path, typer.Argument(parser=local_path, help="Profile with a section 'shadow'.", metavar="PROFILE")
@@ -59,8 +59,9 @@ def shadow_serve_command(
 def run_proxy(profile: Profile, candidate: str | None, console: Console, *, reset: bool = False) -> None:
     """Answer requests until the process is stopped.
 
-    ``candidate`` is the version to watch. Default: the current release at the target, or if that is unknown, the
-    version watched last. With ``reset``, it is watched from now on, even if there was a decision before.
+    ``candidate`` is the version to test. Default: the current release at the target or, if that is unknown, the version
+    of the last test. With ``reset``, the test starts again even if the version was already promoted, rolled back or
+    killed.
 
     Raises:
         InvalidInput: The profile has no section ``shadow``, a key is not set, or the address is in use.
@@ -104,7 +105,7 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
         problem = f"  (not available now: {type(error).__name__}; requests that are not recorded are counted)"
     console.print(f"  records    {database}{problem}")
     console.print(f"  listening  http://{settings.listen}/v1   status: http://{settings.listen}/shadow/status")
-    # a server that stops midway is recorded, so it needs no traceback
+    # The recorder stores that a model's server stopped midway, so uvicorn need not print a traceback.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     uvicorn.run(
         proxy.application(),

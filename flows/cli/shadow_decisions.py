@@ -1,4 +1,4 @@
-"""``mergegate shadow evaluate``, ``status``, ``promote`` and ``rollback``: show and decide about a watched release."""
+"""``mergegate shadow evaluate``, ``status``, ``promote`` and ``rollback``: show or decide which model serves users."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _print_outcome(outcome: RunOutcome, console: Console, as_json: bool) -> None
 
 
 def _state_json(content: ShadowContent) -> dict[str, object]:
-    """Return the state as JSON, without the curve and without users' texts."""
+    """Return the state of the test as plain data, without the curve and without users' texts."""
     content_json = content.model_dump(mode="json", exclude={"points", "examples"})
     return {
         "shadow": {**content_json, "pairs": content.pairs, "now": content.now.model_dump() if content.now else None}

@@ -1,4 +1,4 @@
-"""``mergegate smoke``: serve a checkpoint or use a running server, and print a table of test results."""
+"""``mergegate smoke``: test a checkpoint on a new server, or a running server, and print the results of all checks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def smoke_command(
 
 
 def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
-    """Return the checkpoint as a model, and for ``model+adapter`` also both parts. Hub checkpoints are downloaded."""
+    """Download a checkpoint if necessary, and return it as a model. For ``model+adapter``, also return both parts."""
     checkpoint = find_checkpoint(reference)
     if checkpoint.snapshots:
         download_snapshots(checkpoint.snapshots, store().hashes)
@@ -117,7 +117,7 @@ def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
 
 
 def _print_verdict(verdict: ServeVerdict, console: Console) -> None:
-    """Print the checks, the serving costs, and the verdict with remedies."""
+    """Print the checks, the costs of serving, and the verdict with remedies."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("", "check", "result", "expected"):
         table.add_column(column, overflow="fold")

@@ -1,8 +1,6 @@
-"""``mergegate status``: show active runs, schedules, the last result of each profile and the size of the store.
+"""``mergegate status``, ``open`` and ``explain``: show the project's state, a report, or the reasons of a past run.
 
-It needs no server.
-
-``mergegate open`` shows a report. ``mergegate explain`` explains the decision of a past run.
+None of them needs a server.
 """
 
 from __future__ import annotations
@@ -111,7 +109,7 @@ def explain_command(
         matches = [record for record in records if record.profile == run]
         if not matches:
             matches = [record for record in records if run and (record.run.startswith(run) or record.version == run)]
-            # The beginning of an ID must be unique. A version may have several runs.
+            # The beginning of an ID must match one run only. A version may have several runs, of which the last counts.
             if len({record.run for record in matches}) != 1 and not (matches and matches[-1].version == run):
                 raise InvalidInput(
                     "mergegate explain",

@@ -2,14 +2,14 @@
 
 ::
 
-    mergegate store ls                        # every artifact: size, age, why it is kept
+    mergegate store ls                        # every artifact: size, age, reason to keep it
     mergegate store du                        # by stage
-    mergegate store verify                    # every byte against its hash
+    mergegate store verify                    # compares every file with its recorded hash
     mergegate store gc --dry-run              # what would be removed; without --dry-run, it is removed
     mergegate store gc --quota 50GB           # the least recently used, until the store fits
 
-Artifacts that a run, a release or the last runs of a profile need are never removed. A file that is missing anyway (a
-user deleted it) is a cache miss, and the next run rebuilds it.
+Artifacts that a run, a release or the last runs of a profile need are never removed. If a user deletes a file, the next
+run rebuilds it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOT_NEEDED = "not needed"
 
 
 class _StageSize(NamedTuple):
-    """Size of one stage: number of entries, bytes, and needed bytes."""
+    """Size of all entries of one stage: their number, their bytes, and the bytes that are needed."""
 
     stage: str
     entries: int
@@ -206,7 +206,7 @@ def store_gc_command(
 
 
 def _reason(entry: StoreEntry, reasons: Mapping[EntryName, str]) -> str:
-    """Return the reason why an entry is kept."""
+    """Return the reason to keep an entry."""
     return (
         reasons.get(entry.entry_name, _NOT_NEEDED) if entry.kind in ("artifact", "value", "unfinished") else _NOT_NEEDED
     )
@@ -218,7 +218,7 @@ def _plain(entry: StoreEntry, now: float) -> dict[str, object]:
 
 
 def _table(*columns: str) -> Table:
-    """Return a table for users. A column whose title starts with ``>`` has numbers."""
+    """Return an empty table. A column whose title starts with ``>`` aligns right."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left", no_wrap=True)

@@ -14,7 +14,7 @@ READER_GONE = 128 + signal.SIGPIPE  # exit code that a shell reports for a progr
 
 
 class _Output(io.FileIO):
-    """A standard stream whose reader may go away: ``mergegate methods | head -0``."""
+    """A standard stream whose reader may close it: ``mergegate methods | head -0``."""
 
     def write(self, data: Any) -> int:
         try:
@@ -28,12 +28,13 @@ class _Output(io.FileIO):
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Replace standard output and standard error, while the block runs, by streams that never end in a traceback.
+    """Replace standard output and standard error in the block by streams whose errors never end in a traceback.
 
-    A closed stream discards its output. Otherwise, the next opened file would get its number and our output.
+    Output to a closed stream is discarded. Without a replacement, the next opened file would get the number of the
+    stream and our output.
 
-    Python is restarted in UTF-8 mode unless it decodes file names as UTF-8. In the C locale or one with another
-    encoding, a valid UTF-8 name would arrive as bytes that are not text.
+    If Python does not decode file names as UTF-8, restart it in UTF-8 mode. In the C locale or one with another
+    encoding, a valid UTF-8 name would otherwise not be valid text.
     """
     if sys.getfilesystemencoding().lower() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"  # for child processes

@@ -91,10 +91,9 @@ def tune_command(
 
 
 def convert_evolve(file: Path, console: Console) -> Path | Profile:
-    """Return the argument of the sweep flow.
+    """Convert mergekit-evolve's YAML to an equivalent profile, and print the settings without an equivalent.
 
-    For a profile, this is its path, as Prefect stores it. mergekit-evolve's YAML is converted to an equivalent profile,
-    and settings without an equivalent are printed.
+    A profile file is returned as its path, because Prefect stores the arguments of a flow.
 
     Raises:
         InvalidInput: The file is neither.

@@ -49,7 +49,7 @@ def trigger_command(
             if (deployment := on_server.get(name)) is None:
                 raise InvalidInput(name, found="it is not deployed", expected="a deployment", remedy="mergegate deploy")
             all_parameters = {**deployment.parameters, **parameters}
-            # The name of the run until it starts and sets its own.
+            # Name of the run until it starts and chooses its own name.
             run_title = run_name(name.partition("/")[0], all_parameters, time.strftime("%Y-%m-%d"))
             run = client.create_flow_run_from_deployment(deployment.id, parameters=dict(parameters), name=run_title)
             page = page_of_run(run.id, site.address)
@@ -71,9 +71,9 @@ def trigger_command(
 def _find_target(
     name: str, schedules: Schedules | None, deployment_names: tuple[str, ...]
 ) -> tuple[str, dict[str, str]]:
-    """Return the full name of the deployment, and parameters that replace its own.
+    """Return the full name of the deployment to run, and parameters that replace its own.
 
-    ``release/release`` runs a file that is not deployed.
+    A file without a deployment of its own runs in ``release/release``.
     """
     if name in deployment_names:
         return name, {}
@@ -106,7 +106,7 @@ def _find_target(
 
 
 class _StatePrinter:
-    """Prints each state of a run once, and a hint if no worker takes it."""
+    """Prints each state of a run once, and a hint if no worker starts it."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._printed = console, {""}

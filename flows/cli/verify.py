@@ -1,4 +1,4 @@
-"""``mergegate verify`` and ``mergegate reproduce``: verify a release, and rebuild it byte by byte."""
+"""``mergegate verify`` and ``mergegate reproduce``: verify a release, or rebuild its weights and compare every byte."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Conclude a run: build its outcome, write its report page and record it.
 
-The command line, ``--json`` and Prefect's pages all use the same frozen value::
+A flow returns a Prefect state, from which the command line and ``--json`` read the same frozen outcome::
 
     return conclude_flow(lambda: within_limits(make_release, load_profile(profile)), profile_name(profile))
     outcome = flow_outcome(state)

@@ -41,14 +41,10 @@ _MAX_SUMMARY_BYTES = 90_000  # Prefect accepts more, but its pages become slow
 def archive_outcome(
     outcome: RunOutcome, name: str, began: float, stages: Sequence[StageEnd], flow: str = ""
 ) -> RunOutcome:
-    """Return the outcome with the path of its archived page.
+    """Archive an outcome, and return it with the path of its page. If archiving fails, return it unchanged.
 
-    Args:
-        outcome: Outcome to archive. Returned unchanged if archiving fails.
-        name: Name of the profile, used if the outcome has none.
-        began: Start of the run, on the monotonic clock.
-        stages: Stages that ran, in the order in which they ended.
-        flow: Name of the flow, used outside a flow run.
+    ``began`` is the start of the run on the monotonic clock. ``stages`` are in the order in which they ended. ``name``
+    is used if the outcome does not contain the name of the profile, and ``flow`` if the run is outside Prefect.
     """
     try:
         flow = running_flow()[1] or flow
@@ -76,7 +72,6 @@ def archive_outcome(
 
 
 def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stages: Sequence[StageEnd]) -> RunRecord:
-    """Return the history record of a run."""
     run, _ = running_flow()
     content = outcome.content
     drift = content.verdict.drift if content else None
@@ -128,7 +123,7 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
 
 
 def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
-    """Return the score of every guard. If all tasks are judged together, the score of their mean comes first.
+    """Return the score of every guard, after that of each group of tasks that is judged by its mean.
 
     Scores without finite bounds are left out.
     """
@@ -158,14 +153,14 @@ def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
 
 
 def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:
-    """Return the page about the evidence, or if there is none, a page that says how far the run got and why."""
+    """Return the page about the evidence, or else a page that shows how far the run got and why it ended."""
     if outcome.page:
         return outcome.page
     if outcome.shadow is not None:
         return render_shadow(outcome.shadow.model_copy(update={"examples": ()}))
     if outcome.sweep is not None:
         return outcome.report.read_text(encoding="utf-8") if outcome.report else render_sweep(outcome.sweep)
-    if outcome.status == "nothing new" and outcome.report is not None:  # the released model has already been judged
+    if outcome.status == "nothing new" and outcome.report is not None:  # the release has a page about its evidence
         released = read_state(outcome.report, bytes.decode, most=_MAX_PAGE_BYTES)
         if isinstance(released, str):
             return released
@@ -196,9 +191,9 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
 
 
 def prefect_page(outcome: RunOutcome, name: str) -> str:
-    """Render the outcome as Markdown for Prefect's page and for pull requests: the status first, the report last.
+    """Render the outcome as Markdown for Prefect's page and for pull requests.
 
-    Long evidence is cut.
+    The status comes first, then the evidence, then the path of the report. Long evidence is cut.
     """
     mark = "✓" if outcome.exit_code == 0 else "✗"
     head = f"## {mark} {outcome.status}: {name}\n\n"
@@ -220,7 +215,7 @@ def prefect_page(outcome: RunOutcome, name: str) -> str:
 
 
 def running_flow() -> tuple[str, str]:
-    """Return the id and the name of the running flow, or two empty strings outside a flow run."""
+    """Return the ID of the current flow run and the name of its flow, or two empty strings outside a flow run."""
     from prefect.context import FlowRunContext
 
     context = FlowRunContext.get()

@@ -3,17 +3,17 @@
 | state | type | meaning |
 | --- | --- | --- |
 | ``Released``, ``NothingNew``, ``Passed`` | Completed | the run succeeded |
-| ``Promoted``, ``Waiting`` | Completed | watched release: it serves users, or the evidence is not sufficient yet |
-| ``RolledBack``, ``Killed`` | Failed | watched release: its parent serves users; exit code 3 |
+| ``Promoted``, ``Waiting`` | Completed | shadow test: the candidate serves users, or the evidence is not sufficient |
+| ``RolledBack``, ``Killed`` | Failed | shadow test: the parent serves users; exit code 3 |
 | ``Refused`` | Failed | a check, the gate or a full disk refused; exit code 3 |
 | ``Invalid`` | Failed | the input is invalid; exit code 2 |
 | ``Interrupted`` | Cancelled | the user pressed Ctrl-C; exit code 130; the next run continues from there |
 | ``Failed`` | Failed | an unexpected exception; exit code 1 |
 | ``Cancelled`` | Cancelled | the run was due while no worker was running, and a later run has done its work |
 
-A refusal is not a crash. At the end of a deployed run, Prefect raises the exception in a failed state and logs its
-traceback. The state therefore contains an exception that carries the outcome, and a log filter drops the one line that
-would print it, because the state and its reason are already in the log.
+A refusal is not a crash. A failed state contains an exception, here one that carries the outcome. When a deployed run
+ends, Prefect would log its traceback. A log filter drops that record, because the log already has the state and its
+reason.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoppedRun(Exception):
-    """Outcome of a run that did not succeed, as an exception for Prefect's state. It does not indicate a defect."""
+    """Exception that carries the outcome of an unsuccessful run in Prefect's state. It does not indicate a defect."""
 
     def __init__(self, outcome: RunOutcome) -> None:
         super().__init__(outcome.text_with_proposal)
@@ -68,17 +68,14 @@ class StoppedRun(Exception):
 
 
 def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
-    """Run the story of a flow and return its end as a Prefect state.
+    """Run ``make``, the story of a flow, and return its end as a Prefect state.
 
-    Every run gets a page and a line in the history, except a missed scheduled run that a later run replaces.
-
-    Args:
-        make: The story of the flow. Prefect's log shows its stages, unless another watcher is active.
-        name: Name of the profile.
-        overrides: Profile settings that the run overrides. They are recorded with the outcome.
+    Every run gets a page and a line in the history, except a missed scheduled run that a later run replaces. Prefect's
+    log shows the stages, unless another watcher is active. ``name`` is the name of the profile. ``overrides`` are the
+    profile settings that the run overrides. They are recorded with the outcome.
 
     Raises:
-        Exception: Any unexpected error, after it was recorded. Prefect logs it with its traceback.
+        Exception: Any unexpected error, after mergegate has recorded it. Prefect logs it with its traceback.
     """
     from prefect import get_run_logger
     from prefect.states import Cancelled, Completed, Failed
@@ -125,17 +122,11 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
 def run_dry_pass(
     make: Callable[[], RunOutcome], flow: str, name: str, overrides: Sequence[str] = ()
 ) -> RunOutcome | None:
-    """Return the outcome of ``make`` if everything is cached, or None if work remains or the dry pass cannot finish.
+    """Run ``make``, the story of a flow, against the cache only. Return its outcome, or None if there is work to do.
 
-    A dry pass runs the flow's own code on the same inputs, without Prefect's API and against the cache only
-    (``tasks.stage.dry_pass``). If it finishes, the run is over and archived like any other run. If it does not finish,
-    the real run starts and reports the reason.
-
-    Args:
-        make: The story of the flow. Progress watchers receive its stages after it has finished.
-        flow: Name of the flow.
-        name: Name of the profile.
-        overrides: Profile settings that the run overrides. They are recorded with the outcome.
+    A dry pass (``tasks.stage.dry_pass``) runs the flow's own code on the same inputs, without Prefect's API. If it
+    finishes, progress watchers receive its stages, and its outcome is archived like any other. If it fails, the real
+    run starts and reports the reason. ``name`` is the name of the profile.
     """
     began, deferred = time.monotonic(), DeferredProgress()
     try:
@@ -155,17 +146,13 @@ def run_dry_pass(
 
 
 def within_limits(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutcome:
-    """Run ``make`` within the limits of the profile.
-
-    Raises:
-        OutOfTime: The run exceeded its time limit.
-    """
+    """Run ``make`` within the time and memory limits of the profile. Exceeding the time limit raises OutOfTime."""
     with apply_limits(profile.limits):
         return make(profile)
 
 
 def flow_outcome(state: State[Any]) -> RunOutcome | BaseException | None:
-    """Return the outcome of a flow run, or the exception that ended it."""
+    """Return the outcome in the state of a flow run, or the exception that ended the run."""
     value = state.result(raise_on_failure=False)
     if isinstance(value, StoppedRun):
         return value.outcome
@@ -173,9 +160,9 @@ def flow_outcome(state: State[Any]) -> RunOutcome | BaseException | None:
 
 
 def _run_recorded(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
-    """Run ``make`` while recording its use of the store, then bring the store below its quota.
+    """Run ``make`` and record which artifacts it uses, then shrink the store to its quota.
 
-    The record protects the artifacts that the run needs from removal, now and until the next run.
+    The record protects these artifacts from removal, now and until the next run.
     """
     store_quota()  # reports an invalid setting before any work
     with log_shared_store_savings(), record_run(name) as run:
@@ -196,7 +183,7 @@ def _run_recorded(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
 
 
 def publish_artifact(outcome: RunOutcome, name: str) -> None:
-    """Save the end of the run as a Markdown artifact of the Prefect run, which Prefect's UI shows.
+    """Save the outcome as a Markdown artifact of the Prefect run, which Prefect's UI shows.
 
     An error here never fails the run, because the report has all results.
     """

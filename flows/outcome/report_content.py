@@ -1,4 +1,4 @@
-"""Collect everything that a run learned about an attempt or in a sweep, as one frozen value for the report page."""
+"""Collect everything that a run found out about an attempt, as one frozen value for the report page."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from mergegate.tasks.serve import ServedModels
 from mergegate.tasks.stage import versions
 from mergegate.tasks.store import StoredValue
 
-# The page draws these verdicts in its own way. For all others it shows their section.
+# Evidence with a section of its own on the page. For all other verdicts, the page shows their generic section.
 _DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
 LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
 def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
-    """Return the public names that replace the local paths of a run in everything that is published."""
+    """Return the public names that replace local paths in everything that a run publishes.
+
+    The local paths are in the recipes of this attempt and of ``earlier`` ones, in the profile and in its overrides.
+    """
     cleared = attempt.cleared
     paths = [path for attempt_before in earlier for path in recipe_paths(attempt_before.cleared.candidate.recipe)]
     paths += [
@@ -67,11 +70,7 @@ def report_content(
 ) -> ReportContent:
     """Return everything that a run found out about an attempt, for the report, the card and the final table.
 
-    Args:
-        profile: Profile of the run.
-        attempt: The attempt.
-        earlier: Earlier attempts, which were refused.
-        names: Public names of local models and texts.
+    The ``earlier`` attempts were refused. ``names`` replaces the local paths of models and texts by public names.
     """
     parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment

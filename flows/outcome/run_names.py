@@ -1,7 +1,7 @@
 """Name runs so that users recognize them: ``support-assistant · ties of 3 · 2026-11-21``.
 
-Prefect requests names before any check runs, even on a server that only lists runs. Names therefore use only data that
-is quick to read and never fail. If a profile cannot be read, the name of its file is used.
+Prefect needs the name before any check runs, even on a server that only lists runs. Building a name therefore reads
+little data and never fails. If a profile cannot be read, the name of its file is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LONGEST = 60  # characters of one part
 
 
 def name_run() -> str:
-    """Return the name of the current flow run from its parameters, for Prefect's ``flow_run_name``. Never raises."""
+    """Return the name of the current flow run, for Prefect's ``flow_run_name``. Never raises."""
     try:
         from prefect.runtime import flow_run
 
@@ -28,7 +28,7 @@ def name_run() -> str:
 
 
 def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
-    """Return the name of a run of ``flow`` with these parameters on that day."""
+    """Return the name of a run of ``flow`` with ``parameters`` on ``day``."""
     if "candidate" in parameters:
         sides = (str(parameters[side]) for side in ("candidate", "reference"))
         return f"{' against '.join(_cut(to_printable(Path(side).name or side)) for side in sides)} · {day}"
@@ -42,7 +42,7 @@ def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
 
 
 def _method(profile: Profile | Path | str) -> str:
-    """Return ``ties of 3``, or an empty string if the recipe cannot be read."""
+    """Return the method of a profile, such as ``ties of 3``, or an empty string if the recipe cannot be read."""
     try:
         candidate = load_profile(profile if isinstance(profile, Profile) else Path(profile)).candidates()[0]
         return candidate.recipe.summary().partition(" over ")[0]

@@ -1,4 +1,4 @@
-"""Represent the outcome of a run as a value: status, message, reasons, remedy, and the page about it."""
+"""Define the outcome of a run: its status, message, reasons, remedy, and the page about it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class RunOutcome(BaseModel):
 
     status: RunStatus
     message: str  # one sentence for the user
-    # Why the run was refused, one sentence each. JSON has them in its message.
+    # Why the run was refused, one sentence each. In JSON, they are part of the message.
     reasons: Annotated[tuple[str, ...], Field(exclude=True)] = ()
     version: str | None = None
     location: Path | str | None = None  # of the release: a directory or a URL
     report: Path | None = None  # page about the run
     content: ReportContent | None = None  # evidence, if the run got that far
     sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
-    # For a watched release: the evidence so far and the decision.
+    # For a shadow test: the evidence so far and the decision.
     shadow: Annotated[ShadowContent | None, Field(exclude_if=lambda content: content is None)] = None
     # For a run that a check stopped before there was a verdict: the finding and its remedy.
     stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None
@@ -52,12 +52,12 @@ class RunOutcome(BaseModel):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command."""
+        """Exit code of the command that started the run."""
         return EXIT_CODES[self.status]
 
     @property
     def fix(self) -> tuple[str, ...]:
-        """Expectation of the check that stopped the run, and how to fix the problem, one line each. May be empty."""
+        """What the check that stopped the run expects and how to fix the problem, one line each. May be empty."""
         lines = (("expected: ", "expected"), ("remedy:   ", "remedy"))
         return tuple(f"{label}{text}" for label, name in lines if (text := getattr(self.stopped_by, name, "")))
 
@@ -68,12 +68,12 @@ class RunOutcome(BaseModel):
 
     @property
     def text_with_proposal(self) -> str:
-        """The text and the proposed change of the recipe, for a log, a state or the history."""
+        """The text followed by the proposed change of the recipe, for a log, a state or the history."""
         return self.text + (f"\nto try: {self.to_try.text()}: {self.to_try.reason}" if self.to_try else "")
 
 
 def stopped_outcome(error: MergegateError) -> RunOutcome:
-    """Return the outcome of a run that was refused by a check or had invalid input."""
+    """Return the outcome of a run that an error ended: a check refused it, or its input was invalid."""
     finding = finding_of(error)
     return RunOutcome(status=error.status, message=str(finding), stopped_by=finding)
 
@@ -114,14 +114,14 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
 
 
 def store_page(content: SweepContent | ShadowContent) -> Path:
-    """Write the page of a sweep or of a watched release to the reports directory."""
+    """Write the page of a sweep or of a shadow test to the reports directory, and return its path."""
     if isinstance(content, SweepContent):
         return _store_latest(render_sweep(content), f"{content.name}.sweep.html")
     return _store_latest(render_shadow(content), f"{content.name}.shadow.html")
 
 
 def _store_latest(page: str, name: str) -> Path:
-    """Write a page to the reports directory, which has the latest page of each profile."""
+    """Write a page to the reports directory, in place of the previous one with this name, and return its path."""
     path = state_directory(home() / "reports", private=True) / name
     write_state(path, page.encode())
     return path

@@ -1,9 +1,9 @@
-"""Access Prefect's API, both the one inside a run's own process and a project's server with its deployments.
+"""Use Prefect's API, either inside a run's own process or on a project's server with deployments.
 
-* ``embedded`` serves the API for a run without a server, and ``server`` runs a project's server.
+* ``embedded_api`` serves the API for a run without a server, and ``server`` runs a project's server.
 * ``site`` locates a project's server and provides the environment of server, workers and clients.
-* ``schedules`` reads ``schedules.yaml``. ``notifications`` defines what an operator is notified of. ``deployments`` and
-  ``automations`` keep the server in step with both.
+* ``schedules`` reads ``schedules.yaml``. ``notifications`` defines which events operators are notified of.
+  ``deployments`` and ``automations`` update the server to match.
 * ``runs`` starts and follows deployed runs. ``approval`` suspends a run until it is approved, and ``waiting_runs``
   lists such runs.
 

@@ -1,9 +1,9 @@
 """Require manual approval before a release is published or promoted: on Prefect's pages, on a terminal, or in advance.
 
-A deployed run suspends. Its process ends, its slot is free, and its page shows the evidence and a form. Resuming it on
-that page or with ``mergegate approve`` starts it again from the top. All stages come from the store, and the run
-arrives here again. The digest of the release is the key of the suspension. Only a run that built exactly the
-same thing finds the answer. A run that built anything else suspends again.
+A deployed run suspends itself: its process ends, its slot is free, and its page shows the evidence and a form. When a
+user answers there or with ``mergegate approve``, the run starts again from the top, reads all stages from the store,
+and asks for the same approval. The key of the suspension is the digest of the release, so the run finds the answer
+only if it built exactly the same release. If it built another one, it suspends again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 # After the time-out of the profile, a rule on the server refuses the run (``automations``). Without such a rule, the
 # server itself fails the run this much later.
 _GRACE_S = 600
-_DIGITS = 40  # digits of the digest in a key
+_DIGITS = 40  # digits of the release's digest in the key of a suspension
 
 
 @dataclass(frozen=True)
 class ApprovalRequest:
-    """A request for approval.
+    """A request for approval of a release.
 
-    Attributes:
-        name: Name of the release.
-        summary: Markdown with scores, drops, the license and the location of the report.
-        timeout_s: Time limit for the answer, in seconds.
-        verb: Action that follows an approval.
+    ``summary`` is Markdown with the scores, the license and the location of the report. ``verb`` is the action that
+    follows an approval.
     """
 
     name: str
@@ -49,15 +46,10 @@ class ApprovalRequest:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to an approval request.
+    """The answer to an approval request, about one ``version`` and ``digest``.
 
-    Attributes:
-        publish: Whether the release is approved.
-        by: Name of the person who decided, as they entered it. It is not verified.
-        reason: Reason, if they entered one.
-        version: Version that the answer is about.
-        digest: Digest that the answer is about.
-        waits: Name of another run that already waits for the same answer. Empty if there is none.
+    ``by`` is the name that the user entered. It is not verified. If another run already waits for the same answer, this
+    is not a decision, and ``waits`` is the name of that run.
     """
 
     publish: bool
@@ -77,14 +69,14 @@ class Decision:
 
 
 AskPerson = Callable[[ApprovalRequest], Decision]
-"""Asks a user who is present. Raises ``Refused`` if no one answers."""
+"""Function that prompts a user for a decision. It raises ``Refused`` if no one answers."""
 
 _asker: ContextVar[AskPerson | None] = ContextVar("asker", default=None)
 
 
 @contextmanager
 def approval_function(ask: AskPerson) -> Iterator[None]:
-    """Use ``ask`` for approvals in the block, except in deployed runs."""
+    """Use ``ask`` for all approvals in the block, except in deployed runs."""
     token = _asker.set(ask)
     try:
         yield
@@ -98,11 +90,10 @@ def require_decision(
     report: Path | None,
     find_pending: Callable[[], PendingRelease],
 ) -> Decision | None:
-    """Return the decision about a release, or None if it is already published.
+    """Ask a user to approve a release, and return the decision. Return None if the release is already published.
 
-    This suspends a deployed run. The call then does not return in this process.
-
-    ``find_pending`` returns the release to publish, and ``report`` is the path of its page.
+    A deployed run is suspended, so that this call does not return. ``find_pending`` returns the release to publish, and
+    ``report`` is the path of its page.
 
     Raises:
         Refused: There is no way to ask, or no one answered.
@@ -121,9 +112,9 @@ def require_decision(
 
 
 def request_decision(request: ApprovalRequest) -> Decision:
-    """Return the decision about ``request``.
+    """Ask a user to approve a release, and return the decision.
 
-    This suspends a deployed run. The call then does not return in this process.
+    A deployed run is suspended, so that this call does not return.
 
     Raises:
         Refused: There is no way to ask, or no one answered.
@@ -132,7 +123,7 @@ def request_decision(request: ApprovalRequest) -> Decision:
 
     context = FlowRunContext.get()
     run = context.flow_run if context else None
-    if run is not None and run.deployment_id is not None:  # it can be started again
+    if run is not None and run.deployment_id is not None:  # only a deployed run can be started again
         return _suspend_for_decision(request, run)
     if (ask := _asker.get()) is not None:
         return ask(request)

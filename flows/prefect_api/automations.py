@@ -1,8 +1,7 @@
-"""Keep the automations on the server in step with the rules of ``notifications``.
+"""Update the automations on the server to match the rules of ``notifications``.
 
-The description of an automation identifies the project, so other automations on the server stay untouched.
-
-An address or password comes from the environment at deployment time. Prefect stores it as an encrypted block.
+The description of an automation identifies its project, so other automations on the server stay untouched. The address
+of a recipient comes from the environment of ``mergegate deploy``. Prefect stores it as an encrypted block.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.events.schemas.automations import Automation, AutomationCore
 
-# The server processes an event again if its database was busy the first time. Without a period, counted from the time
-# of the event, the rule would act each time.
+# The server processes an event again if its database was busy the first time. This period, counted from the time of the
+# event, keeps a rule from acting twice.
 _ONCE_S = 10
 
 
@@ -35,14 +34,9 @@ def sync_rules(
     ids: Mapping[str, str],
     site: Site,
 ) -> tuple[tuple[str, DeployChange], ...]:
-    """Create, replace and delete rules until the server matches, and return the change of each rule.
+    """Create, replace and delete rules until the server matches, and return the name and the change of each rule.
 
-    Args:
-        client: Client of the server.
-        rules: Desired rules.
-        recipients: Recipients in the order of ``schedules.yaml``.
-        ids: Id of each deployment, by its full name.
-        site: Site of the project.
+    ``recipients`` are in the order of ``schedules.yaml``. ``ids`` maps full names of deployments to their IDs.
 
     Raises:
         InvalidInput: An address is not in the environment, or a block does not exist in Prefect.
@@ -78,7 +72,7 @@ def sync_rules(
     for name in sorted(existing_rules.keys() - {rule.name for rule in rules}):
         client.delete_automation(existing_rules[name].id)
         changes.append((name, "removed"))
-    for block in client.read_block_documents(limit=200):  # of removed recipients
+    for block in client.read_block_documents(limit=200):  # delete the blocks of removed recipients
         if block.name and block.name.startswith(prefix) and str(block.id) not in blocks:
             client.delete_block_document(block.id)
     return tuple(changes)
@@ -114,16 +108,13 @@ def _rule_fields(rule: DesiredRule, blocks: Sequence[str], ids: Mapping[str, str
 
 
 def _meaning(rule: Automation | AutomationCore) -> object:
-    """Return the parts of a rule that define its effect, as plain comparable values.
-
-    Whether the rule is enabled is left to the user.
-    """
+    """Return the parts of a rule that define its effect, in comparable form. Users decide whether it is enabled."""
     trigger = rule.trigger.model_dump(mode="json", exclude={"id"})
     return _sorted(trigger), [_sorted(action.model_dump(mode="json")) for action in rule.actions]
 
 
 def _sorted(value: Any) -> Any:
-    """Sort lists, because the server returns sets as lists in any order."""
+    """Sort all lists in ``value``, because the server returns sets as lists in any order."""
     if isinstance(value, dict):
         return {name: _sorted(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -132,9 +123,9 @@ def _sorted(value: Any) -> Any:
 
 
 def _block(client: SyncPrefectClient, recipient: Recipient, number: int, prefix: str) -> str:
-    """Return the id of the block that sends to the recipient.
+    """Return the ID of the block that sends to the recipient.
 
-    If the address is in the environment, create or update the block. Otherwise use the existing one.
+    If the address is in the environment, create or update the block. Otherwise, use the existing one.
     """
     from prefect.blocks.core import Block
     from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook

@@ -1,10 +1,9 @@
-"""Keep the deployments of a project in step with ``schedules.yaml``: create, change and remove them.
+"""Create, change and remove the deployments of a project on its server to match ``schedules.yaml``.
 
 ``release/release``, ``sweep/sweep`` and ``shadow/shadow`` accept any profile, as in ``prefect.yaml``. Each listed
-profile has its own deployment (``release/support-assistant``) with its own form, schedule and limit. The desired
-deployments are a pure function of the files (:func:`desired_deployments`). Differences on the server are corrected. A
-deployment that has our tag, belongs to this directory and is no longer listed is removed with its scheduled runs.
-Deploying twice changes nothing.
+profile has its own deployment (``release/support-assistant``) with its own form, schedule and limit.
+:func:`desired_deployments` computes them from the files. A deployment on the server is removed with its scheduled runs
+if it has our tag, belongs to this directory and is no longer listed.
 
 A deployment starts in the project's directory, because profile paths are relative to it.
 """
@@ -42,8 +41,7 @@ class DesiredDeployment:
         flow: ``release``, ``sweep`` or ``shadow``. It is also the name of the file and the function.
         schedule: Schedule in Prefect's form: ``{'cron', 'timezone'}``, or ``{'interval'}`` in seconds. None: no
             schedule.
-        on_collision: Behavior if a run starts while another one of the same deployment is active. None: they may run in
-            parallel.
+        on_collision: What to do with a run that starts while another one of the deployment is active. None: run both.
         profile: Profile of the deployment. None if it accepts any.
     """
 
@@ -65,7 +63,7 @@ class DesiredDeployment:
         return f"mergegate.flows.{self.flow}:{self.flow}"
 
     def summary(self) -> str:
-        """Return a description and the schedule in one line."""
+        """Return the description and the schedule in one line."""
         schedule = self.schedule or {}
         if "cron" in schedule:
             when = f" · {schedule['cron']} {schedule['timezone']}"
@@ -75,7 +73,7 @@ class DesiredDeployment:
 
 
 class DeployedChange(NamedTuple):
-    """The change of one deployment."""
+    """How ``mergegate deploy`` changed one deployment."""
 
     name: str
     change: DeployChange
@@ -146,7 +144,7 @@ def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeploy
 def sync_deployments(
     client: SyncPrefectClient, deployments: Sequence[DesiredDeployment], site: Site
 ) -> tuple[DeployedChange, ...]:
-    """Create, update and delete deployments until the server matches, and return the change of each one.
+    """Create, change and remove deployments until the server matches, and return the change of each one.
 
     Changes are in the order of ``deployments``, followed by the removed ones.
 
@@ -179,7 +177,7 @@ def sync_deployments(
         )
         change: DeployChange = "changed" if current else "made"
         changes.append(DeployedChange(deployment.full_name, change, str(deployment_id)))
-    # The server's scheduler may have planned runs while a schedule was removed. Runs that a user planned stay.
+    # Delete runs that the server's scheduler planned while a schedule was removed, but not those that a user planned.
     unscheduled = [deployment.full_name for deployment in deployments if deployment.schedule is None]
     ids = [on_server.id for name, on_server in deployments_on_server(client).items() if name in unscheduled]
     for run in client.get_scheduled_flow_runs_for_deployments(ids) if ids else ():
@@ -193,7 +191,7 @@ def sync_deployments(
 
 
 def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> DesiredDeployment:
-    """Return the deployment of a flow for any profile, as in ``prefect.yaml``."""
+    """Return the deployment that runs a flow for any profile, as in ``prefect.yaml``."""
     descriptions = {
         "release": "Release any profile now.",
         "sweep": "Search the free values of a recipe, and release the winner. For profiles with a section 'sweep'.",
@@ -210,9 +208,9 @@ def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> Desire
 
 
 def make_pool(client: SyncPrefectClient) -> None:
-    """Create the work pool with one run at a time, because a merge takes the whole machine.
+    """Create the work pool. It runs one run at a time, because a merge takes the whole machine.
 
-    A limit that a user raises stays.
+    If the pool exists, it stays unchanged, because a user may have raised its limit.
     """
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
@@ -270,7 +268,6 @@ def _fields(deployment: DesiredDeployment, site: Site) -> dict[str, Any]:
 
 
 def _has_fields(existing: DeploymentResponse, fields: Mapping[str, Any]) -> bool:
-    """Return whether an existing deployment has these fields, compared as plain values."""
     on_server = {name: getattr(existing, name) for name in fields if name != "concurrency_limit"}
     limit = existing.global_concurrency_limit
     on_server["concurrency_limit"] = limit.limit if limit else None
@@ -288,7 +285,7 @@ def _has_fields(existing: DeploymentResponse, fields: Mapping[str, Any]) -> bool
 
 
 def deployments_on_server(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
-    """Return every deployment of our flows on the server, by its full name."""
+    """Return all deployments of mergegate's flows on the server, by full name."""
     flows = {flow.id: flow.name for flow in client.read_flows() if flow.name in RESERVED}
     deployments: dict[str, DeploymentResponse] = {}
     while page := client.read_deployments(limit=200, offset=len(deployments)):

@@ -1,14 +1,14 @@
 """Serve Prefect's API for a run without a server, inside its own process and on the project's own SQLite file.
 
-Prefect can start a temporary server of its own, but that child process outlives a killed run. Two of them that migrate
-one new database at the same time make each other fail. Here, the API runs in a thread and ends with the run, and only
-one process at a time migrates::
+Prefect can start a temporary server, but that is a child process that outlives a killed run. If two of them migrate the
+same new database at the same time, both fail. Here, the API runs in a thread that ends with the run, and only one
+process at a time migrates::
 
     with local_api():
         release(profile)
 
-If ``PREFECT_API_URL`` names a server (``mergegate server`` or a team's own), that server is used and nothing is
-started. Settings that ``mergegate server`` wrote for Prefect's own command line do not count, because a manual run must
+If ``PREFECT_API_URL`` is the URL of a server (``mergegate server`` or a team's own), the run uses that server. The
+``prefect.toml`` that ``mergegate server`` writes for Prefect's own command line is ignored, because a manual run must
 not depend on whether that server is up.
 """
 
@@ -51,9 +51,9 @@ _PROBE_BYTES = 1 << 18
 
 
 def configure(home: Path) -> None:
-    """Point Prefect at the project's own state and keep it quiet and offline. Call before ``import prefect``.
+    """Point Prefect at the project's own state, and turn off its log output and telemetry.
 
-    Settings in the user's environment take precedence.
+    Call this before ``import prefect``. Environment variables that the user has set take precedence.
 
     Raises:
         InvalidInput: The state directory cannot be created at this location.
@@ -75,7 +75,7 @@ def configure(home: Path) -> None:
         os.environ.setdefault(name, value)
     if own_settings():
         os.environ.setdefault("PREFECT_API_URL", "")
-    # Prefect's settings do not reach these loggers, and their remaining messages are not useful.
+    # Prefect's settings do not affect these loggers, and their messages are not useful here.
     for worker in ("EventsWorker", "APILogWorker"):
         logging.getLogger(worker).setLevel(logging.CRITICAL)
     prefect_home = Path(os.environ["PREFECT_HOME"])
@@ -99,7 +99,7 @@ def configure(home: Path) -> None:
 
 
 def configured_url() -> str | None:
-    """Return the API of the configured server, which records the runs for other users. None without one."""
+    """Return the URL of the configured server's API, or None if no server is configured."""
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url
@@ -107,10 +107,10 @@ def configured_url() -> str | None:
 
 @contextmanager
 def local_api() -> Iterator[None]:
-    """Serve Prefect's API on a free loopback port for as long as the block runs, unless a server is configured.
+    """Serve Prefect's API on a free loopback port while the block runs, unless a server is configured.
 
-    The database only has Prefect's record of runs, which no run needs. If it is damaged, it is set aside and replaced
-    by a new one.
+    The database only contains Prefect's record of runs, which mergegate does not need. If it is damaged, a new one
+    replaces it.
 
     Raises:
         InvalidInput: The configured server does not answer.
@@ -190,8 +190,7 @@ class _NotStarted(Exception):
 def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
     """Start the API in a thread, and return its URL and a function that stops it.
 
-    Raises:
-        _NotStarted: The API did not start, or the migrated database still lacks tables or columns.
+    Raise _NotStarted if it does not start, or if the migrated database still lacks tables or columns.
     """
     import uvicorn
     from prefect.server.api.server import create_app
@@ -229,11 +228,7 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
 
 
 def require_writable(path: Path) -> None:
-    """Raise a clear error if no file can be written below ``path``. Databases report the cause less clearly.
-
-    Raises:
-        DiskUnavailable: No file can be written, or only a few bytes.
-    """
+    """Raise DiskUnavailable unless a file can be written below ``path``. Databases report this problem less clearly."""
     with disk_errors_refused(path), NamedTemporaryFile(dir=path, prefix="probe-", suffix=".partial") as file:
         file.write(bytes(_PROBE_BYTES))
         file.flush()
@@ -241,7 +236,7 @@ def require_writable(path: Path) -> None:
 
 
 def forget_records(database: Path, why: str) -> None:
-    """Set Prefect's database aside, with the file that lists the blocks registered in it."""
+    """Set Prefect's database aside, together with the file that lists the blocks registered in it."""
     set_sqlite_aside(database, why)
     set_aside_damaged(database.with_name("memo_store.toml"), "it belongs to the database")
 

@@ -1,10 +1,10 @@
 """Define the rules of a project's server: notify operators, and end silent runs and runs without approval.
 
-A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient of ``schedules.yaml`` has
-one rule per occasion. Three rules need no recipient. A run without a sign of life is marked as crashed, which frees its
-slot. The same happens to a run that a worker took and never started. A run that is not approved in time is refused.
+A rule (Prefect: automation) watches the runs of this project's deployments. Each recipient in ``schedules.yaml`` has
+one rule per occasion. The other rules have no recipient: a run that stops sending events is marked as crashed, which
+frees its slot, and so is a run that a worker took but never started. A run that is not approved in time is refused.
 
-This module is a pure function of the files. ``automations`` keeps the server in step with it.
+This module computes the rules from the files. ``automations`` applies them to the server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mergegate.flows.prefect_api.deployments import DesiredDeployment
 from mergegate.flows.prefect_api.schedules import RESERVED, Occasion, Schedules
 from mergegate.flows.prefect_api.site import HEARTBEAT_S
 
-# Three missed heartbeats.
+# A run is silent after three missed heartbeats.
 SILENCE_S = 3 * HEARTBEAT_S
-# Time limit between a worker taking a run and the run's process reporting that it runs. If a worker dies in that time,
-# it leaves a run that no other worker takes and that keeps its slot. Without this limit, no later scheduled run of the
+# Maximum time from the moment a worker takes a run until the run's process reports that it runs. If the worker dies in
+# between, no other worker takes the run, but it keeps its slot. Without this limit, no later scheduled run of the
 # profile would start. The limit is long because an image may have to be pulled.
 START_LIMIT_S = 600
 # States between a worker taking a run and the end of the run. Runs in other states are waiting for a worker (Scheduled,
@@ -28,7 +28,7 @@ START_LIMIT_S = 600
 TAKEN_STATES = ("Pending", "Submitting", "InfrastructurePending", "NotReady")
 RUNNING_STATES = ("Running", "Retrying", "Cancelling")
 _NAME = "{{ flow_run.name if deployment.name in " + repr(RESERVED) + " else deployment.name }}"
-# A message has several lines. The first one is informative unless it only says that nothing was released.
+# A state message has several lines. Show the first one, or the second if the first only says "not released".
 _LINES = "{% set lines = (flow_run.state.message or '').split('\\n') %}"
 _REASON = (
     _LINES
@@ -61,7 +61,7 @@ _NOTIFICATIONS: Mapping[Occasion, tuple[tuple[str, ...], str, str]] = {
 
 @dataclass(frozen=True)
 class StateChange:
-    """State that a silent run is set to, with the reason."""
+    """The state that a rule sets a run to, with the reason."""
 
     state: Literal["CRASHED", "FAILED"]
     name: str
@@ -70,7 +70,7 @@ class StateChange:
 
 @dataclass(frozen=True)
 class Message:
-    """A notification to one of the recipients. The server renders subject and body with Jinja."""
+    """A notification for one of the recipients, by position in ``schedules.yaml``. The server renders it with Jinja."""
 
     recipient: int
     subject: str
@@ -81,10 +81,8 @@ class Message:
 class DesiredRule:
     """Desired state of a rule on the server.
 
-    Attributes:
-        deployments: Full names of the deployments whose runs it watches.
-        on: Events that trigger the rule.
-        silence_s: If set, the rule triggers when no event follows ``on`` for this many seconds.
+    The events in ``on`` trigger it, if they come from a run of ``deployments``. If ``silence_s`` is set, the rule waits
+    for this many seconds, and triggers only if no other event of the run follows.
     """
 
     name: str
@@ -95,7 +93,7 @@ class DesiredRule:
 
 
 def desired_rules(schedules: Schedules, deployments: Sequence[DesiredDeployment]) -> tuple[DesiredRule, ...]:
-    """Return all rules of a project: reactions to silence first, then notifications."""
+    """Return all rules of a project: those that end runs first, then notifications."""
     all_names = tuple(deployment.full_name for deployment in deployments)
     rules = [
         DesiredRule(

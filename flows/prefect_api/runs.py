@@ -1,4 +1,4 @@
-"""Start and follow runs of deployments over Prefect's API, and find scheduled runs that a later run replaces."""
+"""Follow runs of deployments over Prefect's API, and find scheduled runs that a later run replaces."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ _STATES_WITHOUT_RESULT = frozenset({"Failed", "TimedOut"})
 class FinishedRun:
     """The end of a run.
 
-    Attributes:
-        state: State that Prefect shows: Released, NothingNew, Passed, Refused, Invalid, Failed, Interrupted, Crashed or
-            Cancelled.
-        message: Reason that the run reported.
+    ``state`` is Prefect's name of the final state: Released, NothingNew, Passed, Refused, Invalid, Failed, Interrupted,
+    Crashed or Cancelled. ``message`` is the reason that the run reported.
     """
 
     state: str
@@ -38,7 +36,7 @@ class FinishedRun:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as of ``mergegate run``. States that Prefect sets (Crashed, Cancelled) count as unexpected."""
+        """Exit code as of ``mergegate run``. A state that Prefect sets (Crashed, Cancelled) counts as a failure."""
         codes = {state_name(status): code for status, code in EXIT_CODES.items()}
         return 0 if self.completed else codes.get(self.state, EXIT_CODES["failed"])
 
@@ -66,7 +64,7 @@ def site_client(site: Site) -> Iterator[SyncPrefectClient]:
 def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, float], None]) -> FinishedRun:
     """Wait until a run has ended.
 
-    Each poll calls ``on_state`` with the name of the state and the seconds since it began.
+    Call ``on_state`` once a second with the name of the current state and the seconds since it was first seen.
     """
     name, since = "", time.monotonic()
     while True:
@@ -82,9 +80,9 @@ def follow_run(client: SyncPrefectClient, run: UUID, on_state: Callable[[str, fl
 def find_replacement_run() -> str | None:
     """Return the name of a run that has already done the work of the current run, or None if there is work to do.
 
-    Prefect keeps every run that was due while no worker was running, and then starts them all, one after the other. But
-    a run uses the state of the world at its start. A run that started after another one was due has therefore done the
-    work of that one too. After an outage, only the most recent run works, and the others are cancelled.
+    Prefect keeps every run that was due while no worker was running, and later starts them all, one after the other. A
+    run that started after another one was due has also done the work of that one, because it used newer inputs. After
+    an outage, mergegate therefore runs only the most recent one and cancels the others.
 
     The replacement belongs to the same deployment, has the same parameters, started after the current run was due, and
     has ended with a result or waits for approval. Only scheduled runs are replaced. A run does its own work if a user

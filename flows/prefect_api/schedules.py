@@ -11,8 +11,8 @@
       - {to: slack, address: $SLACK_WEBHOOK, events: [refused, failed, late]}
     server: {address: "http://10.0.0.1:4200", database: "postgresql://mergegate@10.0.0.2/prefect"}
 
-The file is validated strictly and read once. It contains no secrets: recipients are environment variables, and the
-address of a database has no password.
+The file is validated strictly and read once. It contains no secrets: the address of a recipient is the name of an
+environment variable, and the URL of a database has no password.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from mergegate.merge_core.wording import parse_duration
 
 SCHEDULES_FILE = "schedules.yaml"
 _FORMER_FILE = "nights.yaml"
-# Names of the deployments that accept any profile, in addition to those of the profiles.
+# Names of the deployments that accept any profile. No profile may have one of these names.
 RESERVED = ("release", "sweep", "shadow")
 
 Occasion = Literal["released", "refused", "failed", "late", "approval"]
-"""Occasions of a notification. ``failed``: an error of the program, or a run without a sign of life."""
+"""Occasions of a notification. ``failed`` is an unexpected error, or a run that stopped sending events."""
 
 OCCASIONS: tuple[Occasion, ...] = ("released", "refused", "failed", "late", "approval")
 
@@ -71,7 +71,7 @@ class ScheduledProfile(SchedulesSection):
 
     @property
     def every_s(self) -> float | None:
-        """Seconds between two runs, if the schedule is an interval."""
+        """Seconds between two runs if the schedule is an interval, otherwise None."""
         schedule = (self.schedule or "").strip()
         return parse_duration(schedule.removeprefix("every "), "schedule") if schedule.startswith("every ") else None
 
@@ -109,7 +109,7 @@ class Recipient(SchedulesSection):
 
     @property
     def variable(self) -> str | None:
-        """Environment variable of the address. None if a block has it."""
+        """Environment variable that contains the address. None for a block, which stores its address in Prefect."""
         return None if self.to == "block" else self.address.removeprefix("$")
 
     @model_validator(mode="after")
@@ -175,11 +175,7 @@ def load_schedules(file: Path) -> Schedules:
 
 
 def parse_schedules(data: Mapping[str, object], location: str) -> Schedules:
-    """Parse the content of ``schedules.yaml`` from plain data.
-
-    Args:
-        data: Content of the file.
-        location: Name of the file in messages.
+    """Parse the content of ``schedules.yaml``. ``location`` is the name of the file in messages.
 
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.

@@ -1,14 +1,15 @@
 """Run Prefect's server in this process: immediate write transactions on SQLite, and rules that survive a restart.
 
-Prefect starts transactions as readers. A transaction that has read and then writes fails immediately if another one has
-written in between, and ignores its time-out. At the end of a run there are many writes. Prefect's automation service
-then gives up an event after four tries within 0.2 seconds, so that a notification is lost (seen with 3.8.8: "Message
-failed after 4 retries"). A transaction that starts as a writer waits for the lock instead. PostgreSQL is not affected.
+Prefect starts each transaction as a reader. If another transaction writes between its first read and its first write,
+SQLite fails it immediately, without waiting for the time-out. This happens at the end of a run, which writes a lot.
+Prefect's automation service then gives up an event after four tries within 0.2 seconds, and a notification is lost
+(seen with 3.8.8: "Message failed after 4 retries"). A transaction that starts as a writer waits for the lock instead.
+PostgreSQL is not affected.
 
-A rule that ends silent runs counts from an event. For some seconds after the event, the count exists only in the
-server's memory. If the machine goes down just as a scheduled run starts, server, worker and run all stop. A run remains
-that a worker took, that keeps its slot, and that no rule watches. Therefore, the server reports the state of every
-active run once at its start. A run that is alive sends another event before the rule's time is up.
+A rule that ends silent runs measures the time since an event. For some seconds after the event, this measurement exists
+only in the server's memory. If the machine goes down at that time, the server forgets it, and no rule ends the run,
+which keeps its slot. Therefore, the server emits an event with the state of every active run once at its start. A run
+that is alive sends another event before the rule's time is up.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def serve_prefect(host: str, port: int) -> None:
 
 
 def rearm_rules(site: Site) -> None:
-    """Wait until the server answers, then rearm its rules. Run it in a separate thread; it never fails the server."""
+    """Wait until the server answers, then let it watch the active runs again.
+
+    Run this in a separate thread. It never fails the server.
+    """
     began = time.monotonic()
     while time.monotonic() < began + _START_LIMIT_S:
         try:

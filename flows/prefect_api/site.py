@@ -29,7 +29,7 @@ from mergegate.tasks.stage import home
 SETTINGS = "prefect.toml"
 DATABASE = "MERGEGATE_DATABASE"
 PORT = 4200
-# Interval between the heartbeats of a run. A rule in ``automations`` detects missing ones.
+# Seconds between the heartbeats of a run. A rule in ``notifications`` detects missing ones.
 HEARTBEAT_S = 30
 _OURS = "# Written by mergegate: how Prefect's own command line reaches this project's server. Holds its secret."
 _MAX_BYTES = 1 << 16
@@ -37,9 +37,9 @@ _DRIVER = "postgresql+asyncpg"
 
 
 def page_of_run(run: object, address: str | None = None) -> str:
-    """Return the URL of a flow run's page, or an empty string without a server.
+    """Return the URL of a flow run's page on the server at ``address``, by default the configured one.
 
-    The API of a run without a server ends with the run. Without ``address``, the server is the configured one.
+    For a run without a server, return an empty string, because its API and pages end with the run.
     """
     if address is None:
         api = os.environ.get("PREFECT_API_URL", "")
@@ -51,11 +51,9 @@ def page_of_run(run: object, address: str | None = None) -> str:
 class Site:
     """Location of a project's server.
 
-    Attributes:
-        root: Absolute path of the project's directory, which profile paths are relative to.
-        home: State directory of the project.
-        address: URL of the server for browsers and clients, for example ``http://127.0.0.1:4200``.
-        secret: ``user:password`` of the server. Empty if it requires none.
+    Profile paths are relative to ``root``, the project's directory. ``home`` is its state directory. Browsers and
+    clients use the same ``address``, for example ``http://127.0.0.1:4200``. ``secret`` is ``user:password``. It is
+    empty if the server does not require a password.
     """
 
     root: Path
@@ -65,11 +63,11 @@ class Site:
 
     @property
     def api(self) -> str:
-        """URL of the API behind the pages."""
+        """URL of the server's API."""
         return f"{self.address}/api"
 
     def client_environment(self) -> dict[str, str]:
-        """Return the environment of a Prefect client: this process's own and the settings of the site."""
+        """Return the environment of a Prefect client: that of this process and the settings of the site."""
         return {
             **os.environ,
             "MERGEGATE_HOME": str(self.home),
@@ -85,7 +83,7 @@ class Site:
         """Return the environment of a worker.
 
         Its runs send heartbeats often enough that missing ones are detected. They also retry after a status 500, which
-        the server sends while its database is briefly unavailable and which Prefect would take for a final answer.
+        the server sends while its database is briefly unavailable. Prefect's default is not to retry.
         """
         settings = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500"}
         return settings | self.client_environment()
@@ -93,8 +91,7 @@ class Site:
     def server_environment(self, database: str | None) -> dict[str, str]:
         """Return the environment of the server.
 
-        Args:
-            database: URL of a PostgreSQL database in Prefect's form. None: a file below the home.
+        ``database`` is the URL of a PostgreSQL database in Prefect's form. None selects a SQLite file below the home.
         """
         settings = {
             **self.client_environment(),
@@ -135,9 +132,7 @@ def find_site(schedules: Schedules | None = None, *, address: str | None = None)
 
 
 def load_or_create_secret() -> str:
-    """Return the project's secret, and create it if it does not exist.
-
-    ``PREFECT_API_AUTH_STRING`` takes precedence over the secret file.
+    """Return ``PREFECT_API_AUTH_STRING``, or else the project's own secret, which is created if it does not exist.
 
     Raises:
         DiskUnavailable: The secret cannot be stored.
@@ -155,10 +150,7 @@ def load_or_create_secret() -> str:
 
 
 def write_settings(site: Site) -> bool:
-    """Write ``prefect.toml`` for Prefect's own command line.
-
-    Returns:
-        False if the file exists and was not written by mergegate. It is left unchanged.
+    """Write ``prefect.toml`` for Prefect's own command line. Return False if there is one that mergegate did not write.
 
     Raises:
         DiskUnavailable: The file cannot be written.
@@ -184,7 +176,7 @@ def write_settings(site: Site) -> bool:
 
 
 def own_settings() -> Mapping[str, str]:
-    """Return the server settings (``url``, ``auth_string``) of ``prefect.toml``, if mergegate wrote the file."""
+    """Return the server settings (``url``, ``auth_string``) in ``prefect.toml``, if mergegate wrote the file."""
     file = Path(SETTINGS)
     if not _is_ours(file):
         return {}
@@ -196,7 +188,7 @@ def own_settings() -> Mapping[str, str]:
 
 
 def database_url(schedules: Schedules | None) -> str | None:
-    """Return the URL of the server's database, or None if it uses a file.
+    """Return the URL of the server's PostgreSQL database, or None if the server uses a file.
 
     ``MERGEGATE_DATABASE`` takes precedence over ``schedules.yaml``.
 
@@ -220,11 +212,7 @@ def database_url(schedules: Schedules | None) -> str | None:
 
 
 def require_database(url: str) -> None:
-    """Check that the database answers. Prefect's server would report a failure in two hundred lines.
-
-    Raises:
-        InvalidInput: The database does not answer.
-    """
+    """Raise InvalidInput unless the database answers. Prefect's server would report a failure in two hundred lines."""
     import asyncio
 
     import asyncpg  # type: ignore[import-untyped]  # has no type information
@@ -248,11 +236,7 @@ def require_database(url: str) -> None:
 
 
 def require_site(site: Site) -> None:
-    """Check that the server answers and grants access, instead of letting every call fail.
-
-    Raises:
-        InvalidInput: The server does not answer or denies access.
-    """
+    """Raise InvalidInput unless the server answers and grants access, instead of letting every later call fail."""
     import httpx
 
     auth = tuple(site.secret.split(":", 1)) if ":" in site.secret else None
@@ -286,7 +270,7 @@ def _secret_file() -> Path:
 
 
 def _read_secret(file: Path) -> str:
-    """Read the secret. A damaged file counts as missing, so that a new secret is created."""
+    """Return the secret in a file. A damaged file counts as missing, so that a new secret is created."""
     try:
         secret = read_text(file, _MAX_BYTES).strip()
     except InvalidInput:
@@ -303,7 +287,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def _write_private(file: Path, text: str) -> None:
-    """Write a file atomically. Other users can never read it, not even for a moment."""
+    """Write a file atomically. Other users cannot read it at any time."""
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

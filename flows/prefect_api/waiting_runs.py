@@ -1,4 +1,4 @@
-"""List the runs that wait for approval."""
+"""Find the runs that wait for approval."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 QUESTION = "publish-"
-"""Prefix of the keys of approval requests. Digits of the digest follow."""
+"""Prefix of the key of an approval request. The first digits of the release's digest follow it."""
 
 
 @dataclass(frozen=True)
 class WaitingRun:
-    """A run that waits for approval.
+    """A run that waits for approval of ``version``.
 
-    Attributes:
-        profile: Name of its profile, from the deployment ``release/<profile>``. Empty if the deployment no longer
-            exists.
-        version: Version that it would publish.
-        summary: Content of its page.
+    ``profile`` comes from the name of the deployment. It is empty if the deployment no longer exists. ``summary`` is
+    the evidence on the run's page, as Markdown.
     """
 
     id: UUID
@@ -36,7 +33,7 @@ class WaitingRun:
 
 
 def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
-    """Return every run that waits for approval, the oldest first."""
+    """Return all runs that wait for approval, the oldest first."""
     waiting = []
     for run in suspended_runs(client):
         if keys := question_keys(run):
@@ -49,7 +46,7 @@ def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
 
 
 def suspended_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return every suspended or paused run, the oldest first."""
+    """Return all suspended or paused runs, the oldest first."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import StateType
 
@@ -59,13 +56,13 @@ def suspended_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def question_keys(run: FlowRun) -> dict[str, str]:
-    """Return the server's keys of request and answer, or an empty dict if the request is not ours."""
+    """Return the server's keys for the form and the answer of an approval request. Empty for any other run."""
     keys = run.state.state_details.run_input_keyset if run.state else None
     return dict(keys) if keys and f"-{QUESTION}" in keys.get("schema", "") else {}
 
 
 def select_waiting_run(waiting: tuple[WaitingRun, ...], name: str | None) -> WaitingRun:
-    """Return the run with that id, name or profile, or the only one that waits.
+    """Return the waiting run whose ID, name or profile is ``name``. Without a name, return the only waiting run.
 
     Raises:
         InvalidInput: No run matches, or several do.

@@ -1,4 +1,4 @@
-"""The profile: its typed settings, the recipes that it names, and the messages about what is wrong in it."""
+"""Load profiles: their typed settings, the recipes that they name, and the messages about what is wrong in them."""
 
 from mergegate.flows.profile.faults import settings_faults
 from mergegate.flows.profile.profile import Profile

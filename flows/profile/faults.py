@@ -15,16 +15,13 @@ from mergegate.tasks.publish.targets import publish_targets
 
 
 def settings_faults(error: ValidationError, file: str, model: type[BaseModel]) -> InvalidInput:
-    """Convert a pydantic error about a settings file into one readable error with all faults.
+    """Convert a pydantic error about the settings in ``file`` into one readable error with all faults.
 
-    Args:
-        error: Error that pydantic raised.
-        file: Name of the file in messages.
-        model: Settings model. Its keys are suggested for unknown ones.
+    ``model`` is the class of the settings. For an unknown key, the error suggests a similar key of this class.
     """
     locations = [fault["loc"] for fault in error.errors()]
-    # pydantic also reports a list with one invalid item as "too short". If a location and one inside it both have
-    # faults, only the inner one is informative.
+    # pydantic also reports a list with one invalid item as "too short". If a section and a key inside it both have
+    # faults, only the fault of the key is informative.
     inside = {location[:depth] for location in locations for depth in range(len(location))}
     # A value that may be a file or a mapping produces two faults at one location.
     alternatives: dict[str, list[tuple[str, str]]] = {}
@@ -46,7 +43,7 @@ def settings_faults(error: ValidationError, file: str, model: type[BaseModel]) -
 
 
 def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
-    """Return location, problem and fix. Replace pydantic's wording where it addresses programmers."""
+    """Return the location of a fault, the problem and the fix, in words for users instead of programmers."""
     # Format ('evaluate', 'tasks', 0, 'max_drop') as evaluate.tasks[0].max_drop, and walk the types to the section.
     location, section, is_inside = "", model, True
     *parents, last = fault["loc"] or ("",)
@@ -76,7 +73,7 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the settings class inside ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    """Return the settings class inside an annotation such as ``X``, ``X | None`` or ``tuple[X, ...]``."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((inner for part in typing.get_args(annotation) if (inner := _settings_in(part))), None)

@@ -1,4 +1,4 @@
-"""Read the recipes that a profile names, once each, and keep them with the profile."""
+"""Read the recipes that a profile names, once each, and cache them in the profile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Profile(ProfileSettings):
 
     @cached_property
     def scale_search(self) -> Profile | None:
-        """The profile of the search behind the remedy ``tune: scale``. None if it is not among the remedies.
+        """The profile of the search behind the remedy ``tune: scale``. None if the profile does not have this remedy.
 
         Raises:
             InvalidInput: The profile has no tasks, or the recipe does not have exactly one scale.
@@ -55,11 +55,10 @@ class Profile(ProfileSettings):
         return self.with_scale_search(TuningSize()) if TUNE in self.remedies else None
 
     def with_scale_search(self, size: TuningSize) -> Profile:
-        """Return this profile with a search for the scale of its merge over the documents of its tasks.
+        """Return this profile with a search for the scale of its merge on the documents of its tasks.
 
         Raises:
-            InvalidInput: The profile already has a search or has no task, or the recipe does not have exactly one
-                scale.
+            InvalidInput: The profile has a search or no task, or the recipe does not have exactly one scale.
         """
         location = f"profile {self.name}"
         if self.sweep:
@@ -86,14 +85,14 @@ class Profile(ProfileSettings):
 
     @property
     def is_as_read(self) -> bool:
-        """Whether the recipe files, if already read, are unchanged since."""
-        if self.__dict__.get("_client_round") is not None:  # Clients may come and go at any time.
+        """Whether no recipe file has changed since it was read. Always False for a recipe of clients."""
+        if self.__dict__.get("_client_round") is not None:  # the directories of clients may change at any time
             return False
         return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
 
     @cached_property
     def _recipes_read(self) -> dict[Path, FileIdentity | None]:
-        """Identities of the recipe files before they were read."""
+        """Identities of the recipe files at the time they were read."""
         return self._recipe_files()
 
     def _recipe_files(self) -> dict[Path, FileIdentity | None]:
@@ -120,7 +119,7 @@ class Profile(ProfileSettings):
 
     @cached_property
     def _client_round(self) -> tuple[ClientRound, Path] | None:
-        """The round of clients that the recipe requests, with the directory of its paths. None for other recipes."""
+        """The round of clients that the recipe describes, and the directory of its paths. None for any other recipe."""
         documents: list[object] = [self.recipe]
         directory = self.root
         if isinstance(self.recipe, Path):
@@ -143,7 +142,7 @@ class Profile(ProfileSettings):
 
     @cached_property
     def searched_recipe(self) -> SearchedRecipe:
-        """The recipe with its placeholders unfilled.
+        """The recipe with unfilled placeholders.
 
         Raises:
             InvalidInput: The recipe cannot be read or has several documents.
@@ -152,5 +151,5 @@ class Profile(ProfileSettings):
         return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
-        """Return this profile for another recipe, with paths relative to ``root`` and without remedies."""
+        """Return this profile with another recipe, whose paths are relative to ``root``, and without remedies."""
         return Profile.model_validate({**self.settings(), "recipe": dict(recipe), "remedies": ()})

@@ -1,7 +1,7 @@
 """Read profiles from YAML files and overrides.
 
-An unknown or misspelled key, a value out of range, a guard without a parent: mergegate reports all errors together,
-each with its location and a suggestion.
+mergegate reports all faults of a profile together, each with its location and a suggestion: unknown or misspelled keys,
+values out of range, guards without a parent.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from mergegate.merge_core.parsing import describe_kind, read_yaml, with_override
 
 
 def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profile:
-    """Load a profile.
+    """Load a profile from a file, or apply ``overrides`` to one that is already parsed.
 
-    Args:
-        source: Profile file, or an already parsed profile.
-        overrides: Settings to override for this run, as ``KEY=VALUE``.
+    An override has the form ``KEY=VALUE`` and applies to this run only.
 
     Raises:
         InvalidInput: The file cannot be read, is not YAML, or is not a valid profile.
@@ -85,7 +83,7 @@ def profile_schema() -> dict[str, Any]:
 
 
 def profile_name(profile: Path | Profile | str) -> str:
-    """Return the name of a profile, even an invalid one, or the name of its file. Never raises."""
+    """Return the name of a profile, even of an invalid one, or else the name of its file. Never raises."""
     if isinstance(profile, Profile):
         return profile.name
     file = Path(profile)
@@ -99,7 +97,7 @@ def profile_name(profile: Path | Profile | str) -> str:
 
 
 def is_release_name(name: str) -> bool:
-    """Return whether a profile may have this name."""
+    """Return whether ``name`` is valid as the name of a profile."""
     return re.fullmatch(NAME_PATTERN, name) is not None
 
 
@@ -107,24 +105,20 @@ def is_recipe(file: Path) -> bool:
     """Return whether the file contains a recipe, not a profile.
 
     Raises:
-        InvalidInput: The file cannot be read, as in ``load_profile``.
+        InvalidInput: The file cannot be read.
     """
     return any(isinstance(document, Mapping) and _is_recipe_document(document) for document in _documents_in(file))
 
 
 def _is_recipe_document(document: Mapping[str, object]) -> bool:
-    """Return whether a document has keys that only recipes have. A recipe with a misspelled method still counts."""
+    """Return whether a document has keys that only recipes have. A misspelled merge method does not matter."""
     if "merge_method" in document or "experts" in document:
         return True
     return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules"))
 
 
 def parse_profile(data: Mapping[str, object], location: str) -> Profile:
-    """Parse a profile from plain data.
-
-    Args:
-        data: Content of a profile.
-        location: Name of the data in error messages.
+    """Parse a profile from plain data. ``location`` is the name of the data in messages.
 
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.

@@ -1,7 +1,8 @@
 """Define the keys of a profile, the file in which a user describes how a merge is released.
 
-A profile is a YAML file or the typed parameter of a Prefect deployment. It is strict and composed of the settings of
-each stage. Relative paths are relative to the file (``root``), so a profile and its files can be moved together.
+A profile is a YAML file or the typed parameter of a Prefect deployment. It rejects unknown keys, and combines the
+settings of all stages. Relative paths are relative to the file (``root``), so a profile and its files can be moved
+together.
 """
 
 from __future__ import annotations
@@ -138,15 +139,14 @@ class ProfileSettings(ProfileSection):
 
     @property
     def max_proposed_remedies(self) -> int:
-        """Maximum number of remedies that follow from refusals, after the written ones."""
+        """Maximum number of remedies that mergegate proposes after refusals, in addition to the written ones."""
         return MOST_PROPOSED if AUTO in self.remedies else 0
 
     def with_remedies(self, choice: RemedyChoice | None) -> Self:
         """Return this profile with another choice of remedies.
 
-        Args:
-            choice: ``written`` to try only the remedies in the profile, ``auto`` to also try those that a refusal
-                proposes, None to keep the choice of the profile.
+        ``written`` tries only the remedies in the profile. ``auto`` also tries those that mergegate proposes after a
+        refusal. None does not change the profile.
         """
         if choice is None or (choice == AUTO) == bool(self.max_proposed_remedies):
             return self
@@ -154,15 +154,15 @@ class ProfileSettings(ProfileSection):
         return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
 
     def settings(self) -> dict[str, Any]:
-        """Return the value of every key, without results that a profile caches."""
+        """Return the value of every key, without results that the profile caches."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def sweep_storage(self) -> str | None:
-        """Return the file or URL of the sweep's study for Optuna's dashboard, or None."""
+        """Return the file or URL where the sweep stores its study for Optuna's dashboard, or None."""
         storage = self.sweep.optuna_storage if self.sweep else None
         return storage if storage is None or "://" in storage else str(self.root / storage)
 
     def task_names(self) -> tuple[str, ...]:
-        """Return every task as written in the profile, once each: those of the gate and those of the sweep."""
+        """Return each task of the gate and of the sweep once, as written in the profile."""
         guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
         return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))
