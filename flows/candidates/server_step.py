@@ -91,7 +91,7 @@ def take_step(
     change |= {"name": ROUND, "dtype": "float32"}
 
     if isinstance(step, Adam):
-        # Running means of the last release. Use them only if all that its provenance lists still exist unchanged.
+        # Running means of the last release. Use them only if every file in its provenance still exists unchanged.
         states: dict[str, str] = {}
         with suppress(MergegateError, OSError, ValueError, KeyError, TypeError, AttributeError):
             for product in read_predicate(last_release)["runDetails"]["byproducts"] if last_release else ():

@@ -102,7 +102,7 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
     if profile.perplexity:
         console.print("! perplexity is not judged, because lm-eval's output does not include it", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
-        # Convert the results to artifacts of the stage "evaluate", because those are what the gate judges.
+        # Convert the results to artifacts of the stage "evaluate", which the gate judges.
         scores: dict[str, list[Artifact[Scores]]] = {}
         for number, ((model, task), result) in enumerate(results.items()):
             part = Path(scratch, str(number))

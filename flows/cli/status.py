@@ -109,7 +109,7 @@ def explain_command(
         matches = [record for record in records if record.profile == run]
         if not matches:
             matches = [record for record in records if run and (record.run.startswith(run) or record.version == run)]
-            # The beginning of an ID must match one run only. A version may have several runs, of which the last counts.
+            # The beginning of an ID must match one run only. A version may have several runs, and the last one counts.
             if len({record.run for record in matches}) != 1 and not (matches and matches[-1].version == run):
                 raise InvalidInput(
                     "mergegate explain",
