@@ -88,7 +88,7 @@ class Attempt:
         return next(iter(self.verdict.reasons), "")
 
     def evidence_of(self, kind: type[E]) -> E | None:
-        """Return the evidence of the first verdict whose evidence has the type ``kind``. None without one."""
+        """Return the first evidence of type ``kind`` among the verdicts, or None if there is none."""
         return next((verdict.evidence for verdict in self.verdicts if isinstance(verdict.evidence, kind)), None)
 
 

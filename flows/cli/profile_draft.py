@@ -65,7 +65,7 @@ class LicenseDraft:
 
 @dataclass(frozen=True)
 class ProfileDraft:
-    """Content of a first profile.
+    """Content of the starter profile for a new project.
 
     ``documents`` is the path of the held-out text relative to the profile, or empty. ``is_sample`` tells whether that
     text is mergegate's own sample.

@@ -1,4 +1,4 @@
-"""``mergegate status``, ``open`` and ``explain``: show the project's state, a report, or the reasons of a past run.
+"""``mergegate status``, ``open`` and ``explain``: show a project, open a report, or explain a past run.
 
 None of them needs a server.
 """

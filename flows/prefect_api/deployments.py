@@ -2,8 +2,8 @@
 
 ``release/release``, ``sweep/sweep`` and ``shadow/shadow`` accept any profile, as in ``prefect.yaml``. Each listed
 profile has its own deployment (``release/support-assistant``) with its own form, schedule and limit.
-:func:`desired_deployments` computes them from the files. A deployment on the server is removed with its scheduled runs
-if it has our tag, belongs to this directory and is no longer listed.
+:func:`desired_deployments` computes them from ``schedules.yaml`` and the profiles. A deployment on the server is
+removed with its scheduled runs if it has mergegate's tag, belongs to this directory and is no longer listed.
 
 A deployment starts in the project's directory, because profile paths are relative to it.
 """

@@ -60,8 +60,8 @@ class Adapter:
     Args:
         directory: Directory of the adapter's files.
         config: Parsed configuration.
-        modules: Modules with factors, trained token rows or magnitudes, by name in memory.
-        full_tensors: Full tensors that replace tensors of the model, by name in memory.
+        modules: Modules with factors, trained token rows or magnitudes, by their name in the loaded model.
+        full_tensors: Full tensors that replace tensors of the model, by their name in the loaded model.
         companions: Tokenizer and chat templates of the adapter, which replace those of the base.
         uncopied: Files and folders of ``directory`` that users may expect in a merge, but that mergegate does not copy.
     """

@@ -44,11 +44,11 @@ def keeps_layer_positions(layers: Stack) -> bool:
 
 
 def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family:
-    """Return the description of the family of ``model``, whose layers change positions.
+    """Return the description of the family of ``model``, a model whose layers will be moved.
 
     Raises:
         InvalidInput: The family has no description, its layers cannot be moved, or the configuration has a key that may
-            affect single layers and is not in the description.
+            affect individual layers and is not in the description.
     """
     part, location = text_part(config), f"{model}: config.json"
     if part.family is None:
@@ -117,7 +117,7 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dr
 
     Raises:
         InvalidInput: :func:`check_described` fails for a model, layers of different kinds or families would be
-            combined, or no form that the family reads can express the kinds of the layers.
+            combined, or no configuration that the family supports can describe these layers.
     """
     config: dict[str, Any] = copy.deepcopy(dict(donor))
     part = text_part(config)

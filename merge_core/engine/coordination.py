@@ -6,14 +6,13 @@ it is the only one. A lock ends with its process.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
-from mergegate.merge_core.files import MARK_CONTENT, lock_file
+from mergegate.merge_core.files import MARK_CONTENT, lock_file, unlock_file
 
 NAME = f"merge{PARTIAL}"
 FINISHING = f"finishing{PARTIAL}"
@@ -60,8 +59,7 @@ def join_merge(
     try:
         yield
         # Other participants still need the files that tidy removes, so all wait until the last one is done.
-        with suppress(OSError):  # A file system without locks has no lock to release.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+        unlock_file(fd)
         if lock_file(fd, path, required=False):
             tidy()
             (out / FINISHING).unlink(missing_ok=True)

@@ -128,7 +128,7 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 def own_stream(device: str) -> Iterator[None]:
     """Let the calling thread use its own CUDA stream, so that its copies overlap with other threads' computations.
 
-    The exit waits for all work on the stream, because host buffers are reused afterward. On a CPU, do nothing.
+    On exit, wait for all work on the stream, because host buffers are reused afterward. On a CPU, do nothing.
     """
     if device_type(device) != "cuda":
         yield

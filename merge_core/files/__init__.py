@@ -14,7 +14,7 @@ from mergegate.merge_core.files.hashing import (
     require_unchanged,
     sha256_file,
 )
-from mergegate.merge_core.files.locks import hold_lock, lock_file, try_open_locked
+from mergegate.merge_core.files.locks import hold_lock, lock_file, try_open_locked, unlock_file
 from mergegate.merge_core.files.new_directory import (
     MARK,
     MARK_CONTENT,
@@ -86,5 +86,6 @@ __all__ = [
     "sqlite_fault",
     "state_directory",
     "try_open_locked",
+    "unlock_file",
     "write_state",
 ]

@@ -18,7 +18,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
@@ -65,6 +65,12 @@ def try_open_locked(path: Path, flags: int, *, required: bool = True) -> int | N
         return _open_locked(path, flags, fcntl.LOCK_EX | fcntl.LOCK_NB, required)
     except BlockingIOError:
         return None
+
+
+def unlock_file(descriptor: int) -> None:
+    """Release the lock on an open file without closing it."""
+    with suppress(OSError):  # A file system without locks has no lock to release.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def lock_file(descriptor: int, path: Path, *, shared: bool = False, wait: bool = True, required: bool = True) -> bool:

@@ -287,7 +287,7 @@ def map_only(create_map: Callable[[TensorTask], Map]) -> Callable[[TensorTask], 
 
 
 def row_length(shape: tuple[int, ...], shared_values: Values) -> int:
-    """Return the length of a row, which is the grain of methods that work on rows. A vector is one row."""
+    """Return the length of a row, the unit that row-wise methods process. A vector counts as one row."""
     return max(shape[-1], 1) if shape else 1
 
 

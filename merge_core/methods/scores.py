@@ -70,7 +70,7 @@ class ScoreFunction:
 
 
 def count_stored_scores(scores: Callable[[StoredBlock], Array]) -> StoredScores:
-    """Return the fused functions for scores that a function computes as float32 ``[streams, elements]``."""
+    """Return the fused functions that count scores, which ``scores`` computes as float32 ``[streams, elements]``."""
     shift, width = DIGITS["float32"][0]
     return StoredScores(
         scores,

@@ -368,7 +368,7 @@ def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
 
 
 def files_digest(files: Mapping[str, str]) -> str:
-    """Return a digest of the names and sha256 of files, given by name."""
+    """Return one digest of all file names and sha256 hashes in ``files``, which maps each name to its hash."""
     return canonical_digest({"files": files})
 
 

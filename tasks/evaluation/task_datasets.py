@@ -1,4 +1,4 @@
-"""Determine from a task's configuration which named dataset it is loaded from.
+"""Determine from a task's configuration which named dataset its documents come from.
 
 A task names a dataset on the Hub (``dataset_path: org/name``), files in one (``dataset_path: json`` with ``data_files:
 hf://datasets/org/name/…``), or files at a web address. If a profile sets a local directory for such data

@@ -88,7 +88,7 @@ def format_ratio(drift: DriftVerdict) -> str:
 
 
 def format_magnitude(value: float | None) -> str:
-    """Format a perplexity or bits per byte of any size."""
+    """Format a perplexity or a bits-per-byte value of any magnitude."""
     if value is None:
         return NOT_FINITE
     if value >= 1e6:

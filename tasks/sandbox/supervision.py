@@ -224,7 +224,7 @@ class Supervisor:
         self.stopping = False
 
     def run(self, scratch: str) -> None:
-        """Start the command, wait for its end or a reason to end it, and clean up. See the module docstring."""
+        """Start the command, wait until it exits or has to be stopped, and clean up."""
         command: list[str] = self._order["command"]
         try:
             self._pid = self._start(command, scratch)

@@ -3,7 +3,7 @@
 ::
 
     served = serve_models(profile.serve, profile.root, merged_model(merged), pinned.parents)   # None without ``serve``
-    refusal = served.verdict.refused() if served else None
+    refusal = served.verdict.publication_error() if served else None
 """
 
 from __future__ import annotations

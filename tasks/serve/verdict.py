@@ -83,7 +83,7 @@ class ServeVerdict(StageValue):
     def refuses(self) -> bool:
         return self.outcome == "fail"
 
-    def refusal(self) -> Refused | None:
+    def publication_error(self) -> Refused | None:
         """Return the error that forbids publication, or None. The flow raises it after it has written the report."""
         if self.outcome == "pass":
             return None

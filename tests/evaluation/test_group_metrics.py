@@ -241,7 +241,7 @@ def graded(tmp_path: Path, deed: str) -> Path:
             "task own: no metric that is a mean over documents .*only acc, other",
         ),
         pytest.param(
-            "return {'acc': (1, 0)}", "task g: scores of documents that lm-eval cannot sum up", marks=pytest.mark.slow
+            "return {'acc': (1, 0)}", "task g: document scores that lm-eval cannot average", marks=pytest.mark.slow
         ),
         ("return {'acc': float('nan')}", r"model: task own: acc,none of document \d is nan(.|\n)*perplexity"),
         pytest.param(

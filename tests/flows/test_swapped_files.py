@@ -223,7 +223,7 @@ def test_the_command_merge_takes_no_tokenizer_that_came_later(
     out = project.root / "out"
     result = project.mergegate("merge", "profiles/demo/recipes/ties.yaml", str(out), *share)
     assert result.exit_code == 3, result.output
-    assert "changed or replaced" in result.output
+    assert "the file changed or was replaced while it was merged" in result.output
     assert not (out / "config.json").exists()
 
 

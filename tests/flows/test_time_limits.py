@@ -108,7 +108,7 @@ class TestTimeLimits:
         script = (
             "import signal, time, mergegate.tasks.stage.limits as limits\n"
             "limits._SHUTDOWN_S = 0.1\n"
-            "with limits.limited(limits.Limits(run='0.1 s')):\n"
+            "with limits.apply_limits(limits.Limits(run='0.1 s')):\n"
             "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # Simulates a call that never returns.
             "    time.sleep(1000)\n"
         )

@@ -77,8 +77,8 @@ def test_a_directory_can_be_locked(tmp_path: Path) -> None:
 
 
 def test_killing_the_process_releases_its_lock(path: Path) -> None:
-    code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.files import locked\n"
-    code += "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.files import hold_lock\n"
+    code += "with hold_lock(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
     with hold_lock(path, on_wait=lambda: pytest.fail("somebody still holds it")):
         pass

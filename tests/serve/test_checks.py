@@ -77,7 +77,7 @@ def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
         "pass",
     )
     assert verdict.outcome == "pass"
-    assert verdict.refusal() is None
+    assert verdict.publication_error() is None
     assert verdict.measured.tokens_per_second is not None
     assert verdict.measured.seconds_to_first_token is not None
     assert verdict.measured.peak_memory is None, "whose process it is, is not known"
@@ -105,7 +105,7 @@ def test_each_fault_is_refused_with_its_own_reason(smoke: Smoke, fault: str, nam
     assert seen in check.seen
     assert check.expected
     assert check.remedy
-    refusal = verdict.refusal()
+    refusal = verdict.publication_error()
     assert refusal is not None
     assert refusal.exit_code == 3
 

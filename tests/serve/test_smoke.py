@@ -146,7 +146,7 @@ def test_a_refusal_is_cached_too(checkpoint: Path, home: Path, prefect_api: None
     configured = settings()
     verdicts = [serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU) for _ in range(2)]
     assert verdicts[0].key == verdicts[1].key
-    refusal = verdicts[1].value.refusal()
+    refusal = verdicts[1].value.publication_error()
     assert refusal is not None
     assert "q_proj" in refusal.where
 

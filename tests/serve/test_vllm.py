@@ -88,7 +88,7 @@ def test_the_running_server_reveals_problems_that_static_checks_miss(
     verdict = smoke(broken, tmp_path / "server.log")
     seen = failures(verdict)
     assert any(words in seen.get(name, "") for name, words in LIVE[variant].items()), seen
-    refusal = verdict.refusal()
+    refusal = verdict.publication_error()
     assert refusal is not None
     assert refusal.exit_code == 3
 

@@ -73,7 +73,7 @@ def test_an_adapter_with_the_wrong_sign_is_refused_by_parity(adapter: Path, merg
     seen = {check.name: check.seen for check in verdict.failures}
     assert "on average" in seen["parity"]
     assert "adapter" in seen
-    refusal = verdict.refusal()
+    refusal = verdict.publication_error()
     assert refusal is not None
     assert refusal.exit_code == 3
 

@@ -152,7 +152,7 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of the added tokens in ``added_tokens.json`` and ``settings`` (``tokenizer_config.json``).
 
     Raises:
-        InvalidInput: An id is not a whole number from 0.
+        InvalidInput: An id is not a non-negative integer.
     """
     content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
     if not all(type(number) is int and number >= 0 for number in content.values()):

@@ -47,12 +47,12 @@ _STEP = 1 << 20
 
 
 def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rates:
-    """Measure the rates of this machine for a merge, in less than half a second.
+    """Measure how fast this machine reads, computes and writes during a merge, in less than half a second.
 
     Args:
         inputs: Weight files of the merge. If there are none, reads are measured on the disk of ``output``.
         output: Existing directory on the disk that the merge will write to.
-        cores: Number of cores that will compute.
+        cores: Number of cores that the merge will use.
 
     Raises:
         InvalidInput: The inputs cannot be read, or the directory cannot be written.

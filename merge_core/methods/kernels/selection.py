@@ -109,7 +109,7 @@ def first_digit_of(scores: Any, shift: int, bins: int) -> Any:
 
 @compiled
 def next_digit_of(scores: Any, streams: Any, prefixes: Any, shift: int, width: int) -> Any:
-    """Count the next ``width`` bits of the scores that start with each prefix: ``[requests, 2**width]``."""
+    """Count the next ``width`` bits among the scores that start with each prefix: ``[requests, 2**width]``."""
     counted = np.zeros((len(streams), 1 << width), np.uint32)
     mask = np.uint32((1 << width) - 1)
     for r in range(len(streams)):
