@@ -65,12 +65,3 @@ class RecordedMerge:
     def _files(self) -> dict[str, list[int]]:
         files = (path for path in sorted(self._out.rglob("*")) if path.is_file())
         return {path.relative_to(self._out).as_posix(): list(file_identity(path)) for path in files}
-
-
-def _files(out: Path) -> dict[str, FileIdentity]:
-    return {path.relative_to(out).as_posix(): file_identity(path) for path in sorted(out.rglob("*")) if path.is_file()}
-
-
-def _record_file(out: Path) -> Path:
-    # the name need not be valid text
-    return home() / "merges" / f"{digest(os.fsencode(out.absolute()).hex())[:16]}.json"

@@ -22,7 +22,6 @@ from mergegate.merge_core.parsing import (
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 MODULES_FILE = "modules.json"
-ADAPTER_CONFIG = "adapter_config.json"
 
 Kind: TypeAlias = Literal["tokenizer", "chat template", "generation settings", "processor", "code", "module", "other"]
 """Purpose of a file. ``module`` means part of a sentence-transformers module, and ``other`` an unknown purpose."""

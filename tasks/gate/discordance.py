@@ -27,8 +27,6 @@ MIN_DOCUMENTS = 20  # Smallest number of documents from which a share is estimat
 _MAX_RUNS = 5  # Number of recent runs to use.
 _COMPARABLE = 0.5  # Smallest comparable score, as a share of the better score.
 
-DocumentValues = Mapping[tuple[str, ...], float]
-
 
 class PastGuardOutcome(NamedTuple):
     """Comparison of an earlier merge with its reference, for a guard that did not fail.

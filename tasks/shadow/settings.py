@@ -194,7 +194,7 @@ class ShadowSettings(BaseModel):
 
     @field_validator("redactor")
     @classmethod
-    def _check_redact_with(cls, function: str | None) -> str | None:
+    def _check_redactor(cls, function: str | None) -> str | None:
         if function is not None and not _FUNCTION.fullmatch(function):
             raise ValueError("is not of the form package.module:function")
         return function

@@ -67,10 +67,6 @@ def refuse_odd(number: int) -> int:
     return number
 
 
-def slot_number(_: int) -> tuple[int, dict[str, str]]:
-    return current_slot().number, dict(current_slot().environment)
-
-
 def kill_first_worker(order: tuple[Path, int, int]) -> int:
     """Kill the worker the first time that the item `killer` runs."""
     directory, number, killer = order
