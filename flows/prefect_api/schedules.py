@@ -24,9 +24,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 from zoneinfo import available_timezones
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from mergegate.flows.profile import settings_faults
+from mergegate.flows.profile import parse_settings
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import LocalPath, read_yaml_mapping
 from mergegate.merge_core.wording import parse_duration
@@ -180,7 +180,4 @@ def parse_schedules(data: Mapping[str, object], location: str) -> Schedules:
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.
     """
-    try:
-        return Schedules.model_validate(data)
-    except ValidationError as error:
-        raise settings_faults(error, location, Schedules) from None
+    return parse_settings(Schedules, data, location)

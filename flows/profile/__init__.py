@@ -1,6 +1,6 @@
 """Load profiles: their typed settings, the recipes that they name, and the messages about what is wrong in them."""
 
-from mergegate.flows.profile.faults import settings_faults
+from mergegate.flows.profile.faults import parse_settings, settings_faults
 from mergegate.flows.profile.profile import Profile
 from mergegate.flows.profile.reader import (
     is_recipe,
@@ -19,6 +19,7 @@ __all__ = [
     "is_release_name",
     "load_profile",
     "parse_profile",
+    "parse_settings",
     "profile_name",
     "profile_schema",
     "settings_faults",

@@ -1,17 +1,31 @@
-"""Explain the faults of a settings file: all of them together, each with its location and a suggestion."""
+"""Parse settings, and explain all their faults together, each with its location and a suggestion."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import expectation, format_value, join_expectations
 from mergegate.tasks.publish.targets import publish_targets
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def parse_settings(model: type[Settings], data: Mapping[str, object], location: str) -> Settings:
+    """Parse settings from plain data. ``location`` is the name of the data in messages.
+
+    Raises:
+        InvalidInput: The data is invalid. The error lists all faults.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise settings_faults(error, location, model) from None
 
 
 def settings_faults(error: ValidationError, file: str, model: type[BaseModel]) -> InvalidInput:

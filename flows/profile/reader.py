@@ -13,9 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from mergegate.flows.profile.faults import settings_faults
+from mergegate.flows.profile.faults import parse_settings
 from mergegate.flows.profile.profile import Profile
 from mergegate.flows.profile.schema import NAME_PATTERN
 from mergegate.merge_core.errors import InvalidInput, to_printable
@@ -123,10 +121,7 @@ def parse_profile(data: Mapping[str, object], location: str) -> Profile:
     Raises:
         InvalidInput: The data is invalid. The error lists all faults.
     """
-    try:
-        return Profile.model_validate(data)
-    except ValidationError as error:
-        raise settings_faults(error, location, Profile) from None
+    return parse_settings(Profile, data, location)
 
 
 def _mapping_in(file: Path) -> Mapping[str, object]:
