@@ -365,28 +365,3 @@ def test_an_unbounded_read_is_detected(call: str) -> None:
 def test_a_write_or_another_opener_is_not_a_read() -> None:
     code = "p.open('wb'); open(p, 'x'); checkpoint.open(); read_plain(p, 1); webbrowser.open(url)"
     assert unbounded_reads(ast.walk(ast.parse(code))) == []
-
-
-# Participles, pronouns and adverbs that say nothing alone. A name is a noun with a qualifier, or a verb with an object.
-BARE_WORDS = frozenset(
-    re.findall(
-        r"\w+",
-        """
-        asked asking applied applying arranging beside chosen combined compiled derived division downloaded explaining
-        factoring fetching following found given here holes joining judged judging keeping kept kinds known looking
-        looks made measured measuring missed one other outside own pace permuted place places posed quantised
-        racing reading rearming recorded said serving shared sharing shipped sums
-        there told waiting wanted watched watching
-        what where without whole words writing
-        """,
-    )
-)
-# Modules that may have such a name, and why.
-BARE_MODULES = {
-    "tasks.store.shared": "the package is its noun: a shared store",
-}
-
-
-def test_modules_are_named_by_nouns() -> None:
-    bare = {module for module in MODULES if module.rpartition(".")[2] in BARE_WORDS}
-    assert bare - BARE_MODULES.keys() == set()
