@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from calibration_jobs import run_reader
 from safetensors.torch import load_file
 
 from mergegate.merge_core.architecture.experts import split_experts
@@ -38,18 +39,8 @@ def text_of(place: Path, documents: Sequence[str | list[dict[str, str]]]) -> Hel
     return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"), conversations=True)
 
 
-def read(
-    directory: Path,
-    text: HeldOutText,
-    out: Path,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    **reading: Any,
-) -> ImportanceStatistics:
-    out.mkdir(exist_ok=True)
-    model = Model(name=directory.name, digest=str(directory), directory=directory)
-    journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
-    job = CalibrationJob(model, text, CalibrationReading(**reading), "float32", "cpu", out, journal)
-    return read_gradients(job, on_progress)
+def read(directory: Path, text: HeldOutText, out: Path, *on_progress: Any, **reading: Any) -> ImportanceStatistics:
+    return run_reader(read_gradients, directory, text, out, *on_progress, **reading)
 
 
 def load_stored_importance(out: Path) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ The tests also cover recipes that use these moments.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from calibration_jobs import run_reader
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
 from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.merge_core.recipe import CalibrationReading
+from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
-from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import calibration
-from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
@@ -42,18 +39,8 @@ def pinned(place: Path, *documents: str) -> HeldOutText:
     return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"))
 
 
-def read(
-    directory: Path,
-    text: HeldOutText,
-    out: Path,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    **reading: Any,
-) -> InputStatistics:
-    out.mkdir(exist_ok=True)
-    model = Model(name=directory.name, digest=str(directory), directory=directory)
-    journal = JournalLocation(out.parent / f"{out.name}.journal", str(directory))
-    job = CalibrationJob(model, text, CalibrationReading(**reading), "float32", "cpu", out, journal)
-    return read_inputs(job, on_progress)
+def read(directory: Path, text: HeldOutText, out: Path, *on_progress: Any, **reading: Any) -> InputStatistics:
+    return run_reader(read_inputs, directory, text, out, *on_progress, **reading)
 
 
 def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
