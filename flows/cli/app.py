@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -84,7 +85,7 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for parameter in self.params for option in parameter.opts}
-        for word in args:
+        for word in takewhile(lambda word: word != "--", args):
             former = word.partition("=")[0]
             if (current := RENAMED_OPTIONS.get(former)) in options and former not in options:
                 raise typer.BadParameter(f"this option was renamed: write {current}", ctx, param_hint=former)

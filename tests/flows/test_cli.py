@@ -97,3 +97,9 @@ def test_a_renamed_command_is_an_error_that_names_the_new_one() -> None:
     answer = CliRunner().invoke(app, ["shadow", "look", "profile.yaml"])
     assert answer.exit_code == 2
     assert "evaluate" in answer.output
+
+
+def test_a_word_after_two_dashes_is_not_an_option() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--", "--mend"])
+    assert answer.exit_code == 2
+    assert "renamed" not in answer.output
