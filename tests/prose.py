@@ -1,17 +1,23 @@
-"""Count unidiomatic sentences in docstrings, comments, help texts and error messages.
+"""Count unidiomatic sentences in docstrings, comments, help texts, errors, other texts of the program, and docs.
 
 The patterns below are turns of phrase that well-kept projects hardly use: 5 to 20 of 1,000 docstring sentences in
 Prefect, httpx, huggingface_hub, PEFT, Optuna and Dask match one of them. A match is a hint, not a verdict: rewrite the
 sentence instead of dodging the pattern.
 
-Run ``python tests/prose.py tasks/gate`` to list the matches of one package, or without
-arguments for a table of all packages.
+Run ``python tests/prose.py tasks/gate docs/how-to README.md`` to list the matches below some paths, or without
+arguments for a table of all packages and the docs.
+
+The kind ``text`` is every other string of at least four words in the product (lines that a run prints, sentences of
+reports, cards and explanations), and what a reader sees of an HTML template. The kind ``docs`` is every Markdown file
+and notebook.
 """
 
 from __future__ import annotations
 
 import ast
+import html
 import io
+import json
 import re
 import sys
 import tokenize
@@ -21,8 +27,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIMIT = 15  # matches per 1,000 sentences
-KINDS = ("docstring", "comment", "help", "error")
+KINDS = ("docstring", "comment", "help", "error", "text", "docs")
 LAYERS = ("flows", "tasks", "merge_core", "benchmarks", "tests")
+DOCS = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", ".github", "docs"),
+    *("profiles", "Makefile", ".ci", "prefect.yaml", "schedules.yaml", "pyproject.toml", "mkdocs.yml", "containers"),
+)
 
 _OF = "a an the all each every one several two what which it its this that those these such them"
 PATTERNS = {
@@ -145,27 +155,93 @@ HELP = {"Option", "Argument", "Field", "command", "Typer", "option", "argument"}
 
 
 def read(file: Path) -> Iterator[Sentence]:
-    """Read every sentence of a Python file."""
+    """Read every sentence of a Python file, an HTML template, a Markdown file or a notebook."""
+    if file.suffix == ".py":
+        yield from _read_python(file)
+    elif file.suffix == ".html":
+        yield from (Sentence("text", file, 1, one) for one in sentences(_visible(file.read_text())))
+    elif file.suffix == ".md":
+        yield from _read_markdown(file, file.read_text())
+    elif file.suffix == ".ipynb":
+        cells = json.loads(file.read_text())["cells"]
+        for cell in (cell for cell in cells if cell["cell_type"] == "markdown"):
+            yield from _read_markdown(file, "".join(cell["source"]))
+    elif file.suffix in (".yaml", ".yml", ".toml") or file.name in ("Makefile", "run", "install"):
+        lines = (re.search(r"(?:^|\s)##? (.*)", line) for line in file.read_text().splitlines())
+        blocks = "\n".join(line[1] if line else "" for line in lines)
+        yield from (Sentence("comment", file, 1, one) for one in sentences(blocks))
+
+
+def _read_python(file: Path) -> Iterator[Sentence]:
     source = file.read_text()
     tree = ast.parse(source)
+    counted: set[int] = set()  # nodes that belong to another kind than "text"
     for node in ast.walk(tree):
         is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if is_documented and (text := ast.get_docstring(node)):
+            counted.add(id(node.body[0].value))
             yield from (Sentence("docstring", file, node.body[0].lineno, one) for one in sentences(text))
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            arguments = [*node.args, *(word.value for word in node.keywords)]
             if name in ERRORS or name.endswith("Error"):
-                arguments = [*node.args, *(word.value for word in node.keywords)]
+                counted.update(id(part) for argument in arguments for part in ast.walk(argument))
                 for argument in arguments:
                     for line, text in _texts(argument):
                         yield from (Sentence("error", file, line, one) for one in sentences(text))
             if name in HELP:
                 words = [word.value for word in node.keywords if word.arg in ("help", "description", "epilog")]
-                arguments = [*node.args, *words]
-                for argument in arguments:
+                counted.update(id(part) for argument in arguments for part in ast.walk(argument))
+                for argument in [*node.args, *words]:
                     for line, text in _texts(argument):
                         if " " in text:
                             yield from (Sentence("help", file, line, one) for one in sentences(text))
+            if name in ("compile", "execute", "text"):  # regular expressions and SQL
+                counted.update(id(part) for argument in arguments for part in ast.walk(argument))
+        if isinstance(node, ast.JoinedStr):
+            counted.update(id(part) for part in node.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in counted:
+            for line, text in _texts(node):
+                if len(re.findall(r"\b[A-Za-z]{2,}\b", text)) >= 4 and " " in text:
+                    yield from (Sentence("text", file, line, one) for one in sentences(_visible(text)))
+    yield from _comments(file, source)
+
+
+def _visible(text: str) -> str:
+    """Return what a reader sees of a template."""
+    text = re.sub(r"(?s)<(style|script)\b.*?</\1>|\{#.*?#\}|<!--.*?-->", "\n\n", text)
+    text = re.sub(r"(?s)\{\{.*?\}\}", "X", text)
+    text = re.sub(r"(?s)\{%.*?%\}", " ", text)
+    text = re.sub(r"</?(b|i|em|strong|code|a|span|abbr|time|small|sub|sup)\b[^<>]*>", "", text)
+    return html.unescape(re.sub(r"</?[a-z][^<>]*>", "\n\n", text))
+
+
+def _read_markdown(file: Path, text: str) -> Iterator[Sentence]:
+    lines: list[str] = []
+    is_code = False
+    for line in text.splitlines():
+        if re.match(r"^\s*(```|~~~)", line):
+            is_code = not is_code
+            lines.append("")
+        elif is_code or re.match(r"^\s*\|[-:| ]+\|?\s*$", line):
+            lines.append("")
+        elif line.lstrip().startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line.strip().strip("|")):
+                lines += ["", cell.strip()]
+            lines.append("")
+        else:
+            lines.append(re.sub(r"^\s*(#+|>|!!! \w+|\[.*?\]:.*$)\s*", "", line).strip() if line.strip() else "")
+            if line.startswith("#"):
+                lines.append("")
+    prose = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", "\n".join(lines))
+    prose = re.sub(r"[*_]{1,2}(?=\S)([^*_\n]+)(?<=\S)[*_]{1,2}", r"\1", prose)
+    for one in sentences(html.unescape(re.sub(r"(?s)<!--.*?-->|</?[a-z][^<>]*>", " ", prose))):
+        found = re.search(r"\s+".join(map(re.escape, one.split()[:3])), text)
+        yield Sentence("docs", file, text.count("\n", 0, found.start()) + 1 if found else 1, one)
+
+
+def _comments(file: Path, source: str) -> Iterator[Sentence]:
     comment: list[str] = []
     begin = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -189,12 +265,12 @@ def main(paths: list[str]) -> None:
     """Print the matches below the paths, or a table of all packages."""
     roots = [Path(path) for path in paths]
     if not roots:
-        roots = [room for layer in LAYERS[:3] for room in sorted(Path(layer).iterdir())] + [Path(d) for d in LAYERS[3:]]
+        roots = [room for layer in LAYERS[:3] for room in sorted(Path(layer).iterdir())]
+        roots += [Path(name) for name in (*LAYERS[3:], "mergegate/__init__.py", *DOCS)]
     total: dict[str, list[Sentence]] = defaultdict(list)
     for root in roots:
         kinds: dict[str, list[Sentence]] = defaultdict(list)
-        files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
-        for file in (file for file in files if file.suffix == ".py"):
+        for file in filter(Path.is_file, sorted(root.rglob("*")) if root.is_dir() else [root]):
             for sentence in read(file):
                 kinds[sentence.kind].append(sentence)
         for kind in KINDS:
@@ -210,7 +286,7 @@ def main(paths: list[str]) -> None:
 
 
 def _rates(kinds: dict[str, list[Sentence]]) -> str:
-    return "  ".join(f"{kind} {rate(kinds[kind]):3.0f}/1000 of {len(kinds[kind]):4}" for kind in KINDS)
+    return "  ".join(f"{kind} {rate(kinds[kind]):3.0f}/1000 of {len(kinds[kind]):4}" for kind in KINDS if kinds[kind])
 
 
 if __name__ == "__main__":

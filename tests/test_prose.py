@@ -1,4 +1,4 @@
-"""Docstrings, comments, help texts and error messages read like those of well-kept projects."""
+"""Docstrings, comments, help, errors, reports and docs read like those of well-kept projects."""
 
 from __future__ import annotations
 
@@ -6,24 +6,42 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from prose import KINDS, LIMIT, Sentence, rate, read
+from prose import DOCS, KINDS, LIMIT, Sentence, rate, read
 
 PROJECT = Path(__file__).resolve().parent.parent
 
 
 @cache
-def sentences(layer: str) -> tuple[Sentence, ...]:
-    return tuple(sentence for file in sorted((PROJECT / layer).rglob("*.py")) for sentence in read(file))
+def sentences(root: str) -> tuple[Sentence, ...]:
+    files = sorted((PROJECT / root).rglob("*")) if (PROJECT / root).is_dir() else [PROJECT / root]
+    return tuple(sentence for file in files if file.is_file() for sentence in read(file))
+
+
+def require_idiomatic(texts: list[Sentence]) -> None:
+    matches = [f"{one.file.relative_to(PROJECT)}:{one.line}: {one.matches}: {one.text}" for one in texts if one.matches]
+    assert rate(texts) <= LIMIT, "\n".join(matches)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", ["flows", "tasks", "merge_core"])
 def test_texts_are_idiomatic(layer: str, kind: str) -> None:
-    of_kind = [sentence for sentence in sentences(layer) if sentence.kind == kind]
-    matches = [
-        f"{one.file.relative_to(PROJECT)}:{one.line}: {one.matches}: {one.text}" for one in of_kind if one.matches
-    ]
-    assert rate(of_kind) <= LIMIT, "\n".join(matches)
+    require_idiomatic([sentence for sentence in sentences(layer) if sentence.kind == kind])
+
+
+@pytest.mark.parametrize("package", ["report", "judge", "publish", "explain", "preflight"])
+def test_texts_of_a_release_are_idiomatic(package: str) -> None:
+    require_idiomatic([sentence for sentence in sentences(f"tasks/{package}") if sentence.kind == "text"])
+
+
+@pytest.mark.parametrize("root", DOCS)
+def test_docs_are_idiomatic(root: str) -> None:
+    texts = [sentence for sentence in sentences(root) if sentence.kind in ("docs", "comment")]
+    assert texts, f"{root}: the test reads no sentence"
+    require_idiomatic(texts)
+
+
+def test_docs_of_one_kind_are_idiomatic_together() -> None:
+    require_idiomatic([sentence for root in DOCS for sentence in sentences(root) if sentence.kind == "docs"])
 
 
 @pytest.mark.parametrize(
@@ -51,3 +69,18 @@ def test_a_literal_translation_is_found(text: str) -> None:
 )
 def test_plain_english_is_not(text: str) -> None:
     assert not Sentence("docstring", Path("x.py"), 1, text).matches
+
+
+def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
+    literal = "Of several tasks that is asked of their mean."
+    cell = '{"cells": [{"cell_type": "markdown", "source": ["' + literal + '"]}]}'
+    for name, content in {
+        "page.md": f"# Title\n\n| a | b |\n|---|---|\n| x | {literal} |\n",
+        "page.html": f"<style>p {{}}</style><p>{{% if x %}}{literal}{{% endif %}}</p>",
+        "book.ipynb": cell,
+        "settings.yaml": f"key: 1  # {literal}\n",
+        "module.py": f"print('{literal}')\n",
+    }.items():
+        file = tmp_path / name
+        file.write_text(content)
+        assert [one.text for one in read(file) if one.matches] == [literal], name
