@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.statistics import likelihood_ratio
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
-from mergegate.tasks.stage import Outcome, verdict_word
+from mergegate.tasks.stage import Outcome
 
 BROKEN_RATIO = 2.0  # Ratio of perplexities above which a merge counts as broken; no usable merge is worse.
 
@@ -37,11 +37,6 @@ class DriftVerdict(BaseModel):
     broken: bool  # Not finite, or above BROKEN_RATIO: the costly tasks are not worth running.
     warning: bool
     reason: str
-
-    @property
-    def word(self) -> str:
-        """Verdict in a word, from :func:`verdict_word`."""
-        return verdict_word(self.outcome, shown_worse=self.low is not None and self.low > 1)
 
 
 class ModelLikelihoods(NamedTuple):
@@ -114,14 +109,14 @@ def judge_drift(
 
 
 def _sentence(verdict: DriftVerdict) -> str:
-    """Return ``perplexity: 1.031 times base's [1.012, 1.050], limit 1.05``."""
+    """Return ``perplexity: 1.031 times that of base [1.012, 1.050] (limit 1.05)``."""
     if verdict.ratio is None or verdict.low is None or verdict.high is None:
-        return "perplexity: not finite, the merge is broken"
+        return "perplexity: not finite, so the merge is broken"
     ratio, low, high = (
         f"{value:.3f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
         for value in (verdict.ratio, verdict.low, verdict.high)
     )
     per_byte = " per byte" if verdict.unit == "byte" else ""
-    undecided = f": undecided after {verdict.documents:,} documents" if verdict.outcome == "inconclusive" else ""
-    interval = f"{ratio} times {verdict.reference}'s{per_byte} [{low}, {high}], limit {verdict.max_ratio:g}"
-    return f"perplexity: {interval}{undecided}"
+    inconclusive = f": inconclusive after {verdict.documents:,} documents" if verdict.outcome == "inconclusive" else ""
+    interval = f"{ratio} times that of {verdict.reference}{per_byte} [{low}, {high}] (limit {verdict.max_ratio:g})"
+    return f"perplexity: {interval}{inconclusive}"

@@ -45,7 +45,7 @@ from mergegate.tasks.gate.statistics import (
     documents_needed,
     normal_quantile,
 )
-from mergegate.tasks.stage import Outcome, verdict_word
+from mergegate.tasks.stage import Outcome
 
 
 class GuardVerdict(BaseModel):
@@ -85,15 +85,12 @@ class GuardVerdict(BaseModel):
     data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
     chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
-    limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
+    limit: float | None = None  # Per-task limit in a suite, in points; None with ``rule: each``.
 
     @property
-    def word(self) -> str:
-        """Verdict by the task's own margin, even in a suite, as a word from :func:`verdict_word`."""
-        if self.limit is None or self.outcome == "fail":
-            return verdict_word(self.outcome, shown_worse=self.low > 0)
-        alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
-        return verdict_word(alone, shown_worse=self.low > 0)
+    def limits(self) -> str:
+        """The two limits that decide this guard. See ``format_limits``; in a suite, the second one is per task."""
+        return format_limits(self.max_drop, self.margin, self.limit, exceeded=self.outcome == "fail")
 
 
 Points = float | NDArray[np.float64]
@@ -390,30 +387,43 @@ def _rescaled(
     return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
 
 
+def format_limits(max_drop: float, margin: float, task_limit: float | None = None, *, exceeded: bool = False) -> str:
+    """Return the limits of a decision as every output shows them: ``max_drop 3, margin 4``.
+
+    If ``max_drop`` is exceeded, it comes first as a statement: ``exceeds max_drop 3 (margin 4)``.
+    """
+    first = f"max_drop {round(max_drop, 2):g}"
+    second = f"margin {round(margin, 2):g}" if task_limit is None else f"per-task limit {round(task_limit, 2):g}"
+    return f"exceeds {first} ({second})" if exceeded else f"{first}, {second}"
+
+
+def format_drop(subject: str, reference: str, drop: tuple[float, float, float], limits: Sequence[float]) -> str:
+    """Return ``gsm8k: drop 4.1 points [2.3, 5.9] against math``, with ``drop`` as estimate and its two bounds.
+
+    The digits show on which side of each of ``limits`` the drop is: a drop of 3.04 exceeds a limit of 3.
+    """
+    digits = next((d for d in (1, 2) if all((round(drop[0], d) > x) == (drop[0] > x) for x in limits)), 3)
+    # Adding zero turns a rounded negative zero into zero.
+    estimate, low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in drop)
+    return f"{subject}: drop {estimate} points [{low}, {high}] against {reference}"
+
+
 def _sentence(verdict: GuardVerdict, questions: int) -> str:
-    """Return the result as a sentence: ``gsm8k: 4.1 points below math [2.3, 5.9], limit 3.0``."""
-    drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.limit or verdict.max_drop
-    # A drop of 3.04 exceeds a limit of 3, so show enough digits to make this visible.
-    digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
-    if drop < 0:  # Report the gain as positive, including its interval.
-        difference, low, high = f"{-drop:.{digits}f} points above", -high, -low
-    else:
-        difference = f"{drop:.{digits}f} points below" if drop > 0 else "level with"
+    """Return the result in words: ``gsm8k: drop 4.1 points [2.3, 5.9] against math exceeds max_drop 3 (margin 4)``."""
     reference = verdict.reference
     if verdict.candidates > 1:
-        reference += f", the best of {verdict.candidates} parents,"
-    interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
-    sentence = f"{verdict.task}: {difference} {reference} {interval}, limit {limit:.{digits}f}"
+        reference += f", the best of {verdict.candidates} parents"
+    limits = (verdict.max_drop, verdict.margin if verdict.limit is None else verdict.limit)
+    sentence = format_drop(verdict.task, reference, (verdict.drop, verdict.low, verdict.high), limits)
+    sentence += f" {verdict.limits}" if verdict.outcome == "fail" else f" ({verdict.limits})"
     if verdict.candidates > 1:
-        sentence += f" (up to {verdict.selection_bias:.1f} of it comes from choosing the best)"
+        sentence += f", up to {verdict.selection_bias:.1f} points of it from choosing the best parent"
     look = verdict.look
     total = look.documents + verdict.documents_left if look else verdict.n
     evaluated = f"{look.documents:,} of {total:,}" if look and look.of > 1 else f"{total:,}"
-    if verdict.limit is not None and verdict.outcome == "fail":
-        sentence = f"{sentence.rpartition(', limit')[0]}, shown to be more than {verdict.max_drop:g}"
     if verdict.outcome != "inconclusive":
         return f"{sentence}, after {evaluated} documents" if verdict.documents_left else sentence
-    sentence += f": undecided after {evaluated} documents"
-    if verdict.limit is None and verdict.low > 0 and drop > (verdict.margin if verdict.documents_left else limit):
-        sentence += f", because one of {questions} comparisons may deviate by chance"
-    return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")
+    sentence += f": inconclusive after {evaluated} documents"
+    if verdict.limit is None and verdict.low > 0 and verdict.drop > limits[bool(verdict.documents_left)]:
+        sentence += f", because chance alone may cause such a drop in one of {questions} comparisons"
+    return sentence + (f". About {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")

@@ -53,8 +53,8 @@ class SkippedGuard(BaseModel):
 
     @property
     def word(self) -> str:
-        """Reason why there is no verdict: ``not run: decided by gsm8k``."""
-        return f"not run: decided by {self.decided_by}"
+        """Reason why there is no verdict: ``skipped: gsm8k had already failed``."""
+        return f"skipped: {self.decided_by} had already failed"
 
 
 class GateVerdict(StageValue):
@@ -80,7 +80,7 @@ class GateVerdict(StageValue):
         if self.outcome != "pass":
             return f"publishable although {self.outcome}: {self.reasons[0]}"
         if self.suites:
-            return f"{self.suites[0].tasks} tasks together: {self.suites[0].word}"
+            return f"mean of {self.suites[0].tasks} tasks: {self.suites[0].outcome}"
         if self.guards:
             return "1 guard passed" if len(self.guards) == 1 else f"{len(self.guards)} guards passed"
         return "no drift" if self.drift else "; ".join(self.notes) or "nothing to judge"

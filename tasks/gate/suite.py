@@ -28,11 +28,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard
+from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard, format_drop, format_limits
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
-from mergegate.tasks.stage import Outcome, verdict_word
+from mergegate.tasks.stage import Outcome
 
 
 class PooledDrop(BaseModel):
@@ -68,9 +68,9 @@ class SuiteVerdict(BaseModel):
     pooled: tuple[PooledDrop, ...] = ()
 
     @property
-    def word(self) -> str:
-        """Verdict in a word, from :func:`verdict_word`."""
-        return verdict_word(self.outcome, shown_worse=self.low > 0)
+    def limits(self) -> str:
+        """The two limits of the mean. See ``format_limits``."""
+        return format_limits(self.max_drop, self.margin, exceeded=self.outcome == "fail")
 
 
 class TaskDrop(NamedTuple):
@@ -260,18 +260,13 @@ def _format_counts(documents: dict[str, int]) -> str:
 
 
 def _sentence(verdict: SuiteVerdict) -> str:
-    """Return ``mean of 6 tasks: 0.4 points below [-0.3, 1.1], limit 2``."""
-    drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.max_drop
-    # A drop of 2.04 exceeds a limit of 2, so show enough digits to make this visible.
-    digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
-    direction = "below"
-    if drop < 0:
-        drop, low, high, direction = -drop, -high, -low, "above"
-    sentence = (
-        f"mean of {verdict.tasks} tasks: {drop:.{digits}f} points {direction} {verdict.reference} "
-        f"[{low:.{digits}f}, {high:.{digits}f}], limit {limit:.{digits}f}"
+    """Return ``mean of 6 tasks: drop 0.4 points [-0.3, 1.1] against base (max_drop 2, margin 3)``."""
+    drop = (verdict.drop, verdict.low, verdict.high)
+    sentence = format_drop(
+        f"mean of {verdict.tasks} tasks", verdict.reference, drop, (verdict.max_drop, verdict.margin)
     )
+    sentence += f" {verdict.limits}" if verdict.outcome == "fail" else f" ({verdict.limits})"
     if verdict.outcome != "inconclusive":
         return sentence
-    sentence += f": undecided after {verdict.documents:,} documents"
-    return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")
+    sentence += f": inconclusive after {verdict.documents:,} documents"
+    return sentence + (f". About {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")

@@ -39,8 +39,8 @@ def quality_section(content: ReportContent) -> str:
         parts.append(f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}")
         if drift is not None:
             parts.append(
-                f"{wording.TIMES} {wording.format_ratio(drift)} of {escape(drift.reference)}, the better parent; "
-                f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
+                f"Verdict: {drift.outcome}. {wording.TIMES}{wording.format_ratio(drift)} of {escape(drift.reference)}, "
+                f"the better parent (limit {wording.plain(drift.max_ratio)})."
             )
     lines = []
     if content.judge is not None:
@@ -107,7 +107,7 @@ def _scores(content: ReportContent) -> str:
             row.append(shown + interval)
         rows.append(row)
     columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
-    note = "Score with its 95 % interval; in points (0 to 100) where it is a share of right answers."
+    note = "Scores with 95 % intervals. A share of right answers is in points (0 to 100)."
     return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
 
 
@@ -120,14 +120,22 @@ def _guards(content: ReportContent) -> str:
     if not guards:
         return ""
     rows = [
-        (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.word)
+        (
+            guard.task,
+            guard.reference,
+            f"{guard.n:,}",
+            wording.drop(guard),
+            wording.plain(guard.max_drop),
+            wording.upper_limit(guard),
+            guard.outcome,
+        )
         for guard in guards
     ]
-    table = markdown_table(("task", "compared with", "documents", "drop", "limit", "verdict"), rows, 4)
+    columns = ("task", "reference", "documents", "drop", "max_drop", "margin", "verdict")
+    table = markdown_table(columns, rows, 5)
     confidence = f"{100 * guards[0].confidence:g}"
     note = (
-        f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
-        "drop is a loss."
+        f"Drops are in points, on the same documents. A positive drop is a loss. Bounds are one-sided {confidence} %."
     )
-    suites = "".join(f"\n\n{escape(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
+    suites = "".join(f"\n\n{escape(suite.reason)}: {suite.outcome}." for suite in content.verdict.suites)
     return f"### Verdicts\n\n{table}{suites}\n\n{note}"

@@ -56,6 +56,7 @@ from mergegate.tasks.report.sweep.wording import (
     sweep_title,
 )
 from mergegate.tasks.report.table import (
+    DECISION_COLUMNS,
     CostTable,
     Row,
     ScoreTable,
@@ -70,6 +71,7 @@ from mergegate.tasks.report.wording import cut_off_answers
 
 __all__ = [
     "ARM_COLUMNS",
+    "DECISION_COLUMNS",
     "HISTORY",
     "ArchivedPage",
     "CostTable",

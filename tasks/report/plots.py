@@ -23,7 +23,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
             detail=f"against {suite.reference}",
             numbers=wording.suite_change(suite),
             outcome=suite.outcome,
-            word=suite.word,
+            word=suite.outcome,
             estimate=suite.drop,
             low=suite.low,
             high=suite.high,
@@ -38,7 +38,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
             detail=f"against {guard.reference}",
             numbers=wording.drop(guard),
             outcome=guard.outcome,
-            word=guard.word,
+            word=guard.outcome,
             estimate=guard.drop,
             low=guard.low,
             high=guard.high,
@@ -48,11 +48,11 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         for guard in guards
     ]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
-        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, limit {wording.limit(guard)}, {guard.word}."
+        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {guard.limits}, {guard.outcome}."
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
-    names = ("zero", "limit", "margin") if has_margin else ("zero", "limit and margin")
+    names = ("zero", "max_drop", "margin") if has_margin else ("zero", "max_drop and margin")
     return draw_intervals("guards", lines, 0.0, names, "points lost", label)
 
 
@@ -69,7 +69,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
         detail=f"against {drift.reference}",
         numbers=wording.format_ratio(drift),
         outcome=drift.outcome,
-        word="warning" if drift.warning and drift.outcome == "pass" else drift.word,
+        word=drift.outcome,
         estimate=drift.ratio,
         low=drift.low,
         high=drift.high,

@@ -141,7 +141,7 @@ def test_when_a_task_is_lost_those_to_come_are_not_run(
     assert (verdict.outcome, verdict.publishable, verdict.suites) == ("fail", False, ())
     assert [guard.task for guard in verdict.guards] == ["copy", "reverse"]
     assert [(one.task, one.word, one.documents) for one in verdict.not_run] == [
-        ("sort", "not run: decided by reverse", SIZE)
+        ("sort", "skipped: reverse had already failed", SIZE)
     ]
     assert all(part.value.tasks[0].task != "sort" for parts in result.scores.values() for part in parts)
 

@@ -25,10 +25,10 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
     verdict = gate_verdict([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
     assert (verdict.outcome, verdict.publishable) == ("fail", False)
     assert [reason.split(" [")[0] for reason in verdict.reasons] == [
-        "reverse: 14.3 points below reverser",
-        "reverse: level with reverser",
+        "reverse: drop 14.3 points",
+        "reverse: drop 0.0 points",
     ]
-    assert "14.3 points below reverser [10.8, 18.0], limit 3.0" in verdict.reasons[0]
+    assert "drop 14.3 points [10.8, 18.0] against reverser exceeds max_drop 3" in verdict.reasons[0]
     assert verdict.refuses()
     assert verdict.refusal() is None  # the report is written before the flow stops
 
@@ -49,8 +49,8 @@ def test_a_clean_merge_is_publishable_without_reasons() -> None:
     ("outcome", "publishable", "reasons"),
     [
         ("pass", True, ("reverse: level",)),
-        ("inconclusive", False, ("reverse: level", "judge: undecided")),
-        ("fail", False, ("judge: undecided", "reverse: level")),
+        ("inconclusive", False, ("reverse: drop", "judge: inconclusive")),
+        ("fail", False, ("judge: inconclusive", "reverse: drop")),
     ],
 )
 def test_later_verdicts_can_only_make_the_outcome_worse(
@@ -61,7 +61,7 @@ def test_later_verdicts_can_only_make_the_outcome_worse(
         name="judge",
         outcome=outcome,  # type: ignore[arg-type]  # parametrized
         publishable=outcome == "pass",
-        reasons=() if outcome == "pass" else ("judge: undecided",),
+        reasons=() if outcome == "pass" else ("judge: inconclusive",),
         evidence=verdict,
         section=Section(title="Judge"),
     )
@@ -110,14 +110,14 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
-    assert verdict.summary().startswith("reverse: 15.0 points below reverser")
+    assert verdict.summary().startswith("reverse: drop 15.0 points")
 
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
     verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GatePlan(GateRule()))
     assert (verdict.outcome, verdict.guards) == ("fail", ())
-    assert verdict.reasons[0].startswith("perplexity: 148 times base's")
+    assert verdict.reasons[0].startswith("perplexity: 148 times that of base")
 
 
 def test_scores_of_different_lm_eval_versions_are_rejected(tmp_path: Path) -> None:

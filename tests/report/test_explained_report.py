@@ -32,7 +32,7 @@ def page() -> str:
 
 def test_sections_follow_a_fixed_order(page: str) -> None:
     titles = [
-        "Refused", "What was tried", "Regression guards", "What was lost", "Scores", "Perplexity", "Judged answers",
+        "Failed", "What was tried", "Regression guards", "What was lost", "Scores", "Perplexity", "Judged answers",
         "What the weights say", "What to try", "What was merged", "Licence", "Files of the merge",
         "Evidence in the store", "How to reproduce",
     ]  # fmt: skip
@@ -202,11 +202,11 @@ def test_a_sequential_verdict_names_its_interim_look() -> None:
     notes = ("The reference is the best of three parents.",)
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
-    assert "✗ worse limit 3 look 2 of 3" in found
-    assert "documents were asked" not in found  # no documents were left out
+    assert "✗ fail exceeds max_drop 3 (margin 3) look 2 of 3" in found
+    assert "mergegate evaluated" not in found  # no documents were left out
     early = looked.model_copy(update={"documents_left": 3000})
     verdict = content.verdict.model_copy(update={"guards": (early,)})
-    saved = "1,000 of 4,000 documents were asked; looking at a part of them first saved 75 %."
+    saved = "mergegate evaluated 1,000 of 4,000 documents. Deciding early saved 75 %."
     assert saved in text_of(page_of(content.model_copy(update={"verdict": verdict})))
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found

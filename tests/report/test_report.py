@@ -86,7 +86,7 @@ def test_the_report_page_has_no_scripts_or_external_resources(content: ReportCon
 
 
 def test_the_verdict_comes_first_with_its_reason() -> None:
-    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Refused")):
+    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Failed")):
         page = Page(page_of(content))
         assert word in "".join(page.texts["h1"])
         assert page.text.index(word) < page.text.index("Regression guards")
@@ -105,7 +105,7 @@ def test_all_numbers_of_a_guard_are_in_the_table_and_the_plot() -> None:
         assert f"[{low}, {high}]" in cells
     for score in ("98.6", "84.2", "99.6", "97.2"):
         assert score in " ".join(page.texts["span"])
-    assert "limit 3, margin 2" in cells
+    assert "max_drop 3, margin 2" in cells
     assert "1.032 [1.024, 1.040]" in plot
     assert "8.4" in page.text
     assert "[6.8, 10.0]" in page.text
@@ -114,10 +114,10 @@ def test_all_numbers_of_a_guard_are_in_the_table_and_the_plot() -> None:
 def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
     page = Page(page_of(samples.refused()))
     words = [text.strip() for text in page.texts["text"]]
-    for expected in ("reversing", "against reverser", "✗ worse", "? undecided", "limit", "margin", "✓ warning"):
+    for expected in ("reversing", "against reverser", "✗ fail", "? inconclusive", "max_drop", "margin", "✓ pass"):
         assert words.count(expected) >= 2, expected
     labels = page.attributes("aria-label")
-    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, worse." in label for label in labels)
+    assert any("reversing against reverser: 14.4 [11.7, 17.1], exceeds max_drop 3 (margin 3), fail." in label for label in labels)
     assert any("warning above 1.02, limit 1.05" in label for label in labels)
     assert any("merge: 3.510." in label for label in labels)
 
@@ -208,7 +208,7 @@ def test_stage_writes_page_and_data_that_follow_from_the_key_alone(tmp_path: Pat
         (tmp_path / name).mkdir()
         report = write_report.work(tmp_path / name, value)
         assert "\n" not in report.summary()
-        assert report.headline.startswith("passed: Both guards hold.")
+        assert report.headline.startswith("passed: Both guards passed.")
         assert report.summary() == "report.html: passed"
     for file in ("report.html", "report.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
@@ -237,9 +237,11 @@ def test_final_table_has_a_cell_for_each_column_and_the_outcome_of_each_guard(co
 
 def test_the_final_table_shows_the_order_of_the_run() -> None:
     rows = {row.cells[0]: row.cells for row in final_table(samples.refused()).rows}
-    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "worse")
-    assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "")
-    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "a little worse, warning")
+    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "reverser", "14.4 [11.7, 17.1]", "3", "3", "fail")
+    assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "", "", "")
+    assert rows["perplexity"][5:] == (
+        "reverser", f"{TIMES}1.032 [1.024, 1.040]", f"{TIMES}1.05", f"{TIMES}1.05", f"pass: warning above {TIMES}1.02",
+    )  # fmt: skip
 
 
 def test_the_lowest_parent_is_best_if_less_is_better() -> None:
