@@ -29,6 +29,7 @@ TWINS = {
     "combine": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
     "gram": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
     "mask_words": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
+    "merge": "the stage of that name merges like the function of merge_core, with a cache and progress",
     "main": "the entry point of a program: of the command line, and of a script that a child process runs",
 }
 
