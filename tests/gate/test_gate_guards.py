@@ -28,7 +28,9 @@ def test_an_unchanged_skill_passes() -> None:
 
 
 def test_equal_scores_are_level_with_an_interval() -> None:
-    assert verdict_of(0, 0, 400).reason == "reverse: drop 0.0 points [-0.7, 0.7] against reverser (max_drop 3, margin 4)"
+    assert (
+        verdict_of(0, 0, 400).reason == "reverse: drop 0.0 points [-0.7, 0.7] against reverser (max_drop 3, margin 4)"
+    )
 
 
 def test_noise_above_the_threshold_is_not_a_failure() -> None:

@@ -80,4 +80,7 @@ def test_the_consequence_of_an_inconclusive_verdict_depends_on_the_profile() -> 
 def test_a_comparison_does_not_mention_publishing() -> None:
     assert wording.consequence(samples.refused().model_copy(update={"recipe": ""})) == ""
     undecided = samples.inconclusive().model_copy(update={"recipe": ""})
-    assert wording.consequence(undecided) == "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
+    assert (
+        wording.consequence(undecided)
+        == "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
+    )
