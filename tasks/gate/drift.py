@@ -38,6 +38,11 @@ class DriftVerdict(BaseModel):
     warning: bool
     reason: str
 
+    @property
+    def word(self) -> str:
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
+        return self.outcome
+
 
 class ModelLikelihoods(NamedTuple):
     """Likelihoods of one model, in total and by document."""
@@ -109,7 +114,7 @@ def judge_drift(
 
 
 def _sentence(verdict: DriftVerdict) -> str:
-    """Return ``perplexity: 1.031 times that of base [1.012, 1.050] (limit 1.05)``."""
+    """Return ``perplexity: 1.031 times that of base [1.012, 1.050] is within the limit 1.05``."""
     if verdict.ratio is None or verdict.low is None or verdict.high is None:
         return "perplexity: not finite, so the merge is broken"
     ratio, low, high = (
@@ -117,6 +122,7 @@ def _sentence(verdict: DriftVerdict) -> str:
         for value in (verdict.ratio, verdict.low, verdict.high)
     )
     per_byte = " per byte" if verdict.unit == "byte" else ""
-    inconclusive = f": inconclusive after {verdict.documents:,} documents" if verdict.outcome == "inconclusive" else ""
-    interval = f"{ratio} times that of {verdict.reference}{per_byte} [{low}, {high}] (limit {verdict.max_ratio:g})"
-    return f"perplexity: {interval}{inconclusive}"
+    sentence = f"perplexity: {ratio} times that of {verdict.reference}{per_byte} [{low}, {high}]"
+    if verdict.outcome == "inconclusive":
+        return f"{sentence} is inconclusive after {verdict.documents:,} documents (limit {verdict.max_ratio:g})"
+    return f"{sentence} {'exceeds' if verdict.outcome == 'fail' else 'is within'} the limit {verdict.max_ratio:g}"

@@ -73,7 +73,7 @@ class GuardVerdict(BaseModel):
     outcome: Outcome
     reason: str  # Sentence with task, drop, interval and threshold.
     documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
-    detectable_drop: float | None = None  # Smallest true drop that these documents show 4 times in 5, in points.
+    detectable_drop: float | None = None  # Smallest true drop that these documents show with power 0.8, in points.
     look: InterimLook | None = None  # Look at which the guard was judged.
     documents_left: int = 0  # Documents that further looks can still add.
     alarm_confidence: float | None = None  # Confidence of the test for failure, corrected for the number of guards.
@@ -85,12 +85,12 @@ class GuardVerdict(BaseModel):
     data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
     chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
-    limit: float | None = None  # Per-task limit in a suite, in points; None with ``rule: each``.
+    limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
 
     @property
-    def limits(self) -> str:
-        """The two limits that decide this guard. See ``format_limits``; in a suite, the second one is per task."""
-        return format_limits(self.max_drop, self.margin, self.limit, exceeded=self.outcome == "fail")
+    def word(self) -> str:
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
+        return self.outcome
 
 
 Points = float | NDArray[np.float64]
@@ -387,43 +387,47 @@ def _rescaled(
     return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
 
 
-def format_limits(max_drop: float, margin: float, task_limit: float | None = None, *, exceeded: bool = False) -> str:
-    """Return the limits of a decision as every output shows them: ``max_drop 3, margin 4``.
+def format_drop(subject: str, reference: str, drop: float, low: float, high: float, *, limits: Sequence[float]) -> str:
+    """Return ``gsm8k: drop of 4.1 points against math [2.3, 5.9]``, with enough digits to compare with ``limits``."""
 
-    If ``max_drop`` is exceeded, it comes first as a statement: ``exceeds max_drop 3 (margin 4)``.
-    """
-    first = f"max_drop {round(max_drop, 2):g}"
-    second = f"margin {round(margin, 2):g}" if task_limit is None else f"per-task limit {round(task_limit, 2):g}"
-    return f"exceeds {first} ({second})" if exceeded else f"{first}, {second}"
+    def shows_order(digits: int) -> bool:
+        return all((round(value, digits) > limit) == (value > limit) for value in (drop, high) for limit in limits)
 
-
-def format_drop(subject: str, reference: str, drop: tuple[float, float, float], limits: Sequence[float]) -> str:
-    """Return ``gsm8k: drop 4.1 points [2.3, 5.9] against math``, with ``drop`` as estimate and its two bounds.
-
-    The digits show on which side of each of ``limits`` the drop is: a drop of 3.04 exceeds a limit of 3.
-    """
-    digits = next((d for d in (1, 2) if all((round(drop[0], d) > x) == (drop[0] > x) for x in limits)), 3)
-    # Adding zero turns a rounded negative zero into zero.
-    estimate, low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in drop)
-    return f"{subject}: drop {estimate} points [{low}, {high}] against {reference}"
+    digits = next((digits for digits in (1, 2) if shows_order(digits)), 3)
+    drop, low, high = (round(value, digits) + 0.0 for value in (drop, low, high))  # + 0.0 turns -0.0 into 0.0
+    return f"{subject}: drop of {drop:.{digits}f} points against {reference} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _sentence(verdict: GuardVerdict, questions: int) -> str:
-    """Return the result in words: ``gsm8k: drop 4.1 points [2.3, 5.9] against math exceeds max_drop 3 (margin 4)``."""
+    """Return the result as a sentence.
+
+    For example: ``gsm8k: drop of 4.1 points against math [2.3, 5.9] exceeds max_drop 3``.
+    """
+    max_drop, margin = f"max_drop {verdict.max_drop:g}", f"margin {verdict.margin:g}"
     reference = verdict.reference
     if verdict.candidates > 1:
-        reference += f", the best of {verdict.candidates} parents"
+        reference += f", the best of {verdict.candidates} parents,"
     limits = (verdict.max_drop, verdict.margin if verdict.limit is None else verdict.limit)
-    sentence = format_drop(verdict.task, reference, (verdict.drop, verdict.low, verdict.high), limits)
-    sentence += f" {verdict.limits}" if verdict.outcome == "fail" else f" ({verdict.limits})"
-    if verdict.candidates > 1:
-        sentence += f", up to {verdict.selection_bias:.1f} points of it from choosing the best parent"
+    sentence = format_drop(verdict.task, reference, verdict.drop, verdict.low, verdict.high, limits=limits)
     look = verdict.look
     total = look.documents + verdict.documents_left if look else verdict.n
-    evaluated = f"{look.documents:,} of {total:,}" if look and look.of > 1 else f"{total:,}"
-    if verdict.outcome != "inconclusive":
-        return f"{sentence}, after {evaluated} documents" if verdict.documents_left else sentence
-    sentence += f": inconclusive after {evaluated} documents"
-    if verdict.limit is None and verdict.low > 0 and verdict.drop > limits[bool(verdict.documents_left)]:
-        sentence += f", because chance alone may cause such a drop in one of {questions} comparisons"
-    return sentence + (f". About {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")
+    documents = f"{look.documents:,} of {total:,} documents" if look and look.of > 1 else f"{total:,} documents"
+    rule = f"{max_drop}, {margin}" if verdict.limit is None else f"{max_drop}, per-task limit {verdict.limit:g}"
+    if verdict.outcome == "inconclusive":
+        sentence += f" is inconclusive after {documents} ({rule})"
+        limit = verdict.margin if verdict.documents_left else verdict.max_drop
+        if verdict.limit is None and verdict.low > 0 and verdict.drop > limit:
+            sentence += f". One of {questions} comparisons may deviate by chance"
+        if verdict.documents_needed:
+            sentence += f". About {verdict.documents_needed:,} documents would decide"
+    else:
+        if verdict.outcome == "fail":
+            sentence += f" exceeds {max_drop}"
+        elif verdict.limit is None:
+            sentence += f" is within {max_drop} and {margin}"
+        else:
+            sentence += f" is within the per-task limit {verdict.limit:g}"
+        sentence += f", after {documents}" if verdict.documents_left else ""
+    if verdict.candidates > 1:
+        sentence += f". Choosing the best parent adds up to {verdict.selection_bias:.1f} points to the drop"
+    return sentence

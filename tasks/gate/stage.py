@@ -78,9 +78,9 @@ class GateVerdict(StageValue):
         if not self.publishable:
             return self.reasons[0]
         if self.outcome != "pass":
-            return f"publishable although {self.outcome}: {self.reasons[0]}"
+            return f"{self.outcome}, but publishable: {self.reasons[0]}"
         if self.suites:
-            return f"mean of {self.suites[0].tasks} tasks: {self.suites[0].outcome}"
+            return f"{self.suites[0].tasks} tasks passed"
         if self.guards:
             return "1 guard passed" if len(self.guards) == 1 else f"{len(self.guards)} guards passed"
         return "no drift" if self.drift else "; ".join(self.notes) or "nothing to judge"

@@ -48,7 +48,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         for guard in guards
     ]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
-        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {guard.limits}, {guard.outcome}."
+        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {wording.limits(guard)}, {guard.outcome}."
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)

@@ -150,8 +150,7 @@ def final_table(content: ReportContent) -> ScoreTable:
             )
         )
     for left_out in verdict.not_run:
-        limits = (wording.plain(left_out.limit), "")
-        lines.append(Row((left_out.task, *no_scores, left_out.reference, "", *limits, left_out.word)))
+        lines.append(Row((left_out.task, *no_scores, left_out.reference, "", "", "", left_out.word)))
     for suite in verdict.suites:
         reference = suite.reference if len({guard.reference for guard in verdict.guards}) == 1 else ""
         if suite is not verdict.suites[0]:

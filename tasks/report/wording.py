@@ -67,6 +67,13 @@ def drop(guard: GuardVerdict, unit: str = "") -> str:
     return f"{number(guard.drop, decimals)} {unit}{interval(guard.low, guard.high, decimals)}"
 
 
+def limits(judged: GuardVerdict | SuiteVerdict) -> str:
+    """Return both limits of a decision: 'max_drop 3, margin 4', or with the per-task limit for a task of a suite."""
+    task_limit = judged.limit if isinstance(judged, GuardVerdict) else None
+    upper = f"margin {plain(judged.margin)}" if task_limit is None else f"per-task limit {plain(task_limit)}"
+    return f"max_drop {plain(judged.max_drop)}, {upper}"
+
+
 def upper_limit(guard: GuardVerdict) -> str:
     """Return the limit of the upper bound of a guard: its margin, or in a suite the per-task limit, as '11/task'."""
     return plain(guard.margin) if guard.limit is None else f"{plain(guard.limit)}/task"
@@ -172,13 +179,13 @@ def sentence(content: ReportContent) -> str:
         for suite in verdict.suites:
             change = f"drop of {number(suite.drop, 1)} points {interval(suite.low, suite.high, 1)}"
             sentences.append(
-                f"The mean of {suite.tasks} tasks shows a {change} against {suite.reference} ({suite.limits})."
+                f"The mean of {suite.tasks} tasks shows a {change} against {suite.reference} ({limits(suite)})."
             )
         task_limits = sorted({plain(guard.limit) for guard in verdict.guards if guard.limit is not None})
         sentences.append(f"No task exceeds its per-task limit ({', '.join(task_limits)}).")
     elif verdict.guards:
         closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
-        change = f"a drop of {drop(closest, 'points ')} against {closest.reference} ({closest.limits})"
+        change = f"a drop of {drop(closest, 'points ')} against {closest.reference} ({limits(closest)})"
         if len(verdict.guards) == 1:
             sentences.append(f"{closest.task} passed with {change}.")
         else:
@@ -218,7 +225,7 @@ def documents_saved(verdict: GateVerdict) -> str:
         return ""
     share = 100 * remaining / (evaluated + remaining)
     tasks = len({left_out.task for left_out in verdict.not_run})
-    skipped = f", and skipping {tasks} task{'' if tasks == 1 else 's'}" if tasks else ""
+    skipped = f", and skipping {tasks} task{'' if tasks == 1 else 's'}," if tasks else ""
     return (
         f"mergegate evaluated {evaluated:,} of {evaluated + remaining:,} documents. "
         f"Deciding early{skipped} saved {share:.0f} %."

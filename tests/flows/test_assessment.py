@@ -110,7 +110,7 @@ def sometimes_wrong(name: str, task: str, doc: int) -> bool:
     return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
 
 
-def test_only_the_undecided_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+def test_only_the_inconclusive_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     result, bench = judged(sometimes_wrong, guards=(COPY, REVERSE))
     assert result.verdict.value.outcome == "pass"
     assert [guard.n for guard in result.verdict.value.guards] == [500, 1000]

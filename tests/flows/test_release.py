@@ -112,7 +112,7 @@ def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released)
     result = project.mergegate("run", "profiles/demo-refused.yaml")
     assert result.exit_code == 3
     sentence = re.search(
-        r"reverse: drop ([\d.]+) points \[([\d.]+), ([\d.]+)\] against reverser exceeds max_drop 3", result.output
+        r"reverse: drop of ([\d.]+) points against reverser \[([\d.]+), ([\d.]+)\] exceeds max_drop 3", result.output
     )
     assert sentence, result.output
     drop, low, high = (float(group) for group in sentence.groups())
@@ -127,7 +127,7 @@ def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project.mergegate("run", "profiles/demo-refused.yaml")
     before = project.artifacts("evaluate")
     result = project.mergegate("run", "profiles/demo-lopsided.yaml")
-    asked = 3 - result.output.count("skipped: ")  # Number of tasks that ran before one was lost.
+    asked = 3 - result.output.count("not run: decided by")  # Number of tasks that ran before one was lost.
     assert len(project.artifacts("evaluate") - before) == asked  # The merge; its parents are cached.
     assert re.search(r"cached: reverser, shifter · merge", result.output)
 

@@ -25,10 +25,10 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
     verdict = gate_verdict([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
     assert (verdict.outcome, verdict.publishable) == ("fail", False)
     assert [reason.split(" [")[0] for reason in verdict.reasons] == [
-        "reverse: drop 14.3 points",
-        "reverse: drop 0.0 points",
+        "reverse: drop of 14.3 points against reverser",
+        "reverse: drop of 0.0 points against reverser",
     ]
-    assert "drop 14.3 points [10.8, 18.0] against reverser exceeds max_drop 3" in verdict.reasons[0]
+    assert "against reverser [10.8, 18.0] exceeds max_drop 3" in verdict.reasons[0]
     assert verdict.refuses()
     assert verdict.refusal() is None  # the report is written before the flow stops
 
@@ -49,8 +49,8 @@ def test_a_clean_merge_is_publishable_without_reasons() -> None:
     ("outcome", "publishable", "reasons"),
     [
         ("pass", True, ("reverse: level",)),
-        ("inconclusive", False, ("reverse: drop", "judge: inconclusive")),
-        ("fail", False, ("judge: inconclusive", "reverse: drop")),
+        ("inconclusive", False, ("reverse: level", "judge: undecided")),
+        ("fail", False, ("judge: undecided", "reverse: level")),
     ],
 )
 def test_later_verdicts_can_only_make_the_outcome_worse(
@@ -61,7 +61,7 @@ def test_later_verdicts_can_only_make_the_outcome_worse(
         name="judge",
         outcome=outcome,  # type: ignore[arg-type]  # parametrized
         publishable=outcome == "pass",
-        reasons=() if outcome == "pass" else ("judge: inconclusive",),
+        reasons=() if outcome == "pass" else ("judge: undecided",),
         evidence=verdict,
         section=Section(title="Judge"),
     )
@@ -110,7 +110,7 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
-    assert verdict.summary().startswith("reverse: drop 15.0 points")
+    assert verdict.summary().startswith("reverse: drop of 15.0 points against reverser")
 
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ def test_drift_passes_warns_and_fails_at_its_limits(increase: float, outcome: st
 
 def test_drift_is_reported_in_a_sentence() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.003)), LIMITS, 0.95)
-    assert verdict.reason == "perplexity: 1.003 times that of base [1.002, 1.004] (limit 1.05)"
+    assert verdict.reason == "perplexity: 1.003 times that of base [1.002, 1.004] is within the limit 1.05"
 
 
 def test_noisy_documents_leave_drift_inconclusive() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.06), noise=1.5), LIMITS, 0.95)
     assert verdict.outcome == "inconclusive"
-    assert "inconclusive after 500 documents" in verdict.reason
+    assert "inconclusive after 500 documents (limit 1.05)" in verdict.reason
 
 
 def test_the_better_parent_is_the_reference() -> None:
