@@ -118,8 +118,7 @@ def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
         assert words.count(expected) >= 2, expected
     labels = page.attributes("aria-label")
     assert any(
-        "reversing against reverser: 14.4 [11.7, 17.1], max_drop 3, margin 3, fail." in label
-        for label in labels
+        "reversing against reverser: 14.4 [11.7, 17.1], max_drop 3, margin 3, fail." in label for label in labels
     )
     assert any("warning above 1.02, limit 1.05" in label for label in labels)
     assert any("merge: 3.510." in label for label in labels)
