@@ -1,4 +1,4 @@
-"""Plot guards, perplexity and the judge's win rate against their limits.
+"""Plot guards, the perplexity ratio and the judge's win rate against their limits.
 
 Each plot is drawn twice, for a wide page and for a phone, because text must not shrink with the plot. The style sheet
 shows the version that fits.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.rows import Dot, Line, draw_dots, draw_intervals
-from mergegate.tasks.report.table import compares_per_byte, likelihood
+from mergegate.tasks.report.rows import Line, draw_intervals
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
@@ -19,7 +18,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         return ()
     lines = [
         Line(
-            label=f"mean of {suite.tasks}",
+            label=f"mean of {suite.tasks} tasks",
             detail=f"against {suite.reference}",
             numbers=wording.suite_change(suite),
             outcome=suite.outcome,
@@ -42,7 +41,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
             estimate=guard.drop,
             low=guard.low,
             high=guard.high,
-            fail_limit=guard.max_drop if guard.limit is None else guard.limit,
+            fail_limit=guard.max_drop,
             soft_limit=guard.margin if guard.limit is None else guard.limit,
         )
         for guard in guards
@@ -52,8 +51,9 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
-    names = ("zero", "max_drop", "margin") if has_margin else ("zero", "max_drop and margin")
-    return draw_intervals("guards", lines, 0.0, names, "points lost", label)
+    upper = "margin or per-task limit" if content.verdict.suites else "margin"
+    names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
+    return draw_intervals("guards", lines, 0.0, names, "drop in points", label)
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:
@@ -106,24 +106,3 @@ def judge_plot(content: ReportContent) -> tuple[str, ...]:
         f"{wording.plain(judge.max_shortfall)}, {judge.outcome}."
     )
     return draw_intervals("judge", [line], 0.0, ("even", "limit"), "points below even", label)
-
-
-def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of all models' perplexities, or of their bits per byte if tokenizers differ.
-
-    The result is empty if no perplexity was measured.
-    """
-    per_byte = compares_per_byte(content.models, content.verdict.drift)
-    measured = [(model.name, model.likelihoods, model.role == "merge") for model in content.models]
-    if content.ensemble is not None:
-        measured.insert(-1, ("parents' ensemble", content.ensemble, False))
-    dots = [
-        Dot(name, value.bits_per_byte if per_byte else value.perplexity, likelihood(value, per_byte), is_merge)
-        for name, value, is_merge in measured
-        if value is not None
-    ]
-    if not dots:
-        return ()
-    unit = "Bits per byte" if per_byte else "Perplexity"
-    label = f"{unit} of each model. " + " ".join(f"{dot.name}: {dot.text}." for dot in dots)
-    return draw_dots("perplexity", dots, unit.lower(), label)

@@ -18,7 +18,8 @@ from pages import Page, page_of
 
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.page import marked_answers, render, score_bars
+from mergegate.tasks.report.ending import EndedStage, add_stages
+from mergegate.tasks.report.page import marked_answers, render
 from mergegate.tasks.report.stage import write_report
 from mergegate.tasks.report.table import as_markdown, evaluated_models, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES
@@ -89,7 +90,7 @@ def test_the_verdict_comes_first_with_its_reason() -> None:
     for content, word in ((samples.released(), "Passed"), (samples.refused(), "Failed")):
         page = Page(page_of(content))
         assert word in "".join(page.texts["h1"])
-        assert page.text.index(word) < page.text.index("Regression guards")
+        assert page.text.index(word) < page.text.index("Guards")
     refused = samples.refused()
     assert all(reason in Page(page_of(refused)).text for reason in refused.verdict.reasons)
 
@@ -121,7 +122,7 @@ def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
         "reversing against reverser: 14.4 [11.7, 17.1], max_drop 3, margin 3, fail." in label for label in labels
     )
     assert any("warning above 1.02, limit 1.05" in label for label in labels)
-    assert any("merge: 3.510." in label for label in labels)
+    assert "3.510" in page.texts["td"]
 
 
 def test_an_interval_is_drawn_between_its_bounds_on_the_scale_of_the_ticks() -> None:
@@ -280,8 +281,8 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     assert drift is not None
     per_byte = content.verdict.model_copy(update={"drift": drift.model_copy(update={"unit": "byte"})})
     page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
-    assert "Bits per byte of each model" in page.text
-    assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes per token
+    assert "Bits per byte" in page.texts["th"]
+    assert "0.442" in page.texts["td"]  # log2(3.41) / 4 bytes per token
 
 
 def test_the_page_names_the_evaluation_data() -> None:
@@ -292,7 +293,7 @@ def test_the_page_names_the_evaluation_data() -> None:
     guards = (first, second.model_copy(update={"data": data}))
     page = render(content.model_copy(update={"verdict": content.verdict.model_copy(update={"guards": guards})}))
     assert f"sorting {'d' * 12} (acme/sorting at {'c' * 12})" in page
-    assert "What was asked" not in render(content)
+    assert "Digests of the evaluated data" not in render(content)
 
 
 def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> None:
@@ -313,18 +314,39 @@ def test_a_refused_merge_is_never_described_as_publishable() -> None:
     assert "may be published under" in " ".join(Page(page_of(samples.released())).text.split())
 
 
-def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
-    content = samples.released()
-    models, rows = evaluated_models(content), task_rows(content)
-    bars = score_bars(rows, models)
-    assert [(task.name, [bar.text for bar in task.bars]) for task in bars] == [
-        (row.task, [cell.text for cell in row.cells]) for row in rows
-    ]
-    many = [replace(rows[0], task=f"{'ab'[at % 2]}_{at}") for at in range(12)]
-    grouped = score_bars([*many, replace(rows[0], task="alone")], models)
-    assert [group.name for group in grouped] == ["a: mean of 6 tasks", "b: mean of 6 tasks", "alone"]
-    assert [len(group.tasks) for group in grouped] == [6, 6, 0]
-    assert [bar.text for bar in grouped[0].bars] == [bar.text for bar in bars[0].bars]  # the mean of equal scores
+def test_the_table_of_contents_links_to_every_section(content: ReportContent) -> None:
+    html = page_of(content)
+    links = re.findall(r'<li><a href="#([\w-]+)">', html)
+    assert links == re.findall(r'<section id="([\w-]+)">', html)
+    assert {"guards", "reading"} <= set(links)
+
+
+def test_every_link_inside_the_page_has_a_target(content: ReportContent) -> None:
+    page = Page(page_of(content))
+    targets = {href.removeprefix("#") for href in page.attributes("href") if href.startswith("#")}
+    assert targets <= set(page.attributes("id"))
+
+
+def test_the_lead_says_what_to_do_next() -> None:
+    def lead(content: ReportContent) -> str:
+        html = page_of(content)
+        return " ".join(Page(html[html.index("<header") : html.index("</header>") + 9]).text.split())
+
+    assert "Next: Read the samples that the merge lost" in lead(samples.refused())
+    assert "Next: Apply the first change under “What to try”" in lead(samples.explained())
+    assert "Next: Check the recipe" in lead(samples.broken())
+    assert "Next" not in lead(samples.released())
+
+
+def test_stages_and_their_times_are_added_to_a_finished_page() -> None:
+    stages = (EndedStage(name="merge", subject="", status="made", seconds=4.2, summary="29 <tensors>"),)
+    html = add_stages(page_of(samples.released()), stages)
+    page = Page(html)
+    assert "Stages of this run" in page.text
+    assert "✓ built" in " ".join(page.text.split())
+    assert "29 &lt;tensors&gt;" in html
+    assert '<li><a href="#stages">Stages of this run</a></li>' in html
+    assert add_stages("<p>page of an older version</p>", stages) == "<p>page of an older version</p>"
 
 
 @pytest.mark.parametrize(
