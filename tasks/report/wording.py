@@ -133,10 +133,9 @@ def next_step(content: ReportContent) -> str:
         return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
     if explanation is not None and explanation.remedies:
         return "Apply the first change under “What to try”, or let mergegate try all of them: " + _AUTO
+    judgments: tuple[SuiteVerdict | GuardVerdict, ...] = (*verdict.suites, *verdict.guards)
     needed = [
-        judged.documents_needed
-        for judged in (*verdict.suites, *verdict.guards)
-        if judged.outcome == "inconclusive" and judged.documents_needed
+        judged.documents_needed for judged in judgments if judged.outcome == "inconclusive" and judged.documents_needed
     ]
     if verdict.outcome == "inconclusive" and needed:
         return f"Evaluate more documents: about {max(needed):,} would decide. Raise evaluate.documents in the profile."

@@ -94,7 +94,7 @@ def test_a_lost_document_is_shown_with_its_prompt(
     assert found.summary() == "letters: 2 documents lost, 1 won"
 
 
-def test_ten_examples_are_shown_and_all_lost_documents_are_stored(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+def test_ten_examples_are_shown_and_all_are_stored(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
     wrong = set(range(3, 15))
     found = lost(task, tmp_path / "out", [scored("a", set())], [scored("merge", wrong)])
     assert (found.lost, len(found.examples)) == (12, 10)

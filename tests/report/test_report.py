@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +20,7 @@ from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.ending import EndedStage, add_stages
 from mergegate.tasks.report.page import marked_answers, render
 from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.table import as_markdown, evaluated_models, final_table, task_rows
+from mergegate.tasks.report.table import as_markdown, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES
 from mergegate.tasks.store.keys import stage_key
 
