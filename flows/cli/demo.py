@@ -27,9 +27,9 @@ def demo_command(
     ] = Path("mergegate-demo"),
     as_json: JsonOption = False,
 ) -> None:
-    """Copy the demo models into a directory, and release a merge of them there.
+    """Release a merge of the demo models in a new directory.
 
-    It takes half a minute, and needs neither a network nor an account.
+    mergegate first copies the models there. The demo takes about a minute, and needs neither a network nor an account.
     """
     with command_context(as_json) as console:
         is_new = copy_demo(directory)

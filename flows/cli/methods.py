@@ -19,7 +19,7 @@ _BASES = {
 
 
 def methods_command(as_json: JsonOption = False) -> None:
-    """List the merge methods with their parameters, ranges and defaults.
+    """List the merge methods and their parameters.
 
     The list includes methods of other installed packages.
     """

@@ -114,9 +114,9 @@ def plan_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Forecast bytes, memory, disk, time and cost of a merge from headers alone.
+    """Forecast memory, disk, time and cost of a merge.
 
-    No weights are read or downloaded.
+    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
     """
     with command_context(as_json) as console:
         options = PlanOptions(out, device, named_prices(price or ()), probe)

@@ -36,7 +36,7 @@ class Project:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.root)
             patch.setenv("MERGEGATE_HOME", str(self.home))
-            patch.setenv("COLUMNS", "120")
+            patch.setenv("COLUMNS", "1000")  # lines that do not wrap match the expected text
             result = self.runner.invoke(app, list(arguments))
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
