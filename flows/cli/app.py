@@ -22,7 +22,6 @@ from mergegate.flows.cli.streams import safe_streams
 from mergegate.merge_core.system import require_posix
 
 
-
 class Entry(NamedTuple):
     """A command in the help: the file of its function, its summary, and commands that a user can copy.
 
@@ -169,9 +168,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
     },
     "Inspect": {
-        "status": Entry(
-            "status", "Show active runs, schedules, last results and the store.", ("mergegate status",)
-        ),
+        "status": Entry("status", "Show active runs, schedules, last results and the store.", ("mergegate status",)),
         "history": Entry(
             "history",
             "List how the runs of this project ended, newest first.",
@@ -207,7 +204,9 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             "Serve Prefect's API and pages for this project.",
             ("mergegate server", "mergegate server --port 4300"),
         ),
-        "worker": Entry("server", "Run due deployments, one at a time.", ("mergegate worker", "mergegate worker --once")),
+        "worker": Entry(
+            "server", "Run due deployments, one at a time.", ("mergegate worker", "mergegate worker --once")
+        ),
         "deploy": Entry("server", "Update deployments and schedules from schedules.yaml.", ("mergegate deploy",)),
         "trigger": Entry(
             "trigger",

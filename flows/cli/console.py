@@ -55,7 +55,9 @@ def fit_table(table: Table, width: int) -> Iterator[Table | Text]:
 
     The widest column without ``no_wrap`` shrinks first, and no column becomes narrower than its longest word.
     """
-    columns = [[cell for cell in (column.header, *column.cells) if isinstance(cell, str | Text)] for column in table.columns]
+    columns = [
+        [cell for cell in (column.header, *column.cells) if isinstance(cell, str | Text)] for column in table.columns
+    ]
     if any(len(cells) <= table.row_count for cells in columns):  # a cell is not text
         yield table
         return

@@ -339,7 +339,7 @@ def _guards(
             requested(part, "")
         return text
 
-    question = "tasks that the merge must not lose (NAME or NAME:MODEL, separated by commas; NAME is lm-eval's, or a file)"
+    question = "tasks that the merge must not lose (lm-eval's names or files, as NAME or NAME:MODEL, with commas)"
     chosen = parts(prompt(question, ", ".join(runnable) or "none", answer))
     return (
         *(runnable.get(part) or requested(part, "chosen in mergegate init") for part in chosen),

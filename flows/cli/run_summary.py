@@ -114,7 +114,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     if (remedy := outcome.to_try) is not None:
         for line in (f"to try: {remedy.reason}", f"{_REMEDY_LOCATION}:"):
             _print_below(console, line)
-        console.print(Text(remedy.block(), style="bold"), no_wrap=True)  # starts in the first column, so that it can be pasted
+        # It starts in the first column, so that it can be pasted.
+        console.print(Text(remedy.block(), style="bold"), no_wrap=True)
     result = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, location in ((result, outcome.location), ("report", outcome.report)):
         if location is not None:
