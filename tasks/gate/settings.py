@@ -16,7 +16,8 @@ from mergegate.tasks.evaluation import (
 )
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
-CATASTROPHE = 11.0  # Largest drop of any task in a suite, in points, unless its guard sets a limit; see docs/gates.md.
+# Largest drop of any task in a suite, in points, unless its guard sets a limit.
+CATASTROPHE = 11.0
 
 # Population that a verdict covers. New questions: subjects are strata with fixed weights, and each question represents
 # others of its subject. New subjects: subjects are a sample, and the loss on one subject is a single observation.
@@ -155,7 +156,7 @@ class GateRule(BaseModel):
         "Typical for a merge and its parent: .05 to .20.",
     )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided confidence over all looks together.")
-    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is undecided.")
+    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is inconclusive.")
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block", description="Consequence if the documents do not suffice to decide."
     )
