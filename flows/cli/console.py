@@ -23,6 +23,9 @@ from rich.text import Text
 # Indentation, a mark and a label. Continuation lines start below the text that follows them.
 _LEAD = re.compile(r"\s*(?:[^\w\s] )?(?:expected: |(?:\S+ )?\S+ {2,})?")
 
+# A word with the space before it. An interval and a percentage are one word.
+_WORD = re.compile(r"\s*(\[[^\s\]]+ [^\s\]]+\]\S*|[\d.,]+ %\S*|\S+)")
+
 
 def wrap_line(line: Text, width: int, hang: int | None = None) -> list[Text]:
     """Wrap a line at spaces into lines of ``width`` columns.
@@ -37,7 +40,7 @@ def wrap_line(line: Text, width: int, hang: int | None = None) -> list[Text]:
         lead = _LEAD.match(plain)
         hang = lead.end() if lead and margin < lead.end() <= width // 2 else min(margin + 2, width // 2)
     starts, column, room = [0], 0, width
-    for word in re.finditer(r"\s*(\S+)", plain):
+    for word in _WORD.finditer(plain):
         # A word below the mark and the label gains nothing from a line of its own.
         if column + cell_len(word.group()) > room and word.start(1) > max(hang, starts[-1]):
             starts.append(word.start(1))

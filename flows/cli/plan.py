@@ -328,7 +328,9 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
         if needs.read_again:
             rows.append(("  reading again", _seconds(took.reading_again), "if they do not fit in memory"))
         rows.append(("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"))
-        rows.append(("  computing", _seconds(took.computing), f"{needs.device}, {format_count(forecast.cores, 'core')}"))
+        rows.append(
+            ("  computing", _seconds(took.computing), f"{needs.device}, {format_count(forecast.cores, 'core')}")
+        )
         rows.append(("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"))
         if needs.assumed_cost:
             rows.append(("", "", f"assumed speed of {', '.join(needs.assumed_cost)}"))

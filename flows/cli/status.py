@@ -188,14 +188,13 @@ def explain_command(
         for line in record.message.splitlines():
             console.print(Text(f"  decided   {line.strip()}"))
         for score in record.scores:
-            scale = f"[{score.low:.1f}, {score.high:.1f}]"
-            console.print(
-                f"  {score.outcome:<9} {score.task}: {score.drop:+.1f} points lost "
-                f"against {score.reference} {scale}, limit {score.limit}"
-            )
+            drop = f"drop {score.drop:.1f} [{score.low:.1f}, {score.high:.1f}] points against {score.reference}"
+            limits = f"max_drop {score.max_drop:g}, margin {score.margin:g}"
+            console.print(Text(f"  {score.outcome:<9} {score.task}: {drop}, {limits}"))
         if record.perplexity is not None:
             limit = f", limit {record.perplexity_limit:.3f}" if record.perplexity_limit is not None else ""
-            console.print(f"  text      perplexity {record.perplexity:.3f} times the better parent's{limit}")
+            ratio = f"{record.perplexity:.3f} times that of the better parent"
+            console.print(f"  text      perplexity {ratio}{limit}")
         for stage in record.stages:
             state = f"{stage.cached} of {stage.calls} cached" if stage.cached else stage.status
             console.print(f"  stage     {stage.name}: {state}, {format_duration(stage.seconds)}")

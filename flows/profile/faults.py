@@ -15,7 +15,9 @@ from mergegate.merge_core.parsing import expectation, format_value, join_expecta
 from mergegate.tasks.publish.targets import publish_targets
 
 _UNION_TAG = re.compile(r".*\[.*|(function|constrained|lax-or-strict|is-instance)-.*", re.DOTALL)
-_VALUE_TAG = re.compile(rf"{_UNION_TAG.pattern}|int|float|str|bool", re.DOTALL)  # below a key without settings of its own
+_VALUE_TAG = re.compile(
+    rf"{_UNION_TAG.pattern}|int|float|str|bool", re.DOTALL
+)  # below a key without settings of its own
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
