@@ -298,7 +298,7 @@ def _guards(
     """
     references = ("best parent", *(parent.name for parent in parents))
 
-    def requested(text: str, why: str) -> GuardDraft:
+    def parse_guard(text: str, why: str) -> GuardDraft:
         task, _, reference = (text, "", "") if Path(text).is_file() else text.partition(":")
         task, reference = task.strip(), reference.strip() or references[0]
         if reference not in references:
@@ -312,7 +312,7 @@ def _guards(
         pin_task(name, out, store().hashes)
         return GuardDraft(name, reference, why)
 
-    guards = [requested(text, "requested with --task") for text in request.tasks]
+    guards = [parse_guard(text, "requested with --task") for text in request.tasks]
     claimed: dict[str, GuardDraft] = {}
     for parent in parents:
         card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
@@ -331,18 +331,18 @@ def _guards(
         return tuple(guards)
     runnable = {f"{guard.task}:{guard.guarded_by}": guard for guard in guards if not guard.problem}
 
-    def parts(text: str) -> list[str]:
+    def split_tasks(text: str) -> list[str]:
         return [part for part in map(str.strip, text.split(",")) if part and part != "none"]
 
-    def answer(text: str) -> str:
-        for part in parts(text):
-            requested(part, "")
+    def check_tasks(text: str) -> str:
+        for part in split_tasks(text):
+            parse_guard(part, "")
         return text
 
     question = "tasks that the merge must not lose (lm-eval's names or files, as NAME or NAME:MODEL, with commas)"
-    chosen = parts(prompt(question, ", ".join(runnable) or "none", answer))
+    chosen = split_tasks(prompt(question, ", ".join(runnable) or "none", check_tasks))
     return (
-        *(runnable.get(part) or requested(part, "chosen in mergegate init") for part in chosen),
+        *(runnable.get(part) or parse_guard(part, "chosen in mergegate init") for part in chosen),
         *(guard for guard in guards if guard.problem),
     )
 
