@@ -3,7 +3,7 @@
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from mergegate.merge_core.engine.devices import EngineSettings, has_cuda_driver
 from mergegate.merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
-from mergegate.merge_core.engine.execution import HELD_BYTES, RETAINED_BYTES
+from mergegate.merge_core.engine.execution import HELD_BYTES, RETAINED_BYTES, require_prepared
 from mergegate.merge_core.engine.finite import count_non_finite
 from mergegate.merge_core.engine.in_memory import merge_tensors
 from mergegate.merge_core.engine.transplant import Transplant, TransplantSettings, transplant_tokenizer
@@ -24,6 +24,7 @@ __all__ = [
     "merge_tensors",
     "merge_weights",
     "read_ahead",
+    "require_prepared",
     "start_or_resume",
     "transplant_tokenizer",
 ]

@@ -76,8 +76,12 @@ def require_prepared(plan: MergePlan) -> None:
         elif document.texts and document.measured is None:
             missing = f"{document.merge_method}: the models have not read their texts"
         if missing:
-            expected = "a recipe that was prepared before its plan"
-            raise InvalidInput(plan.recipe.location, found=missing, expected=expected)
+            raise InvalidInput(
+                plan.recipe.location,
+                found=missing,
+                expected="a recipe whose measurements are complete",
+                remedy="use 'mergegate merge' or a profile, which measure first",
+            )
 
 
 @contextmanager
