@@ -127,12 +127,13 @@ def _recipe_changes(before: str, after: str) -> list[str]:
     """Return the changed lines of a recipe: 'density: 0.5 → 0.3', 'lambda: 1 was added', 'lambda: 1 was removed'."""
     old_lines, new_lines = before.splitlines(), after.splitlines()
     changes = []
-    for kind, *span in difflib.SequenceMatcher(None, old_lines, new_lines, autojunk=False).get_opcodes():
+    matcher = difflib.SequenceMatcher(None, old_lines, new_lines, autojunk=False)
+    for kind, old_start, old_end, new_start, new_end in matcher.get_opcodes():
         if kind == "equal":
             continue
         removed, added = (
-            [line.strip() for line in lines[start:end] if line.partition("#")[0].strip()]
-            for lines, start, end in ((old_lines, *span[:2]), (new_lines, *span[2:]))
+            [line.strip() for line in lines if line.partition("#")[0].strip()]
+            for lines in (old_lines[old_start:old_end], new_lines[new_start:new_end])
         )
         for line in removed:
             key, colon, value = line.partition(":")

@@ -121,7 +121,7 @@ def status_word(status: str) -> str:
 
 
 def _lead(profiles: Sequence[ProfileRuns]) -> str:
-    """Return a sentence about the latest run of each profile, which names those that need attention."""
+    """Return a sentence about the latest run of each profile, with the names of failed ones."""
     count = len(profiles)
     bad = [runs for runs in profiles if outcome_of_status(runs.last.status) != "pass"]
     if not bad:
