@@ -39,7 +39,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Limit:
+class LimitLine:
     """A horizontal line that the values are compared with, in the color of the verdict behind it."""
 
     name: str
@@ -88,7 +88,7 @@ def draw_lines(
     unit: str,
     *,
     from_zero: bool = False,
-    limits: Sequence[Limit] = (),
+    limits: Sequence[LimitLine] = (),
 ) -> str:
     """Return the lines with their axes as SVG. The result is empty if no series has a value.
 
@@ -165,9 +165,9 @@ def _svg(parts: Sequence[str], kind: str, chart: Chart, alt_text: str) -> str:
     )
 
 
-def draw_key(item: Series | Limit, *, bar: bool = False) -> str:
+def draw_key(item: Series | LimitLine, *, bar: bool = False) -> str:
     """Return a sample of a line or of a part of a bar for a legend."""
-    if isinstance(item, Limit):
+    if isinstance(item, LimitLine):
         sample = f'<path d="M0 4H26" style="{_limit_stroke(item)}"/>'
     elif bar:
         sample = f'<rect width="12" height="8" x="7" style="{_fill(item)}"/>'
@@ -202,7 +202,7 @@ def _stroke(series: Series) -> str:
     return f"stroke:{_css_color(series)};stroke-width:1.8;fill:none{dashed}"
 
 
-def _limit_stroke(limit: Limit) -> str:
+def _limit_stroke(limit: LimitLine) -> str:
     return f"stroke:{limit.ink.variable};stroke-width:1.4;stroke-dasharray:{_LIMIT_DASHES}"
 
 

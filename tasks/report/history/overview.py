@@ -21,7 +21,7 @@ from mergegate.tasks.report.history.lines import (
     MAX_SERIES,
     NARROW,
     WIDE,
-    Limit,
+    LimitLine,
     Series,
     draw_bars,
     draw_key,
@@ -165,16 +165,16 @@ def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
         for task, reference in guards
     ]
     decisions = {(item.max_drop, item.margin) for run in scored[-1:] for item in run.scores}
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[LimitLine, ...] = ()
     explanation = "A positive drop is a loss. The limits differ between the guards, so they are not drawn."
     if len(decisions) == 1:
         max_drop, margin = decisions.pop()
         explanation = "A positive drop is a loss. A dashed line shows a limit of the latest run."
         if max_drop == margin:
-            limits = (Limit(f"max_drop and margin {wording.plain(margin)}", margin, Ink.FAIL),)
+            limits = (LimitLine(f"max_drop and margin {wording.plain(margin)}", margin, Ink.FAIL),)
         else:
-            margin_line = Limit(f"margin {wording.plain(margin)}", margin, Ink.INCONCLUSIVE)
-            limits = (Limit(f"max_drop {wording.plain(max_drop)}", max_drop, Ink.FAIL), margin_line)
+            margin_line = LimitLine(f"margin {wording.plain(margin)}", margin, Ink.INCONCLUSIVE)
+            limits = (LimitLine(f"max_drop {wording.plain(max_drop)}", max_drop, Ink.FAIL), margin_line)
     days = [_day(run) for run in scored]
     score_plots = [draw_lines(scores, days, chart, "points") for chart in (WIDE, NARROW)]
     drop_plots = [
@@ -212,7 +212,7 @@ def _picture(
     series: Sequence[Series],
     plots: Sequence[str],
     *,
-    limits: Sequence[Limit] = (),
+    limits: Sequence[LimitLine] = (),
     bars: bool = False,
 ) -> Curves | None:
     """Return a plot that ``lines`` has drawn, which escapes the names in it. None for fewer than two runs."""
@@ -220,7 +220,7 @@ def _picture(
 
     if not all(plots) or len(series[0].values) < 2:
         return None
-    drawn: list[Series | Limit] = [*series[:MAX_SERIES], *limits]
+    drawn: list[Series | LimitLine] = [*series[:MAX_SERIES], *limits]
     keys = tuple((Markup(draw_key(item, bar=bars)), item.name) for item in drawn)
     return Curves(title, explanation, tuple(map(Markup, plots)), keys, max(0, len(series) - MAX_SERIES))
 

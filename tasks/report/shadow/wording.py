@@ -57,7 +57,7 @@ def routing_sentence(content: ShadowContent) -> str:
     }[content.serving]
 
 
-def next_step(content: ShadowContent) -> str:
+def shadow_next_step(content: ShadowContent) -> str:
     """Return a sentence that tells the reader what to do now."""
     if content.serving == "watch":
         return "No action is needed: each interim look promotes the candidate, rolls it back, or continues to watch."
