@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,10 +29,9 @@ from mergegate.flows.cli.command import (
 from mergegate.flows.cli.json_events import EventLines, print_event
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import outcome_json, print_outcome
-from mergegate.flows.outcome import RunOutcome, archive_outcome, flow_outcome, stopped_outcome
+from mergegate.flows.outcome import RunOutcome, flow_outcome
 from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
-from mergegate.merge_core.errors import MergegateError
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile
 
 
 class RemedyOption(StrEnum):
@@ -87,7 +85,7 @@ def run_command(
             raise typer.Exit(dry_run(planned, console, as_json, price or ()))
         from mergegate.flows.release import release, run_release_dry_pass
 
-        loaded = load_for_flow(profile, "release", settings).with_remedies(choice)
+        loaded = load_for_flow(profile, settings).with_remedies(choice)
         # Pass the file name, because Prefect stores the parameters of a flow.
         arguments = (profile, settings, publish, choice)
         outcome = run_flow(
@@ -119,6 +117,7 @@ def compare_command(
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.compare import compare as compare_checkpoints
 
+        load_for_flow(profile)
         view = RunView(f"{Path(candidate).name} against {Path(reference).name}", profile, verbose=verbose)
         flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
         outcome = run_flow(flow, view, console)
@@ -141,16 +140,10 @@ class RunView:
     verbose: bool = False
 
 
-def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes. If one of them is invalid, archive a report page before raising the error."""
-    try:
-        loaded = load_profile(profile, overrides)
-        loaded.headline()
-    except MergegateError as error:
-        # The profile of a missing file is unknown.
-        if isinstance(profile, Path) and profile.is_file():
-            archive_outcome(stopped_outcome(error), profile_name(profile), time.monotonic(), (), flow=flow)
-        raise
+def load_for_flow(profile: Path | Profile, overrides: tuple[str, ...] = ()) -> Profile:
+    """Load a profile and its recipes before a flow starts, so that usage errors end the command at once."""
+    loaded = load_profile(profile, overrides)
+    loaded.headline()
     return loaded
 
 

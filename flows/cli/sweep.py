@@ -46,7 +46,7 @@ def sweep_command(
         from mergegate.flows.sweep import sweep as sweep_flow
 
         profile_to_sweep = convert_evolve(profile, console)
-        loaded = load_for_flow(profile_to_sweep, "sweep")
+        loaded = load_for_flow(profile_to_sweep)
         view, server = None, None
         if dashboard:
             # Without a location in the profile, the study is next to the scored trials.
@@ -83,7 +83,7 @@ def tune_command(
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.sweep import sweep as sweep_flow
 
-        loaded = load_for_flow(profile, "sweep").with_scale_search(TuningSize(trials, search, confirmation))
+        loaded = load_for_flow(profile).with_scale_search(TuningSize(trials, search, confirmation))
         flow = partial(sweep_flow, loaded, release=release, return_state=True)
         outcome = run_flow(flow, RunView(loaded.headline(), profile, verbose=verbose), console)
         print_outcome(console, outcome, as_json)
