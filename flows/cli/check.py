@@ -59,6 +59,8 @@ def check_command(
             preflight = preflight_profile(profile, problems)
             if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:
                 problems.summary.append(f"time: {planned.time()}")
+            if planned and (extension := planned.extension()):
+                problems.summary.append(f"time: {extension[0].lower()}{extension[1:]}")
         else:
             candidates = sweep_candidates(profile)
             preflight_profile(profile, problems, candidates.searched, candidates.by_hand)
