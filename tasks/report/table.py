@@ -180,7 +180,7 @@ def final_table(content: ReportContent) -> ScoreTable:
             lines.append(Row(cells, drift.outcome, by_name.get(drift.reference, "")))
     note = ""
     if any(guard.limit is not None for guard in verdict.guards):
-        note = "/task: per-task limit. The suite is judged by the mean; one task fails only if shown above max_drop."
+        note = "/task: per-task limit. The mean decides, but one lost task also fails the merge."
     columns = ("task", *(model.name for model in shown), *DECISION_COLUMNS)
     return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines), note)
 
