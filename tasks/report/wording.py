@@ -67,11 +67,11 @@ def drop(guard: GuardVerdict, unit: str = "") -> str:
     return f"{number(guard.drop, decimals)} {unit}{interval(guard.low, guard.high, decimals)}"
 
 
-def limits(judged: GuardVerdict | SuiteVerdict) -> str:
+def limits(verdict: GuardVerdict | SuiteVerdict) -> str:
     """Return both limits of a decision: 'max_drop 3, margin 4', or with the per-task limit for a task of a suite."""
-    task_limit = judged.limit if isinstance(judged, GuardVerdict) else None
-    upper = f"margin {plain(judged.margin)}" if task_limit is None else f"per-task limit {plain(task_limit)}"
-    return f"max_drop {plain(judged.max_drop)}, {upper}"
+    task_limit = verdict.limit if isinstance(verdict, GuardVerdict) else None
+    upper = f"margin {plain(verdict.margin)}" if task_limit is None else f"per-task limit {plain(task_limit)}"
+    return f"max_drop {plain(verdict.max_drop)}, {upper}"
 
 
 def upper_limit(guard: GuardVerdict) -> str:
@@ -124,7 +124,7 @@ def consequence(content: ReportContent) -> str:
     return "The merge may be published." if verdict.publishable else "The merge will not be published."
 
 
-def next_step(content: ReportContent) -> str:
+def recommended_action(content: ReportContent) -> str:
     """Return what a reader should do after this verdict. Empty if there is nothing to do."""
     verdict, explanation = content.verdict, content.explanation
     if verdict.outcome == "pass" or not content.recipe:
