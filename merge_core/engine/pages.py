@@ -1,8 +1,9 @@
 """Release input files from the page cache after they are read, so that a merge leaves the cache as it found it.
 
 The system caches every page of a file that is read. Finding memory for these pages can take half of a merge's time
-(``docs/performance.md``). Therefore each part of an input is released after its last use, and the system reuses its
-memory for the next part. Pages that were cached before the merge stay cached, because another program may need them.
+(``docs/benchmarks/merge-speed.md``). Therefore each part of an input is released after its last use, and the system
+reuses its memory for the next part. Pages that were cached before the merge stay cached, because another program may
+need them.
 
 All pages stay cached if the merge is small or the disk is slow. On a slow disk, finding memory costs little in
 comparison, and the next merge of the same models would have to wait for the disk again.

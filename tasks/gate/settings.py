@@ -16,7 +16,8 @@ from mergegate.tasks.evaluation import (
 )
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
-CATASTROPHE = 11.0  # Largest drop of any task in a suite, in points, unless its guard sets a limit; see docs/gates.md.
+# Largest drop of any task in a suite, in points, unless its guard sets a limit.
+CATASTROPHE = 11.0
 
 # Population that a verdict covers. New questions: subjects are strata with fixed weights, and each question represents
 # others of its subject. New subjects: subjects are a sample, and the loss on one subject is a single observation.

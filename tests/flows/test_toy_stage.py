@@ -1,4 +1,4 @@
-"""A third-party stage needs only the steps that ``docs/architecture.md`` lists."""
+"""A third-party stage needs only the steps that ``docs/how-to/extend-mergegate.md`` lists."""
 
 from __future__ import annotations
 
