@@ -7,8 +7,9 @@
     result = mergegate.run("profiles/demo.yaml")
     print(result.verdict, result.version)
 
-The functions do what the commands of the same names do. :mod:`mergegate.api` defines them, :mod:`mergegate.results` the
-types of their results. They are imported when a name is first used, so importing this package takes no time.
+Each function runs the command of the same name. :mod:`mergegate.api` defines the functions, and
+:mod:`mergegate.results` defines their results. Both are imported when a name is first used, so importing this package
+takes no time.
 
 The code below is in three layers. Each is a folder at the top of the repository and is imported as a package of this
 one: :mod:`mergegate.flows` orchestrates, :mod:`mergegate.tasks` implements one stage per package, and

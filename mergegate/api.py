@@ -6,8 +6,11 @@ checkpoints or releases that fail a check, and :class:`mergegate.CannotDecide` f
 limit. Their base class is :class:`mergegate.MergegateError`. A refused run is not an error. It is a
 :class:`mergegate.RunResult` with reasons, remedies and a report.
 
-Paths are relative to the working directory, as on the command line. The project's state is in ``.mergegate`` in the
-directory ``project``. By default, it is ``$MERGEGATE_HOME``, or ``.mergegate`` in the working directory.
+A ``FilePath`` is a text or an object such as :class:`pathlib.Path`, relative to the working directory as on the command
+line. ``Overrides`` are a mapping from settings to values, or texts of the form ``KEY=VALUE``.
+
+The project's state is in ``.mergegate`` in the directory ``project``. By default, it is ``$MERGEGATE_HOME``, or
+``.mergegate`` in the working directory.
 
 The functions also work while an event loop runs in this thread, as in a notebook. They block it until they return, so
 that Ctrl-C and time limits work. Only one function runs at a time in a process. A script needs no
@@ -138,7 +141,7 @@ def plan(
     Example:
         >>> forecast = mergegate.plan("profiles/demo.yaml", probe=False)
         >>> forecast.method, forecast.needs.tensors, forecast.disk_missing
-        ('ties', 21, 0)
+        ('ties', 29, 0)
     """
     with _session(project, False):
         options = PlanOptions(parse_path(os.fspath(output)), device, dict(prices or {}), probe)
@@ -177,7 +180,7 @@ def merge(
     Example:
         >>> result = mergegate.merge("profiles/demo/recipes/ties.yaml", "merged", progress=False)
         >>> result.method, result.tensors, sorted(result.files)[-1]
-        ('ties', 21, 'tokenizer_config.json')
+        ('ties', 29, 'tokenizer_config.json')
     """
     with _session(project, progress) as console:
         options = MergeOptions(parse_path(os.fspath(output)), seed, device)
@@ -239,7 +242,7 @@ def compare(
     progress: bool = True,
     project: FilePath | None = None,
 ) -> RunResult:
-    """Judge a checkpoint against a reference with the evidence and guards of a profile. Nothing is merged.
+    """Judge a checkpoint against a reference with the evidence and guards of a profile, without a merge.
 
     Args:
         reference: Checkpoint to compare with: a directory, or ``org/name@revision``.
@@ -351,7 +354,7 @@ def verify(release: FilePath, *, key: FilePath | None = None) -> VerifiedRelease
 
     Raises:
         InvalidInput: There is no such release, or ``key`` is not a public key.
-        Refused: The release differs from what was published. The message lists every difference.
+        Refused: The release differs from its records. The message lists every difference.
 
     Example:
         >>> verified = mergegate.verify("releases/demo/latest")
@@ -385,7 +388,7 @@ def reproduce(
 
     Raises:
         InvalidInput: There is no such release, a parent is missing, or the device does not exist.
-        Refused: The release differs from what was published, or the rebuilt weights differ.
+        Refused: The release or the rebuilt weights differ from the records of the release.
 
     Example:
         >>> mergegate.reproduce("releases/demo/latest", progress=False).files

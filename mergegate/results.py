@@ -1,4 +1,4 @@
-"""Define the results of the Python API: what a run decided, and what a merge wrote."""
+"""Define the results of runs and merges in the Python API."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.flows.cli.output import printed_text, short_path
+from mergegate.flows.cli.progress import stage_lines
 from mergegate.flows.cli.run_summary import outcome_json, print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.merge_core.errors import Finding, Status
@@ -137,16 +138,8 @@ class RunResult:
             lines += [f"<p>{escape(line)}</p>" for line in self.outcome.fix]
         if self.stages:
             rows: list[tuple[Sequence[str], Outcome | None]] = [
-                (
-                    (
-                        " ".join(filter(None, (end.stage, end.subject))),
-                        end.status,
-                        end.summary,
-                        format_duration(end.seconds),
-                    ),
-                    "fail" if end.status in ("refused", "failed") else None,
-                )
-                for end in self.stages
+                ((stage, status, text, format_duration(seconds)), "fail" if status in ("refused", "failed") else None)
+                for stage, status, text, seconds in stage_lines(self.stages)
             ]
             lines.append(_html_table(("stage", "status", "result", "time"), rows, colored=1))
         if self.outcome.content:
@@ -203,7 +196,7 @@ def _html_table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], Outc
         styles = [_CELL] * len(cells)
         styles[colored] += f";color:{_COLORS[outcome]}"
         body += "<tr>" + "".join(
-            f'<td style="{style}">{escape(cell)}</td>' for style, cell in zip(styles, cells, strict=True)
+            f'<td style="{style}">{escape(cell.removesuffix(" *"))}</td>' for style, cell in zip(styles, cells, strict=True)
         )
         body += "</tr>"
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<table style="margin-bottom:0.8em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'

@@ -63,7 +63,7 @@ class MergeForecast:
         is_adapter: Whether the result is an adapter, so that the needs are those of combining adapters.
         statistics: Needs of the calibration statistics. None if the recipe lists no texts.
         findings: Warnings about the recipe.
-        power_is_unknown: Whether the profile has tasks whose documents have not been counted yet.
+        power_is_unknown: Whether the power needs a count of documents that ``mergegate check`` makes.
     """
 
     recipe: str

@@ -161,9 +161,9 @@ def run_comparison(
     return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)
 
 
-def headline_of(loaded: Profile, profile: Path | Profile) -> tuple[str, str]:
+def headline_of(profile: Profile, source: Path | Profile) -> tuple[str, str]:
     """Return the two parts of the line above the progress: the merge, and the profile as the user named it."""
-    return loaded.headline(), f"profile {profile.name if isinstance(profile, Profile) else profile}"
+    return profile.headline(), f"profile {source.name if isinstance(source, Profile) else source}"
 
 
 def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...] = ()) -> Profile:
