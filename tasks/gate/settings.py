@@ -156,7 +156,7 @@ class GateRule(BaseModel):
         "Typical for a merge and its parent: .05 to .20.",
     )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided confidence over all looks together.")
-    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is undecided.")
+    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is inconclusive.")
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block", description="Consequence if the documents do not suffice to decide."
     )

@@ -133,9 +133,7 @@ def final_table(content: ReportContent) -> ScoreTable:
             lines.append(Row((label, *cells, "", "", "")))
             continue
         change, limit = wording.drop(guard), wording.plain(guard.limit or guard.max_drop)
-        # Within its own limit, a single task of a suite does not decide anything, so it is listed without a color.
-        uncolored = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
-        lines.append(Row((label, *cells, change, limit, guard.word), None if uncolored else guard.outcome))
+        lines.append(Row((label, *cells, change, limit, guard.outcome), guard.outcome))
     verdict = content.verdict
     for left_out in verdict.not_run:
         lines.append(Row((left_out.task, *("" for _ in shown), "", wording.plain(left_out.limit), left_out.word)))

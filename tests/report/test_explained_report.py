@@ -202,7 +202,7 @@ def test_a_sequential_verdict_names_its_interim_look() -> None:
     notes = ("The reference is the best of three parents.",)
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
-    assert "✗ worse limit 3 look 2 of 3" in found
+    assert "✗ fail limit 3 look 2 of 3" in found
     assert "documents were asked" not in found  # no documents were left out
     early = looked.model_copy(update={"documents_left": 3000})
     verdict = content.verdict.model_copy(update={"guards": (early,)})

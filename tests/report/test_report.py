@@ -114,10 +114,10 @@ def test_all_numbers_of_a_guard_are_in_the_table_and_the_plot() -> None:
 def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
     page = Page(page_of(samples.refused()))
     words = [text.strip() for text in page.texts["text"]]
-    for expected in ("reversing", "against reverser", "✗ worse", "? undecided", "limit", "margin", "✓ warning"):
+    for expected in ("reversing", "against reverser", "✗ fail", "? inconclusive", "limit", "margin", "✓ warning"):
         assert words.count(expected) >= 2, expected
     labels = page.attributes("aria-label")
-    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, worse." in label for label in labels)
+    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, fail." in label for label in labels)
     assert any("warning above 1.02, limit 1.05" in label for label in labels)
     assert any("merge: 3.510." in label for label in labels)
 
@@ -237,9 +237,9 @@ def test_final_table_has_a_cell_for_each_column_and_the_outcome_of_each_guard(co
 
 def test_the_final_table_shows_the_order_of_the_run() -> None:
     rows = {row.cells[0]: row.cells for row in final_table(samples.refused()).rows}
-    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "worse")
+    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "fail")
     assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "")
-    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "a little worse, warning")
+    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "pass, warning")
 
 
 def test_the_lowest_parent_is_best_if_less_is_better() -> None:
