@@ -196,7 +196,8 @@ def _html_table(columns: Sequence[str], rows: Sequence[tuple[Sequence[str], Outc
         styles = [_CELL] * len(cells)
         styles[colored] += f";color:{_COLORS[outcome]}"
         body += "<tr>" + "".join(
-            f'<td style="{style}">{escape(cell.removesuffix(" *"))}</td>' for style, cell in zip(styles, cells, strict=True)
+            f'<td style="{style}">{escape(cell.removesuffix(" *"))}</td>'
+            for style, cell in zip(styles, cells, strict=True)
         )
         body += "</tr>"
     return f'<table style="margin-bottom:0.8em"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
