@@ -391,8 +391,9 @@ def reproduce(
         Refused: The release or the rebuilt weights differ from the records of the release.
 
     Example:
-        >>> mergegate.reproduce("releases/demo/latest", progress=False).files
-        ('model.safetensors',)
+        >>> rebuilt = mergegate.reproduce("releases/demo/latest", parents="profiles/demo/recipes", progress=False)
+        >>> "model.safetensors" in rebuilt.files
+        True
     """
     with _session(project, progress) as console:
         directory = None if parents is None else parse_path(os.fspath(parents))

@@ -95,7 +95,7 @@ def _members(kind: type, descriptions: Mapping[str, str]) -> Iterator[str]:
         words = inspect.getdoc(member) or ""
         if name.startswith("_") or not words:
             continue
-        if isinstance(member, property):
+        if isinstance(member, property) and member.fget:
             rows.append((name, inspect.signature(member.fget).return_annotation, words))
         elif inspect.isfunction(member):
             rows.append((f"{name}()", inspect.signature(member).return_annotation, words))
