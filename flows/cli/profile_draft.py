@@ -198,7 +198,7 @@ def profile_text(draft: ProfileDraft) -> str:
         lines.append("# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n")
     lines.append(
         "\n# Skills to keep: a task (its name in lm-eval, or a file), the parent to compare the merge with on the\n"
-        "# same documents, and the points that it may lose. docs/evaluation.md\n"
+        "# same documents, and the points that it may lose. docs/how-to/gate-on-your-own-task.md\n"
     )
     mark = "" if any(not guard.problem for guard in draft.guards) else "# "
     lines.append(f"{mark}evaluate:\n{mark}  tasks:\n")

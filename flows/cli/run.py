@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -30,10 +29,9 @@ from mergegate.flows.cli.command import (
 from mergegate.flows.cli.json_events import EventLines, print_event
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import outcome_json, print_outcome
-from mergegate.flows.outcome import RunOutcome, archive_outcome, flow_outcome, stopped_outcome
+from mergegate.flows.outcome import RunOutcome, flow_outcome
 from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
-from mergegate.merge_core.errors import MergegateError
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile
 
 
 class RemedyOption(StrEnum):
@@ -140,7 +138,7 @@ def run_release(arguments: ReleaseArguments, view: RunView, console: Console) ->
     """Run the flow ``release``, and return its outcome. An invalid profile raises InvalidInput."""
     from mergegate.flows.release import release, run_release_dry_pass
 
-    loaded = load_for_flow(arguments.profile, "release", arguments.overrides).with_remedies(arguments.remedy)
+    loaded = load_for_flow(arguments.profile, arguments.overrides).with_remedies(arguments.remedy)
     return run_flow(
         partial(release, *arguments, return_state=True),
         headline_of(loaded, arguments.profile),
@@ -156,6 +154,7 @@ def run_comparison(
     """Run the flow ``compare``, and return its outcome."""
     from mergegate.flows.compare import compare
 
+    load_for_flow(profile)
     name = profile.name if isinstance(profile, Profile) else profile
     headline = (f"{Path(candidate).name} against {Path(reference).name}", f"profile {name}")
     return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)
@@ -166,16 +165,10 @@ def headline_of(profile: Profile, source: Path | Profile) -> tuple[str, str]:
     return profile.headline(), f"profile {source.name if isinstance(source, Profile) else source}"
 
 
-def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes. If one of them is invalid, archive a report page before raising the error."""
-    try:
-        loaded = load_profile(profile, overrides)
-        loaded.headline()
-    except MergegateError as error:
-        # The profile of a missing file is unknown.
-        if isinstance(profile, Path) and profile.is_file():
-            archive_outcome(stopped_outcome(error), profile_name(profile), time.monotonic(), (), flow=flow)
-        raise
+def load_for_flow(profile: Path | Profile, overrides: tuple[str, ...] = ()) -> Profile:
+    """Load a profile and its recipes before a flow starts, so that usage errors end the command at once."""
+    loaded = load_profile(profile, overrides)
+    loaded.headline()
     return loaded
 
 

@@ -33,7 +33,7 @@ def shadow_evaluate_command(
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.shadow import shadow
 
-        loaded = load_for_flow(profile, "shadow")
+        loaded = load_for_flow(profile)
         headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
         outcome = run_flow(partial(shadow, profile, return_state=True), headline, RunView(approve=approve), console)
         _print_outcome(outcome, console, as_json)
@@ -55,7 +55,7 @@ def _decide_by_hand(profile: Path, decision: Literal["promote", "roll back"], re
         from mergegate.flows.shadow import require_reason, shadow
 
         require_reason(reason)
-        loaded = load_for_flow(profile, "shadow")
+        loaded = load_for_flow(profile)
         flow = partial(shadow, profile, say=decision, why=reason, by=current_user(), return_state=True)
         headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
         outcome = run_flow(flow, headline, RunView(), console)

@@ -47,7 +47,7 @@ def sweep_command(
         study_view, server = None, None
         profile_to_sweep = convert_evolve(profile, console)
         if dashboard:
-            loaded = load_for_flow(profile_to_sweep, "sweep")
+            loaded = load_for_flow(profile_to_sweep)
             # Without a location in the profile, the study is next to the scored trials.
             study_view = loaded.sweep_storage() or str(home() / "sweeps" / f"{loaded.name}.optuna")
             console.print(Text(f"dashboard: http://127.0.0.1:{_DASHBOARD_PORT}"))
@@ -79,7 +79,7 @@ def tune_command(
     The scale is the recipe's 'lambda'.
     """
     with command_context(as_json, with_state=True) as console:
-        loaded = load_for_flow(profile, "sweep").with_scale_search(TuningSize(trials, search, confirmation))
+        loaded = load_for_flow(profile).with_scale_search(TuningSize(trials, search, confirmation))
         outcome = run_sweep(loaded, RunView(verbose=verbose), console, release=release)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
@@ -91,7 +91,7 @@ def run_sweep(
     """Run the flow ``sweep``, and return its outcome. ``study_view`` is the study for Optuna's dashboard."""
     from mergegate.flows.sweep import sweep
 
-    loaded = load_for_flow(profile, "sweep")
+    loaded = load_for_flow(profile)
     flow = partial(sweep, profile, release=release, view=study_view, return_state=True)
     return run_flow(flow, headline_of(loaded, profile), view, console)
 

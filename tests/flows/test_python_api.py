@@ -123,8 +123,8 @@ def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     script.write_text(
         "import sys, mergegate\n"
         "root = sys.argv[1]\n"
-        "for publish in (True, False):\n"
-        "    result = mergegate.run(f'{root}/profiles/demo.yaml', {'evaluate.documents': 300}, publish=publish,\n"
+        "for documents in (400, 300):\n"
+        "    result = mergegate.run(f'{root}/profiles/demo.yaml', {'evaluate.documents': documents}, publish=False,\n"
         "                           progress=False, project=root)\n"
         "    print(result.status)\n"
     )
@@ -132,9 +132,7 @@ def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     done = subprocess.run(
         [sys.executable, str(script), str(demo)], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
-    statuses = done.stdout.split("\n")
-    assert statuses[1:] == ["passed", ""], done.stderr
-    assert statuses[0] in ("released", "nothing new")
+    assert done.stdout == "passed\npassed\n", done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]  # all state is in the project
 
 
@@ -279,6 +277,9 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch: pytest.MonkeyP
 def executed(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> list[str]:
     """The outputs of the tutorial's cells, executed in a fresh process on a project whose models were scored before."""
     root = make_project(tmp_path_factory.mktemp("tutorial") / "demo").root
+    # `reproduce` finds parents below the project only if they are not behind a link.
+    (root / "profiles" / "demo").unlink()
+    shutil.copytree(PROFILES / "demo", root / "profiles" / "demo")
     shutil.copytree(demo_release / ".mergegate" / "store", root / ".mergegate" / "store")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT", "MERGEGATE"))}
     runner = Path(__file__).with_name("notebook_cells.py")

@@ -173,7 +173,7 @@ def test_a_profile_without_a_sweep_section_is_rejected_with_an_example(project: 
     result = project.mergegate("sweep", "profiles/demo.yaml")
     assert result.exit_code == 2
     assert "no section 'sweep'" in result.output
-    assert "docs/sweep.md" in result.output
+    assert "docs/how-to/search-a-recipe.md" in result.output
 
 
 def sweep_by_name(project: Project) -> str:
