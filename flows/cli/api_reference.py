@@ -21,7 +21,6 @@ _FIELD = re.compile(r"^    ([a-z]\w*): (?:[^#\n]|#(?! ))+?(?:  # (.*))?$", re.MU
 def api_page() -> str:
     """Return the reference page as Markdown: functions, then results, then errors."""
     import mergegate
-    import mergegate.api
 
     members = {name: getattr(mergegate, name) for name in mergegate.__all__}
     functions = [members[name] for name in mergegate.__all__ if inspect.isfunction(members[name])]
@@ -30,7 +29,7 @@ def api_page() -> str:
     errors = [kind for kind in classes if issubclass(kind, Exception)]
     errors.sort(key=lambda kind: (len(kind.__mro__), kind.__name__))
     results = [kind for kind in classes if kind not in errors and kind is not mergegate.Profile]
-    _, _, overview = (inspect.getdoc(mergegate.api) or "").partition("\n\n")
+    _, _, overview = (inspect.getdoc(inspect.getmodule(mergegate.run)) or "").partition("\n\n")
     lines = [_HEAD, *_prose(overview), "", "## Functions", ""]
     for function in functions:
         lines += _entry(function.__name__, function)
