@@ -122,7 +122,7 @@ def plan_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """MergeForecast bytes, memory, disk, time and cost of a merge from headers alone.
+    """Forecast bytes, memory, disk, time and cost of a merge from headers alone.
 
     No weights are read or downloaded.
     """
@@ -144,7 +144,7 @@ def plan_command(
 
 
 def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
-    """MergeForecast the merge of a recipe file or of a profile, and the power of a profile's gate.
+    """Forecast the merge of a recipe file or of a profile, and the power of a profile's gate.
 
     Raises:
         InvalidInput: The file is invalid, or its parents cannot be planned.
@@ -162,7 +162,7 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     forecast = replace(forecast_of(loaded, parents, merge_plan, options), findings=loaded.all_findings)
     if profile is None:
         return forecast
-    # MergeForecast the power of the gate from the store alone, without loading or counting data.
+    # Forecast the power of the gate from the store alone, without loading or counting data.
     from mergegate.flows.preflight import past_guards, pin_profile_evidence
     from mergegate.tasks.evaluation import find_pinned_data
     from mergegate.tasks.preflight import forecast_power
@@ -195,7 +195,7 @@ def named_prices(texts: Sequence[str]) -> dict[str, float]:
 def forecast_of(
     recipe: Recipe, parents: Sequence[ResolvedCheckpoint], plan: MergePlan, options: PlanOptions
 ) -> MergeForecast:
-    """MergeForecast a merge whose parents and plan are known.
+    """Forecast a merge whose parents and plan are known.
 
     Raises:
         InvalidInput: The device does not exist.
