@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 from demo_project import Printed, Project
+from typer.exceptions import TyperException
 
 from mergegate.flows.cli.app import app
 from mergegate.flows.prefect_api.schedules import Schedules, parse_schedules
@@ -131,6 +132,14 @@ def test_each_whole_command_is_parsed(command: Documented) -> None:
         at.make_context(at.name, rest)
 
 
+@pytest.mark.parametrize(
+    "words", ["run", "run a.yaml b.yaml", "run --becuse x.yaml", "history --last many", "tune x.yaml --trials 1"]
+)
+def test_a_wrong_command_is_found(words: str) -> None:
+    with pytest.raises(TyperException):
+        test_each_whole_command_is_parsed(Documented("page.md", ("mergegate", *words.split()), whole=True))
+
+
 @pytest.mark.parametrize("command", of("make"))
 def test_each_target_of_make_is_there(command: Documented) -> None:
     targets = re.findall(r"^([\w./-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
@@ -214,12 +223,12 @@ def documented_yaml() -> list[Any]:
         for number, (indent, language, block) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
             if language in ("yaml", "yml"):
                 text = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
-                found.append(pytest.param(text, id=f"{page.relative_to(PROJECT)}: block {number}"))
+                found.append(pytest.param(text, page, id=f"{page.relative_to(PROJECT)}: block {number}"))
     return found
 
 
-@pytest.mark.parametrize("text", documented_yaml())
-def test_each_yaml_block_is_valid(text: str) -> None:
+@pytest.mark.parametrize(("text", "page"), documented_yaml())
+def test_each_yaml_block_is_valid(text: str, page: Path) -> None:
     for document in yaml.load_all(text, _TaskLoader):  # a SafeLoader
         if isinstance(document, list) and all("guarded_by" in item for item in document):
             document = {"evaluate": {"tasks": document}}
@@ -227,7 +236,8 @@ def test_each_yaml_block_is_valid(text: str) -> None:
             continue
         keys = set(document)
         if "merge_method" in keys:
-            if "$" not in text:  # the values of a searched recipe are in the profile
+            own_method = f'name="{document["merge_method"]}"' in page.read_text(encoding="utf-8")
+            if "$" not in text and not own_method:  # the profile has the values of a searched recipe
                 parse_profile({**MINIMAL, "recipe": document}, "profile.yaml").candidates()
         elif keys & set(Profile.model_fields):
             parse_profile(completed(document), "profile.yaml")
@@ -245,7 +255,7 @@ def test_a_wrong_key_in_a_fragment_is_found() -> None:
         "- {task: x, guarded_by: a, n: 1}",
     ):
         with pytest.raises((InvalidInput, AssertionError)):
-            test_each_yaml_block_is_valid(text)
+            test_each_yaml_block_is_valid(text, PROJECT / "README.md")
 
 
 # README commands that need a server, a search or a scheduled run, with the test file that runs each of them.
