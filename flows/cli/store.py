@@ -200,8 +200,8 @@ def store_gc_command(
         for why, entry_sizes in sorted(reasons.items(), key=lambda item: -sum(item[1])):
             console.print(f"  kept  {len(entry_sizes)} ({format_bytes(sum(entry_sizes))}): {why}", markup=False)
         change = "{} now, {} after mergegate store gc" if dry_run else "{} before, {} now"
-        sizes = (format_bytes(plan.bytes_before), format_bytes(plan.bytes_after))
-        console.print(f"{root}: {change.format(*sizes)}", markup=False)
+        before_after = (format_bytes(plan.bytes_before), format_bytes(plan.bytes_after))
+        console.print(f"{root}: {change.format(*before_after)}", markup=False)
         if plan.over_quota:
             console.print(f"  {format_bytes(plan.over_quota)} over the quota, because the rest is needed", markup=False)
 
