@@ -36,7 +36,7 @@ COLUMNS = (
     "winner, held out",
     "gain, held out",
     "winner, searched on",
-    "documents asked",
+    "documents scored",
     "search",
 )
 

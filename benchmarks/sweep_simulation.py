@@ -227,9 +227,9 @@ def _racing_table(sweeps: int) -> None:
     columns = (
         "objective",
         "rule",
-        "documents asked",
+        "documents scored",
         "ahead of the incumbent, and dropped",
-        "winner, against asking all",
+        "winner, compared with scoring all",
     )
     print(f"| {' | '.join(columns)} |")
     print("| --- | --- | --- | --- | --- |")
