@@ -47,7 +47,10 @@ def check_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find every problem before any weight is read, and list all findings, worst first."""
+    """Find every problem before any weight is read.
+
+    The findings are listed with their remedies, the most severe first.
+    """
     with command_context(as_json, with_state=True) as console:
         problems, planned = Problems(stop_at_once=False), None
         if is_recipe(file):
@@ -56,6 +59,8 @@ def check_command(
             preflight = preflight_profile(profile, problems)
             if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:
                 problems.summary.append(f"time: {planned.time()}")
+            if planned and (extension := planned.extension()):
+                problems.summary.append(f"time: {extension[0].lower()}{extension[1:]}")
         else:
             candidates = sweep_candidates(profile)
             preflight_profile(profile, problems, candidates.searched, candidates.by_hand)

@@ -65,7 +65,7 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
     assert "have not been counted yet" in planned.stdout
     assert project.artifacts("documents") == set()
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
-    assert sum("10 % of answers differ (an assumption)" in line for line in checked) == 3
+    assert sum("10 % of answers differ (assumed, see evaluate.discordance)" in line for line in checked) == 3
 
 
 @pytest.mark.slow
@@ -108,3 +108,57 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released
     page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
     assert "not run: decided by shift" in page
     assert "800 of 1,200 documents were asked; looking at a part of them first and leaving out 1 task that" in page
+
+
+def dry_run(project: Project, *settings: str, profile: str = "profiles/demo.yaml") -> dict[str, Any]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    found: dict[str, Any] = json.loads(project.mergegate("run", profile, "--dry-run", "--json", *words).stdout)
+    assert found["status"] == "ready", found
+    return found
+
+
+def missing(planned: dict[str, Any]) -> dict[str, int]:
+    """Return the number of documents to evaluate for each model and task."""
+    return {stage["subject"]: stage["missing"] for stage in planned["stages"] if stage["stage"] == "evaluate"}
+
+
+def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(released: Released) -> None:
+    project, _ = released
+    cached = dry_run(project)
+    assert set(missing(cached).values()) == {0}
+    assert cached["further_documents"] == 0
+    assert "has nothing to do" in cached["message"]
+    sampled_anew = ("evaluate.seed=1", "evaluate.documents=50")
+    planned = dry_run(project, *sampled_anew)
+    assert set(missing(planned).values()) == {50}
+    assert planned["further_documents"] == 3 * 4 * 350
+    assert "evaluates up to 4,200 more documents over all models" in planned["message"]
+    assert dry_run(project, *sampled_anew, "evaluate.extend=false")["further_documents"] == 0
+    assert dry_run(project, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
+
+
+def test_a_guard_has_its_own_number_of_documents(released: Released) -> None:
+    project, _ = released
+    guard = "task: demo/tasks/copy.yaml,"
+    for documents, first in (("100", 100), ("all", 400)):
+        profile = project.edit("demo.yaml", guard, f"{guard} documents: {documents},")
+        planned = dry_run(project, "evaluate.seed=1", "evaluate.documents=50", profile=profile)
+        looked_at = missing(planned)
+        assert {count for subject, count in looked_at.items() if subject.endswith("copy")} == {first}
+        assert {count for subject, count in looked_at.items() if not subject.endswith("copy")} == {50}
+        assert planned["further_documents"] == 4 * ((400 - first) + 2 * 350)
+    # Scores of the same documents are reused, so another sample size does not change a key.
+    assert set(missing(dry_run(project, profile=profile)).values()) == {0}
+
+
+@pytest.mark.long
+def test_the_forecast_uses_the_keys_of_the_evaluation(released: Released) -> None:
+    project, _ = released
+    guard = "task: demo/tasks/copy.yaml,"
+    profile = project.edit("demo.yaml", guard, f"{guard} documents: 20, system_instruction: Copy the word.,")
+    settings = ("evaluate.extend=false", "evaluate.on_inconclusive=pass", "publish=null")
+    looked_at = missing(dry_run(project, *settings, profile=profile))
+    assert {subject.split(", ")[1] for subject, count in looked_at.items() if count} == {"copy"}
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert project.mergegate("run", profile, *words).exit_code == 0
+    assert set(missing(dry_run(project, *settings, profile=profile)).values()) == {0}
