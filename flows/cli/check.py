@@ -47,7 +47,10 @@ def check_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find every problem before any weight is read, and list all findings, worst first."""
+    """Find every problem before any weight is read.
+
+    The findings are listed with their remedies, the most severe first.
+    """
     with command_context(as_json, with_state=True) as console:
         problems, planned = Problems(stop_at_once=False), None
         if is_recipe(file):

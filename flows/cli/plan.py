@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.output import format_count, print_answer
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.merge_core import EngineSettings, MergePlan, Recipe, load_recipe
 from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
@@ -114,9 +114,9 @@ def plan_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Forecast bytes, memory, disk, time and cost of a merge from headers alone.
+    """Forecast memory, disk, time and cost of a merge.
 
-    No weights are read or downloaded.
+    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
     """
     with command_context(as_json) as console:
         options = PlanOptions(out, device, named_prices(price or ()), probe)
@@ -302,13 +302,13 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
         rows.append(
             ("download", format_bytes(forecast.bytes_to_download), "from the Hub; the time below does not include it")
         )
-    rows.append(("read", format_bytes(needs.bytes_read), _plural(needs.input_files, "file")))
+    rows.append(("read", format_bytes(needs.bytes_read), format_count(needs.input_files, "file")))
     if needs.read_again:
-        large = _plural(needs.read_again, "large tensor")
+        large = format_count(needs.read_again, "large tensor")
         rows.append(
             ("read again", format_bytes(needs.bytes_from_disk_again), f"{large} in up to {needs.passes} passes")
         )
-    rows.append(("write", format_bytes(needs.bytes_written), _plural(needs.shards, "file")))
+    rows.append(("write", format_bytes(needs.bytes_written), format_count(needs.shards, "file")))
     rows.append(("memory", format_bytes(needs.memory), "at the peak, about"))
     if needs.gpu_memory:
         rows.append(("GPU memory", format_bytes(needs.gpu_memory), "at the peak, about"))
@@ -328,7 +328,9 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
         if needs.read_again:
             rows.append(("  reading again", _seconds(took.reading_again), "if they do not fit in memory"))
         rows.append(("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"))
-        rows.append(("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"))
+        rows.append(
+            ("  computing", _seconds(took.computing), f"{needs.device}, {format_count(forecast.cores, 'core')}")
+        )
         rows.append(("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"))
         if needs.assumed_cost:
             rows.append(("", "", f"assumed speed of {', '.join(needs.assumed_cost)}"))
@@ -358,7 +360,3 @@ def _count(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.1f} B"
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")

@@ -9,6 +9,7 @@ from typing import Any
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
 
+NO_GUARDS = "the gate checks only the perplexity, so a merge that lost a skill is released."
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
 # Benchmark names in model cards, the most specific first, with the lm-eval task of each.
@@ -182,7 +183,7 @@ def profile_text(draft: ProfileDraft) -> str:
         *(f"  # doubt: {_line(doubt)}\n" for doubt in license.doubts),
     ]
     if license.doubts and not license.accepted:
-        lines.append("  # To accept a doubt, write its subject: accepted: {SUBJECT: 'who: why'}\n")
+        lines.append("  # To accept a doubt, write its subject: accepted: {SUBJECT: 'name: reason'}\n")
     accepted = f", accepted: {flow_yaml(dict(license.accepted))}" if license.accepted else ""
     lines.append(f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n\n")
     if draft.documents:
@@ -210,6 +211,7 @@ def profile_text(draft: ProfileDraft) -> str:
         item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3}}"
         lines.append(f"{item}   # {_line(guard.why)}\n")
     if not draft.guards:
+        lines.append(f"#  # Without tasks, {NO_GUARDS}\n")
         lines.append("#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n")
     lines += [
         "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",

@@ -2,11 +2,13 @@
 
 On a terminal, the lines update in place. Elsewhere (a log, CI, a terminal without cursor movement), each line is
 printed once when its stage ends, and long stages report their progress on standard error now and then. With ``-v``,
-lines are printed once everywhere, and details appear below the name of each stage::
+lines are printed once everywhere, and details appear below the name of each stage. Stage, result and time have the same
+columns everywhere, and a long result continues below itself::
 
-    demo · ties of 2 over base                                         profile profiles/demo.yaml
-      ✓ licences    mit, apache-2.0 → apache-2.0                                            0.2 s
-      = evaluate    cached: base, reverser · merge: copy 100.0 · reverse 99.3               3.1 s
+    demo · ties of 2 over base                            profile profiles/demo.yaml
+      ✓ licenses    mit, apache-2.0 → apache-2.0                               0.2 s
+      = evaluate    cached: base, reverser · merge: copy 100.0, reverse 99.3,  3.1 s
+                    shift 99.8
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from mergegate.flows.cli.console import wrap_line
 from mergegate.merge_core.wording import detail_listener, format_duration
 from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, progress_watcher
 
@@ -38,7 +41,7 @@ _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only 
 _BRIEF = 12  # characters of a result, if the line shows the results of several subjects
 _WIDEST = 100  # columns; on a wide terminal, a time far from its text is hard to match with its line
 _NAME = 11  # columns of a stage's name
-_MARGIN = 3 + _NAME + 3  # columns of a row besides text and time: mark, name and gaps
+_MARGIN = 3 + _NAME + 4  # columns of a row in addition to its text and time: mark, name and gaps
 
 
 @dataclass
@@ -182,7 +185,7 @@ class TerminalProgress:
         if self._console.quiet:
             _to_standard_error(line)
         else:
-            self._console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
+            self._console.print(Text(f"      {line}", style="dim"))
 
     def _running(self, stage: str, subject: str) -> _Call:
         """Return the running call of a stage on ``subject``. Calls on several subjects may run in parallel."""
@@ -195,37 +198,33 @@ class TerminalProgress:
         for line in self._lines.values():
             if line.stage not in self._printed and line.status:
                 self._printed.add(line.stage)
-                if self._console.is_terminal:
-                    self._console.print(self._row(line))
-                    continue
-                glyph, plain, _ = _MARKS[line.status]
-                mark, took = plain if self._ascii else glyph, format_duration(line.seconds)
-                room = self._width - _MARGIN - len(took)
-                text = " ".join(line.text(room).split())  # in full, even if it is long
-                self._console.print(Text(f"  {mark} {line.stage:<{_NAME}} {text:<{room}} {took}"))
+                self._console.print(self._row(line), no_wrap=True)
 
     def _draw(self) -> RenderableType:
         return Group(*self._above, *(self._row(line) for line in self._lines.values()))
 
     def _row(self, line: _Line) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
         took = format_duration(line.seconds)
         room = max(self._width - _MARGIN - len(took), 1)
-        grid.add_column(width=3, justify="right")
-        grid.add_column(min_width=_NAME, no_wrap=True)
-        grid.add_column(min_width=room, no_wrap=True)
-        grid.add_column(justify="right", no_wrap=True)
-        mark: RenderableType
         if line.status is None:
-            mark, style = Spinner("line" if self._ascii else "dots", style="yellow"), "yellow"
-        else:
-            glyph, plain, style = _MARKS[line.status]
-            mark = Text(plain if self._ascii else glyph, style=style)
-        text_style = style if line.status in ("refused", "failed") else ""
-        grid.add_row(
-            mark, Text(line.stage), Text(fit_text(line.text(room), room), style=text_style), Text(took, style="dim")
-        )
-        return grid
+            grid = Table.grid(padding=(0, 1))
+            grid.add_column(width=3, justify="right")
+            grid.add_column(min_width=_NAME, no_wrap=True)
+            grid.add_column(min_width=room + 1, no_wrap=True)
+            grid.add_column(justify="right", no_wrap=True)
+            spinner = Spinner("line" if self._ascii else "dots", style="yellow")
+            grid.add_row(spinner, Text(line.stage), Text(fit_text(line.text(room), room)), Text(took, style="dim"))
+            return grid
+        glyph, plain, style = _MARKS[line.status]
+        mark = plain if self._ascii else glyph
+        text = Text(" ".join(line.text(room).split()), style if line.status in ("refused", "failed") else "")
+        lines = wrap_line(text, room, hang=0)
+        if self._is_live:  # a word that is wider than the terminal would disturb the cursor
+            lines = [Text(fit_text(part.plain, room), text.style) for part in lines]
+        first, *others = lines
+        gap = " " * max(room - first.cell_len + 2, 1)
+        row = Text.assemble("  ", (mark, style), f" {line.stage:<{_NAME}} ", first, gap, (took, "dim"))
+        return Text("\n").join((row, *(Text(" " * (_NAME + 5)) + other for other in others)))
 
 
 def _to_standard_error(line: str) -> None:

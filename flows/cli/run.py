@@ -49,7 +49,7 @@ def run_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a profile setting for this run, for example `evaluate.documents=200`. Repeatable.",
+            help="Override a profile setting for this run, for example evaluate.documents=200. Repeatable.",
         ),
     ] = None,
     publish: Annotated[
@@ -73,7 +73,10 @@ def run_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check, merge, evaluate, gate and publish a release. Stages that are already cached are reused."""
+    """Check, merge, evaluate, gate and publish a release.
+
+    Stages that are already cached are reused, so an interrupted run resumes.
+    """
     with command_context(as_json or (events and not dry), with_state=True) as console:
         settings = tuple(overrides or ())
         choice: RemedyChoice | None = remedy.value if remedy else None
@@ -110,9 +113,9 @@ def compare_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge checkpoint B against checkpoint A with the evidence and guards of a profile.
+    """Judge one checkpoint against another by a profile's guards.
 
-    This neither merges nor publishes anything.
+    mergegate evaluates A and B, and neither merges nor publishes anything.
     """
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.compare import compare as compare_checkpoints

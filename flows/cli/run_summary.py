@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.candidates import has_searchable_scale
+from mergegate.flows.cli.command import command_line
 from mergegate.flows.cli.output import short_path
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.flows.outcome import RunOutcome
@@ -54,6 +55,9 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
         print(json.dumps(outcome_json(outcome), indent=1))
         return
     print_summary(console, outcome)
+    if outcome.status == "interrupted":
+        _print_below(console, command_line.get(), "next")
+        return
     if profile is None:
         return
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
@@ -110,7 +114,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     if (remedy := outcome.to_try) is not None:
         for line in (f"to try: {remedy.reason}", f"{_REMEDY_LOCATION}:"):
             _print_below(console, line)
-        console.print(Text(remedy.block(), style="bold"))  # starts in the first column, so that it can be pasted
+        # It starts in the first column, so that it can be pasted.
+        console.print(Text(remedy.block(), style="bold"), no_wrap=True)
     result = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, location in ((result, outcome.location), ("report", outcome.report)):
         if location is not None:

@@ -37,7 +37,10 @@ def schema_command(
         ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a profile or a recipe, for editors."""
+    """Print the JSON Schema of a profile or a recipe.
+
+    Editors use it to complete and check these files.
+    """
     with command_context():
         if write is None:
             print(schema_text(kind), end="")

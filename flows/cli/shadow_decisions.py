@@ -29,7 +29,7 @@ ReasonOption = Annotated[str, typer.Option(help="Reason for the decision, which 
 def shadow_evaluate_command(
     profile: ShadowProfile, approve: ApproveOption = False, as_json: JsonOption = False
 ) -> None:
-    """Judge new pairs, then promote the candidate, roll it back, or wait."""
+    """Judge new pairs, then promote, roll back or wait."""
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.shadow import shadow
 
@@ -41,12 +41,12 @@ def shadow_evaluate_command(
 
 
 def shadow_promote_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
-    """Promote the candidate manually, independent of the evidence."""
+    """Promote the candidate, regardless of the evidence."""
     _decide_by_hand(profile, "promote", reason, as_json)
 
 
 def shadow_rollback_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
-    """Route all users back to the parent, independent of the evidence."""
+    """Return all users to the parent, regardless of evidence."""
     _decide_by_hand(profile, "roll back", reason, as_json)
 
 

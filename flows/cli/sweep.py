@@ -38,7 +38,7 @@ def sweep_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the free values of a recipe, confirm the winner, and release it.
+    """Search the free values of a recipe, and release the winner.
 
     The winner is confirmed on documents that no trial saw.
     """
@@ -76,9 +76,9 @@ def tune_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the scale at which a merge is most certain of its answers, without labels.
+    """Find the best scale of a merge, without labels.
 
-    The scale is the recipe's 'lambda'.
+    The scale is the recipe's 'lambda'. The best one is where the merge is most certain of its answers.
     """
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.sweep import sweep as sweep_flow

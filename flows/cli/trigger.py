@@ -38,7 +38,10 @@ def trigger_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a release on the next free worker, and print the URL of its page."""
+    """Start a release on the next free worker.
+
+    mergegate prints the URL of the page of the run.
+    """
     with command_context(as_json, with_state=True) as console:
         schedules = load_optional_schedules()
         site = find_site(schedules)

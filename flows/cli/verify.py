@@ -60,7 +60,7 @@ def reproduce_command(
     ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Rebuild the weights of a release, and compare them byte by byte.
+    """Rebuild the weights of a release, and compare every byte.
 
     mergegate verifies the release first, and merges its parents by its recipe.
     """
