@@ -147,7 +147,9 @@ class ReportContent(_Part):
     versions: tuple[Library, ...]
     reproduce: tuple[str, ...]  # shell commands
     explanation: Explanation | None = None
-    attempts: tuple[ReportedAttempt, ...] = ()  # in the order of execution; this report is about the last one
+    attempts: tuple[
+        ReportedAttempt, ...
+    ] = ()  # in the order of execution; the report is about the one that passed or came closest
     judge: ReportedJudge | None = None
     served: tuple[ReportedCheck, ...] = ()  # in the order of execution; empty if the merge was not served
     server: str = ""  # 'vllm 0.33.0'
