@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from rich.text import Text
 
 from mergegate.flows.cli.console import wrap_line
 from mergegate.merge_core.wording import detail_listener, format_duration
-from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, progress_watcher
+from mergegate.tasks.stage import Pace, Pulse, StageEnd, StageStatus, joint_status, progress_watcher
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only terminals, style
     "made": ("✓", "+", "green"),
@@ -250,3 +250,13 @@ def fit_text(text: str, width: int) -> str:
     shortened = Text(text)
     shortened.truncate(width, overflow="ellipsis")
     return shortened.plain
+
+
+def stage_lines(stages: Iterable[StageEnd]) -> Iterator[tuple[str, StageStatus, str, float]]:
+    """Yield name, status, result and seconds of each stage. Calls of one stage on several subjects are one line."""
+    lines: dict[str, _Line] = {}
+    for end in stages:
+        call = _Call(end.subject, Pace(0.0), end.status, end.seconds, end.summary)
+        lines.setdefault(end.stage, _Line(end.stage)).calls.append(call)
+    for line in lines.values():
+        yield line.stage, line.status or "failed", line.text(_WIDEST), line.seconds

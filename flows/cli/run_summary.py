@@ -3,7 +3,7 @@
 A refused run ends with its reasons, the proposed remedy and the next command::
 
     refused: demo is not released
-      reverse: 12.5 points below reverser, limit 3
+      reverse: drop of 12.5 points against reverser [9.9, 15.2] exceeds max_drop 3
       to try: …
 """
 
@@ -64,11 +64,10 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
     elif outcome.status == "passed":
         command = f"mergegate run {profile} also publishes it, if the profile has 'publish'"
     elif outcome.status == "refused" and outcome.content is not None:
-        command = "add the change under 'to try' to the profile, then run again; " if outcome.to_try else ""
+        command = f"mergegate open {outcome.content.name} shows the report"
         decides_by_documents = outcome.to_try is not None and outcome.to_try.kind == "profile"
         if outcome.content.scoring and not decides_by_documents and has_searchable_scale(outcome.content.recipe):
-            command += f"mergegate tune {profile} searches for the best scale of this merge; "
-        command += f"mergegate open {outcome.content.name} shows the report"
+            _print_below(console, f"mergegate tune {profile} searches for the best scale of this merge", "next")
     else:
         command = f"mergegate check {profile}"
     _print_below(console, command, "next")

@@ -5,7 +5,7 @@
     mergegate schema profile > profile.json
     # yaml-language-server: $schema=profile.json      as the first line of a profile
 
-``mergegate schema --write docs`` generates ``docs/schema/`` and ``docs/profile.md``.
+``mergegate schema --write docs`` generates ``docs/schema/``, ``docs/profile.md`` and ``docs/reference/python-api.md``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mergegate.flows.cli.api_reference import api_page
 from mergegate.flows.cli.command import command_context, local_path
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.errors import InvalidInput, suggest
@@ -107,6 +108,7 @@ def generated_pages() -> dict[str, str]:
         "schema/recipe.json": schema_text("recipe"),
         "schema/answer.json": json.dumps(answer, indent=1) + "\n",
         "profile.md": "\n".join(lines).rstrip() + "\n",
+        "reference/python-api.md": api_page().rstrip() + "\n",
     }
 
 

@@ -34,8 +34,8 @@ def shadow_evaluate_command(
         from mergegate.flows.shadow import shadow
 
         loaded = load_for_flow(profile)
-        view = RunView(f"{loaded.name} on users' traffic", profile, approve=approve)
-        outcome = run_flow(partial(shadow, profile, return_state=True), view, console)
+        headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
+        outcome = run_flow(partial(shadow, profile, return_state=True), headline, RunView(approve=approve), console)
         _print_outcome(outcome, console, as_json)
         raise typer.Exit(outcome.exit_code)
 
@@ -57,7 +57,8 @@ def _decide_by_hand(profile: Path, decision: Literal["promote", "roll back"], re
         require_reason(reason)
         loaded = load_for_flow(profile)
         flow = partial(shadow, profile, say=decision, why=reason, by=current_user(), return_state=True)
-        outcome = run_flow(flow, RunView(f"{loaded.name} on users' traffic", profile), console)
+        headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
+        outcome = run_flow(flow, headline, RunView(), console)
         _print_outcome(outcome, console, as_json)
         # The command did its job, even if that was a rollback.
         raise typer.Exit(0 if outcome.status in ("promoted", "rolled back") else outcome.exit_code)

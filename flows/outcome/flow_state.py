@@ -108,7 +108,7 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
             publish_artifact(archived, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
-        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides), "stages": tuple(recorder.stages)})
         if not _is_usage_error(outcome, recorder.stages):
             outcome = archive_outcome(outcome, name, began, recorder.stages)
         level = "warning" if outcome.exit_code else "info"
@@ -144,7 +144,7 @@ def run_dry_pass(
         return None
     with json_log({"flow": flow, "profile": name}, DeferredProgress) as say:
         relay_progress(deferred.stages)
-        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides), "stages": tuple(deferred.stages)})
         outcome = archive_outcome(outcome, name, began, deferred.stages, flow)
         seconds = time.monotonic() - began
         say("run ended", status=outcome.status, message=outcome.text_with_proposal, seconds=seconds)

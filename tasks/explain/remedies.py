@@ -60,9 +60,7 @@ class Remedy(BaseModel):
         """Return what to do with :meth:`block`, without a colon at the end."""
         if self.kind == "profile":
             return "Set this in the profile, then run again"
-        return (
-            "Paste this into the profile (if it already has `remedies:`, append the item), or rerun with --remedy auto"
-        )
+        return "Paste this into the profile (append the item if it has 'remedies'), or run with --remedy auto"
 
     def block(self) -> str:
         """Return the change as YAML for a profile: its settings, or the only item of the key ``remedies``."""
