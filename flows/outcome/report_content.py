@@ -153,7 +153,7 @@ def report_content(
                 outcome=each.outcome,
                 reason=each.reason,
                 digest=each.merged.digest if isinstance(each, Attempt) else "",
-                diff=recipe_diff(earlier[0].cleared.candidate.document, each.cleared.candidate.document),
+                diff=recipe_diff(attempts[0].cleared.candidate.document, each.cleared.candidate.document),
             )
             for each in (attempts if len(attempts) > 1 else ())
         ),
