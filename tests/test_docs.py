@@ -12,7 +12,7 @@ HOME = DOCS / "index.md"
 KINDS = ("tutorials", "how-to", "reference", "explanation", "benchmarks")
 PAGES = [page for kind in KINDS for page in sorted((DOCS / kind).glob("*.md"))]
 NOTEBOOKS = [page for kind in KINDS for page in sorted((DOCS / kind).glob("*.ipynb"))]
-GENERATED = {DOCS / "reference" / "profile.md", DOCS / "reference" / "cli.md"}
+GENERATED = {DOCS / "reference" / name for name in ("profile.md", "cli.md", "python-api.md")}
 MAX_WORDS = 2000
 
 
