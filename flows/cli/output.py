@@ -4,7 +4,7 @@ The JSON object has a status, a message, findings, then other keys::
 
     {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
 
-docs/json.md describes it for users, docs/schema/answer.json for programs.
+docs/reference/json.md describes it for users, docs/schema/answer.json for programs.
 """
 
 from __future__ import annotations

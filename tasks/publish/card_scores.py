@@ -126,10 +126,8 @@ def _guards(content: ReportContent) -> str:
         start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.suite_change(suite))
         rows.append((*start, *limits, suite.outcome))
     for guard in guards:
-        # The mean decides about a suite, and a single task has only a limit of its own.
-        limits = (wording.plain(guard.max_drop), wording.plain(guard.margin))
-        if guard.limit is not None:
-            limits = (f"{wording.plain(guard.limit)} per task", "")
+        upper = wording.plain(guard.margin) if guard.limit is None else f"{wording.plain(guard.limit)} per task"
+        limits = (wording.plain(guard.max_drop), upper)
         rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.outcome))
     table = markdown_table(("task", "reference", "documents", "drop", "max_drop", "margin", "verdict"), rows, 5)
     note = (

@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 from demo_project import Printed, Project
+from typer.exceptions import TyperException
 
 from mergegate.flows.cli.app import app
 from mergegate.flows.prefect_api.schedules import Schedules, parse_schedules
@@ -129,6 +130,14 @@ def test_each_whole_command_is_parsed(command: Documented) -> None:
     at, rest = leaf(command)
     if not hasattr(at, "commands") and not {"--help", "-h"} & set(rest):
         at.make_context(at.name, rest)
+
+
+@pytest.mark.parametrize(
+    "words", ["run", "run a.yaml b.yaml", "run --becuse x.yaml", "history --last many", "tune x.yaml --trials 1"]
+)
+def test_a_wrong_command_is_found(words: str) -> None:
+    with pytest.raises(TyperException):
+        test_each_whole_command_is_parsed(Documented("page.md", ("mergegate", *words.split()), whole=True))
 
 
 @pytest.mark.parametrize("command", of("make"))

@@ -23,7 +23,7 @@ from mergegate.flows.cli.app import app
 from mergegate.flows.cli.console import FittingConsole, wrap_line
 from mergegate.flows.cli.progress import TerminalProgress, fit_text
 from mergegate.flows.cli.score_table import print_scores, print_table
-from mergegate.tasks.report import Row, ScoreTable
+from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
 from mergegate.tasks.stage import Pulse
 
 WIDTHS = (80, 100, 120, 200)
@@ -46,15 +46,18 @@ def score_table(models: int) -> ScoreTable:
             (
                 task,
                 *(f"{10 * at + number}.5{' *' if number == 1 else ''}" for number in range(models)),
+                names[0],
                 DROP,
-                "11",
+                "3",
+                "11/task",
                 word,
-            )
+            ),
+            reference_score=f"{10 * at}.5",
         )
-        for at, (task, word) in enumerate(zip(TASKS, ("no worse", "worse", "undecided", "no worse"), strict=True))
+        for at, (task, word) in enumerate(zip(TASKS, ("pass", "fail", "inconclusive", "pass"), strict=True))
     ]
-    left_out = Row(("reverse", *("",) * models, "", "11", f"not run: decided by {TASKS[1]}"))
-    return ScoreTable("t", ("task", *names, "drop", "limit", "verdict"), (*rows, left_out))
+    left_out = Row(("reverse", *("",) * models, names[0], "", "3", "", f"skipped: {TASKS[1]} had already failed"))
+    return ScoreTable("t", ("task", *names, *DECISION_COLUMNS), (*rows, left_out))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -69,16 +72,15 @@ def test_the_score_table_shows_every_task_whole(width: int, models: int) -> None
     assert text.count(DROP) == len(TASKS)
     for at in range(len(TASKS)):
         assert f"{10 * at + models - 1}.5" in text  # The score of the merge.
-    assert f"reverse not run: decided by {TASKS[1]}" in lines
+    assert f"reverse skipped: {TASKS[1]} had already failed" in lines
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_model_is_named_while_there_is_room(width: int) -> None:
+def test_every_row_names_its_reference_and_all_models_while_there_is_room(width: int) -> None:
     lines = printed(width, lambda console: print_scores(console, score_table(5)))
-    text = "\n".join(lines)
-    assert all(model in text for model in MODELS)
-    # The widest layout has room for all names, so it needs no letters.
-    assert (lines[0].split()[:2] == ["task", MODELS[0]]) is (width == 200)
+    assert sum(MODELS[0] in line for line in lines) == len(TASKS) + 1 + (width == 200)
+    assert all(model in lines[0] for model in MODELS) is (width == 200)
+    assert ("Only the reference of each row is shown. The report has all models." in lines) is (width < 200)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -101,13 +101,12 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released
     before = scored(project)
     result = project.mergegate("run", "profiles/early.yaml")
     assert result.exit_code == 3, result.output
-    assert "not run: decided by shift" in result.output
+    assert "skipped: shift had already failed" in result.output
     assert len(scored(project) - before) == 2  # The merge on copy and shift; no parent.
-    assert "\ntasks run " in result.output
-    assert "\nall tasks " not in result.output
+    assert "\nmean of 2 " in result.output
     page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
-    assert "not run: decided by shift" in page
-    assert "800 of 1,200 documents were asked; looking at a part of them first and leaving out 1 task that" in page
+    assert "skipped: shift had already failed" in page
+    assert "mergegate evaluated 800 of 1,200 documents. Deciding early, and skipping 1 task, saved 33 %." in page
 
 
 def dry_run(project: Project, *settings: str, profile: str = "profiles/demo.yaml") -> dict[str, Any]:
