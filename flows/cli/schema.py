@@ -65,7 +65,10 @@ def schema_text(kind: str) -> str:
     """Return the schema of ``profile`` or ``recipe`` as JSON text. Any other kind raises InvalidInput."""
     if kind not in _KINDS:
         raise InvalidInput(
-            "mergegate schema", found=repr(kind), expected="profile or recipe", remedy=suggest(kind, _KINDS)
+            "mergegate schema",
+            found=f"unknown kind {kind!r}",
+            expected="profile or recipe",
+            remedy=suggest(kind, _KINDS),
         )
     return json.dumps(_KINDS[kind](), indent=1, ensure_ascii=False) + "\n"
 
