@@ -52,6 +52,7 @@ from mergegate.tasks.preflight import (
     check_references,
     collect_calibration_texts,
     forecast_power,
+    forecast_undecidable,
     header_digests,
     machine_findings,
     measure_machine_capacity,
@@ -231,6 +232,10 @@ def preflight_profile(
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
+        if never := forecast_undecidable(evidence, attempts):
+            problems.add([never])
+            if problems.stop_at_once:
+                announce(f"warning: {never}; {never.remedy}")
         # A release soon measures whether its documents are sufficient, so only a check forecasts their power.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
