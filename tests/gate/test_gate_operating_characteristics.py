@@ -87,6 +87,15 @@ def test_the_tables_in_the_docs_match_the_script(script: ModuleType) -> None:
     assert shape(kept[1].splitlines()) == shape(made)
 
 
+@pytest.mark.parametrize("name", ["suites", "attempts"])
+def test_the_tables_about_suites_and_attempts_match_the_script(name: str) -> None:
+    page = PAGE.with_name("suite-and-anchor-error-rates.md").read_text(encoding="utf-8").splitlines()
+    header, *rows = load_benchmark("gate_suites").TABLES[name](1, np.random.default_rng(6))
+    first = page.index(header) + 1
+    assert [row.split("|")[:2] for row in page[first : first + len(rows)]] == [row.split("|")[:2] for row in rows]
+    assert not page[first + len(rows)].startswith("|")
+
+
 def test_the_docs_claim_no_more_than_their_tables_show() -> None:
     document = PAGE.read_text(encoding="utf-8")
     rows = [
