@@ -6,8 +6,8 @@
     prefect work-pool create mergegate-kubernetes --type kubernetes --base-job-template pool.json
     prefect worker start --pool mergegate-kubernetes --type kubernetes      # in the cluster; needs prefect-kubernetes
 
-The template comes from the installed version of Prefect, so it matches the worker. ``OURS`` lists the settings that this
-script adds, with their defaults. Deployments can set them, as ``prefect.yaml`` does.
+The template comes from the installed version of Prefect, so it matches the worker. ``OURS`` lists the settings that
+this script adds, with their defaults. Deployments can set them, as ``prefect.yaml`` does.
 """
 
 from __future__ import annotations

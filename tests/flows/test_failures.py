@@ -1,7 +1,7 @@
 """Failures of unattended runs: the state after a failure, and how the next run continues from it.
 
-The tests prove the rows of the table in ``docs/explanation/failures.md`` that no other file proves, and check that every row
-names a test.
+The tests prove the rows of the table in ``docs/explanation/failures.md`` that no other file proves, and check that
+every row names a test.
 """
 
 from __future__ import annotations
