@@ -1,4 +1,4 @@
-"""Compare how merge methods handle five clients, one of them faulty, over five rounds. Tables of docs/clients.md.
+"""Compare how merge methods handle five clients, one of them faulty, over five rounds. See docs/benchmarks/client-rounds.md.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Measure what merge methods retain of two fine-tunes of a real model: the second table of docs/methods.md.
+"""Measure what merge methods retain of two fine-tunes of a real model: second table of docs/benchmarks/method-quality.md.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Measure what RegMean retains, depending on the texts its models have read: the third table of docs/methods.md.
+"""Measure what RegMean retains, depending on the texts its models have read: table of docs/benchmarks/method-quality.md.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Compare a mean, a median and a trimmed mean of five clients, one of them faulty. Second table of docs/methods.md.
+"""Compare a mean, a median and a trimmed mean of five clients, one of them faulty. See docs/benchmarks/method-quality.md.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Compare the server's step after five rounds of honest clients: mean, momentum, Adam. Tables of docs/clients.md.
+"""Compare the server's step after five rounds of honest clients: mean, momentum, Adam. See docs/benchmarks/client-rounds.md.
 
 ::
 
