@@ -34,6 +34,7 @@ from rich.console import Console
 
 from mergegate.flows.cli.check import CheckReport, check_file
 from mergegate.flows.cli.command import convert_os_error
+from mergegate.flows.cli.console import FittingConsole
 from mergegate.flows.cli.gate import judge_results
 from mergegate.flows.cli.merge import MergeOptions, merge_recipe
 from mergegate.flows.cli.plan import MergeForecast, PlanOptions, plan_file
@@ -444,7 +445,7 @@ def _session(project: FilePath | None, progress: bool) -> Iterator[Console]:
     # Without ipywidgets, rich cannot redraw the output of a notebook cell, so it gets plain lines.
     jupyter = None if find_spec("ipywidgets") else False
     with _lock, _errors(), _outside_event_loop(), _project_state(project):
-        yield Console(quiet=not progress, highlight=False, soft_wrap=True, force_jupyter=jupyter)
+        yield FittingConsole(quiet=not progress, highlight=False, force_jupyter=jupyter)
 
 
 @contextmanager

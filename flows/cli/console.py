@@ -21,8 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 # Indentation, a mark and a label. Continuation lines start below the text that follows them.
-_LEAD = re.compile(r"\s*(?:[^\w\s] )?(?:expected: |(?:\S+ )?\S+ {2,})?")
+_LEAD = re.compile(r"\s*(?:[^\w\s] +)?(?:expected: |(?:\S+ )?\S+ {2,})?")
 
+_DEEP = 6  # columns; a line with a larger indentation already belongs to the line above
 # A word with the space before it. An interval and a percentage are one word.
 _WORD = re.compile(r"\s*(\[[^\s\]]+ [^\s\]]+\]\S*|[\d.,]+ %\S*|\S+)")
 
@@ -38,7 +39,11 @@ def wrap_line(line: Text, width: int, hang: int | None = None) -> list[Text]:
     margin = len(plain) - len(plain.lstrip())
     if hang is None:
         lead = _LEAD.match(plain)
-        hang = lead.end() if lead and margin < lead.end() <= width // 2 else min(margin + 2, width // 2)
+        hang = (
+            lead.end()
+            if lead and margin < lead.end() <= width // 2
+            else min(margin if margin > _DEEP else margin + 2, width // 2)
+        )
     starts, column, room = [0], 0, width
     for word in _WORD.finditer(plain):
         # A word below the mark and the label gains nothing from a line of its own.

@@ -69,7 +69,7 @@ def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
             format_run_time(run),
             *([Text(run.profile)] if with_profile else []),
             Text(run.status, style=OUTCOME_STYLES[outcome_of_status(run.status)]),
-            Text(run.version or ""),
+            Text((run.version or "")[:12]),
             Text(f"{worst.drop:.1f} {worst.task}" if worst else ""),
             format_duration(run.seconds),
         )

@@ -4,7 +4,7 @@ The JSON object has a status, a message, findings, then other keys::
 
     {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
 
-docs/json.md describes it for users, docs/schema/answer.json for programs.
+docs/reference/json.md describes it for users, docs/schema/answer.json for programs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def print_created(record: dict[str, Any]) -> None:
 
 def printed_text(draw: Callable[[Console], None]) -> str:
     """Return what ``draw`` prints on a console that is not a terminal, without blank lines around it."""
-    from rich.console import Console
+    from mergegate.flows.cli.console import FittingConsole
 
-    console = Console(file=io.StringIO(), width=_TEXT_WIDTH, highlight=False, soft_wrap=True, force_jupyter=False)
+    console = FittingConsole(file=io.StringIO(), width=_TEXT_WIDTH, highlight=False, force_jupyter=False)
     with console.capture() as capture:
         draw(console)
     return capture.get().strip("\n")

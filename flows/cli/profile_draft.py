@@ -203,6 +203,8 @@ def profile_text(draft: ProfileDraft) -> str:
         "# same documents, and the points that it may lose. docs/how-to/gate-on-your-own-task.md\n"
     )
     mark = "" if any(not guard.problem for guard in draft.guards) else "# "
+    if mark:
+        lines.append(f"# Without tasks, {NO_GUARDS}\n")
     lines.append(f"{mark}evaluate:\n{mark}  tasks:\n")
     for guard in draft.guards:
         if guard.problem:
@@ -212,7 +214,6 @@ def profile_text(draft: ProfileDraft) -> str:
         item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3}}"
         lines.append(f"{item}   # {_line(guard.why)}\n")
     if not draft.guards:
-        lines.append(f"#  # Without tasks, {NO_GUARDS}\n")
         lines.append("#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n")
     lines += [
         "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",

@@ -103,7 +103,9 @@ class TerminalProgress:
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
         self._console, self._verbose = console, verbose
         # Whether lines can be redrawn. A terminal without cursor movement gets each line once.
-        self._is_live = console.is_terminal and not (console.is_dumb_terminal or console.quiet or verbose)
+        self._is_live = (console.is_terminal or console.is_jupyter) and not (
+            console.is_dumb_terminal or console.quiet or verbose
+        )
         self._ascii = not (console.encoding or "").lower().startswith("utf")
         self._above: list[RenderableType] = []  # lines before the last announcement
         self._lines: dict[str, _Line] = {}

@@ -132,11 +132,11 @@ def open_command(
         page = reports / (f"{file_name(profile)}.html" if profile else "index.html")
         if not page.is_file():
             names = sorted({record.profile for record in read_history(reports).records})
-            expected = "a run that has finished here"
-            if profile and names:
-                expected = suggest(profile, names) or f"one of {', '.join(names)}"
             raise InvalidInput(
-                "mergegate open", found=f"no report {page}", expected=expected, remedy="mergegate run PROFILE"
+                "mergegate open",
+                found=f"no report of a profile called {profile!r}" if profile else "no report yet",
+                expected="a profile that has finished a run here",
+                remedy=suggest(profile or "", names) or "mergegate run PROFILE",
             )
         # Remote shells and containers have no graphical browser.
         has_display = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))

@@ -199,8 +199,9 @@ def store_gc_command(
             reasons[why].append(entry.bytes)
         for why, entry_sizes in sorted(reasons.items(), key=lambda item: -sum(item[1])):
             console.print(f"  kept  {len(entry_sizes)} ({format_bytes(sum(entry_sizes))}): {why}", markup=False)
-        verb = "would be" if dry_run else "is now"
-        console.print(f"{root}: {format_bytes(plan.bytes_before)} before, {verb} {format_bytes(plan.bytes_after)}")
+        change = "{} now, {} after mergegate store gc" if dry_run else "{} before, {} now"
+        before_after = (format_bytes(plan.bytes_before), format_bytes(plan.bytes_after))
+        console.print(f"{root}: {change.format(*before_after)}", markup=False)
         if plan.over_quota:
             console.print(f"  {format_bytes(plan.over_quota)} over the quota, because the rest is needed", markup=False)
 

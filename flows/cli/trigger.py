@@ -102,7 +102,7 @@ def _find_target(
     names = [full_name.partition("/")[2] for full_name in deployment_names]
     raise InvalidInput(
         name,
-        found="neither a deployment_names profile nor a file",
+        found="neither a deployed profile nor a file",
         expected="a profile in schedules.yaml, by its name or its file",
         remedy=suggest(name, names) if deployment_names else "mergegate deploy",
     )

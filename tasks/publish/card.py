@@ -25,7 +25,7 @@ _DONE: dict[ObligationKind, str] = {
     "cap": "",
 }
 _LEFT: dict[ObligationKind, str] = {
-    "display": "Show it on the website, in the interface or on the about page of what you build with this model.",
+    "display": "Show it on the website, in the interface or on the about page of every product with this model.",
     "use_policy": "Read and follow the policy. Require the same of everyone who receives the model from you.",
     "cap": "Check whether you exceed the threshold. If you do, ask the licensor for permission first.",
     "name_prefix": "Start the name of every model that you derive from this model in the same way.",

@@ -14,7 +14,7 @@ from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.history.overview import outcome_of_status
 from mergegate.tasks.report.page import add_contents, page_style, page_template
-from mergegate.tasks.stage import Outcome, StageStatus
+from mergegate.tasks.stage import Outcome, StageStatus, joint_status
 
 _OUTCOMES: dict[StageStatus, Outcome] = {
     "made": "pass",
@@ -82,10 +82,23 @@ def render_ending(content: EndedRun) -> str:
 
 
 def add_stages(page: str, stages: Sequence[EndedStage]) -> str:
-    """Return a report page with the stages of this run and their times, which a release must not contain."""
+    """Return a report page with the stages of this run and their times, which a release must not contain.
+
+    All calls of a stage share a row, because a stage may run once per model and task.
+    """
     if not stages or _STAGES not in page:
         return page
-    table = page_template("stages.html").render(**_stage_variables(stages))
+    calls_by_stage: dict[str, list[EndedStage]] = {}
+    for stage in stages:
+        calls_by_stage.setdefault(stage.name, []).append(stage)
+    rows = []
+    for name, calls in calls_by_stage.items():
+        status = joint_status([(call.subject, call.status) for call in calls])
+        cached = sum(call.status == "cached" for call in calls)
+        summary = calls[0].summary if len(calls) == 1 else f"{len(calls)} calls, {cached} cached"
+        seconds = sum(call.seconds for call in calls)
+        rows.append(EndedStage(name=name, subject="", status=status, seconds=seconds, summary=summary))
+    table = page_template("stages.html").render(**_stage_variables(rows))
     section = f'<section id="stages">\n  <h2>Stages of this run</h2>\n{table}</section>'
     return add_contents(page.replace(_STAGES, section, 1))
 

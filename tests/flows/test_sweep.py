@@ -47,7 +47,7 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_confirmed_winner_is_released(swept: Swept) -> None:
     _, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
-    assert "held-out documents confirm a gain of" in printed["first"].output  # Announced before the search.
+    assert "held-out documents confirm a true lead of" in printed["first"].output  # Announced before the search.
     assert "confirmed: the winner is" in printed["first"].output
     assert f"released {small_sweeps.NAME}" in printed["first"].output
     assert scored == 10 + 2  # Ten recipes, and two of them on the confirmation documents.

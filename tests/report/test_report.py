@@ -338,12 +338,17 @@ def test_the_lead_says_what_to_do_next() -> None:
 
 
 def test_stages_and_their_times_are_added_to_a_finished_page() -> None:
-    stages = (EndedStage(name="merge", subject="", status="made", seconds=4.2, summary="29 <tensors>"),)
+    stages = (
+        EndedStage(name="merge", subject="", status="made", seconds=4.2, summary="29 <tensors>"),
+        EndedStage(name="evaluate", subject="base", status="cached", seconds=0.0, summary="copy 100.0"),
+        EndedStage(name="evaluate", subject="merge", status="made", seconds=8.0, summary="copy 99.0"),
+    )
     html = add_stages(page_of(samples.released()), stages)
     page = Page(html)
     assert "Stages of this run" in page.text
     assert "✓ built" in " ".join(page.text.split())
     assert "29 &lt;tensors&gt;" in html
+    assert {"evaluate", "2 calls, 1 cached", "8.0 s"} <= {*page.texts["th"], *page.texts["td"]}
     assert '<li><a href="#stages">Stages of this run</a></li>' in html
     assert add_stages("<p>page of an older version</p>", stages) == "<p>page of an older version</p>"
 

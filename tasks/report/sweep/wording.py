@@ -92,8 +92,8 @@ def sweep_consequence(content: SweepContent) -> str:
     if sweep_outcome(content) == "pass":
         return "Next: release the recipe of the winner. The gate of the release tests it on other documents."
     return (
-        "Nothing was released. Next: keep the best hand-written recipe, or search again with more documents or with "
-        "other parameters."
+        "The sweep released no recipe. Next: keep the best hand-written recipe, or search again with more documents or "
+        "with other parameters."
     )
 
 
