@@ -1,4 +1,6 @@
-"""Measure how much of two skills each method retains, as usual and at its best scale: first table of method-quality.md.
+"""Measure how much of two skills each method retains, as usual and at its best scale.
+
+The tables are in ``docs/benchmarks/method-quality.md``.
 
 ::
 
