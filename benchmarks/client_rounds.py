@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 Train = Callable[[Clients, Path], None]
 FIFTH: Mapping[str, Train | None] = {
     "none": None,
-    "reversed × 5": lambda clients, begin: clients.turn("eve", begin, 5),
+    "reversed x 5": lambda clients, begin: clients.turn("eve", begin, 5),
     "noise x 5": lambda clients, begin: clients.confuse("eve", begin, 5),
     "NaN": lambda clients, begin: clients.damage("eve", begin),
 }

@@ -140,12 +140,12 @@ def methods_page() -> str:
         lines.append(f"| {link} | {_cell(method.summary)} | {_BASE_ROLES[method.base]} | {models} | {_cell(paper)} |")
     lines += [
         "",
-        "*Merged* means that the base is merged like any other model. *Donor* means that it only provides the config and",
-        "the tokenizer. A *task vector* is a model minus the base. In formulas, `b` is the base, `x_i` are the models, `w_i`",
-        "their weights and `λ` is `lambda`. Set parameters of a model in its own `parameters`, and those of the merge at",
-        "the top level.",
+        "*Merged* means that the base is merged like any other model. *Donor* means that it only provides the config",
+        "and the tokenizer. A *task vector* is a model minus the base. In formulas, `b` is the base, `x_i` are the",
+        "models, `w_i` their weights and `λ` is `lambda`. Set parameters of a model in its own `parameters`, and those",
+        "of the merge at the top level.",
         "",
-        "`regmean`, `wudi`, `tsv_m`, `knots` and `svc` work on matrices of linear layers inside the layers of the model,",
+        "`regmean`, `wudi`, `tsv_m`, `knots` and `svc` merge matrices of linear layers inside the layers of a model,",
         "each expert separately. They average all other tensors. Thresholds of `ties` and `localize_and_stitch` apply",
         "within each tensor.",
     ]
