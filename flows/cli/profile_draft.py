@@ -218,7 +218,7 @@ def profile_text(draft: ProfileDraft) -> str:
     lines += [
         "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",
         "# remedies:\n#   - {density: 0.3}\n",
-        "\n# Target of a release that passes. Other targets: hub, s3, oci, mlflow (docs/publishing.md)\n",
+        "\n# Target of a release that passes. Other targets: hub, s3, oci, mlflow (docs/explanation/publishing.md)\n",
         f"publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
     ]
     return "".join(lines)
