@@ -61,9 +61,9 @@ def build(to: Path) -> Path:
     listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True)
     source = to / "source"
     for file in listed.stdout.splitlines():
-        if (PROJECT / file).is_file():
+        if (PROJECT / file).exists():
             (source / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(PROJECT / file, source / file)
+            shutil.copyfile(PROJECT / file, source / file, follow_symlinks=False)  # mergegate/ links to the layers
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*wheel, "-w", str(to), str(source)], check=True)
     (built,) = to.glob("mergegate-*.whl")

@@ -98,7 +98,7 @@ def main(
     if unknown:
         raise SystemExit(f"--methods: unknown {unknown[0]!r}; known are {', '.join(METHODS)}")
     if options.peer and not PEER.exists():
-        raise SystemExit("--peer: mergekit's environment is not there: make .venv-peer/ready")
+        raise SystemExit("--peer: mergekit's environment is missing; run 'make .venv-peer/ready'")
     print(_headline(family, options.warm, device))
     rows = []
     for name in names:

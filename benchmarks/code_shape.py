@@ -49,7 +49,7 @@ def main() -> None:
         "lines of docstrings": f"{docstring_lines:,}",
         "functions": f"{len(functions):,}",
         "functions referenced once": f"{len(once):,} ({len(once) / len(functions):.1%})",
-        f"files of at most {SMALL_FILE} lines": f"{len(small)}, of which {len(fronts)} are __init__.py",
+        f"files of at most {SMALL_FILE} lines": f"{len(small)}, including {len(fronts)} __init__.py",
         f"functions with more than {MOST_PARAMETERS} parameters": f"{len(long_signatures)}",
     }
     for label, value in rows.items():

@@ -32,11 +32,11 @@ COLUMNS = (
     "sampler",
     "seed",
     "confirmed, p",
-    "hand-written, held out",
-    "winner, held out",
-    "gain, held out",
-    "winner, searched on",
-    "documents asked",
+    "hand-written",
+    "winner",
+    "gain",
+    "winner, search documents",
+    "documents used",
     "search",
 )
 

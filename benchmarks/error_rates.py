@@ -1,11 +1,13 @@
-"""Simulate how often the gate publishes a merge at its margin, for graded scores and clusters in ``docs/gates.md``.
+"""Simulate how often the gate passes a merge at its margin or an equal merge, for graded scores and clusters.
+
+The tables are in ``docs/benchmarks/graded-and-clustered-error-rates.md`` and ``graded-and-clustered-power.md``.
 
 ::
 
     .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
     .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
 
-Merges are drawn, not run. The gate's functions decide them (``tasks.gate.bounded``, ``tasks.gate.clusters``,
+Merges are drawn, not run. The gate's functions decide them (``tasks.gate.graded_scores``, ``tasks.gate.clusters``,
 ``tasks.gate.statistics``), which accept arrays of many samples. A merge that fails at an early interim look
 is still judged at the next one, so the published share is overstated.
 """
@@ -262,7 +264,7 @@ def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
         error = 100 * math.sqrt(0.05 * 0.95 / runs)
         fewer = f", of {runs // 10:,} where equal" if name == "graded" else ""
         print(
-            f"Published, in percent of {runs:,} simulated merges{fewer} (Monte Carlo standard error {error:.2f} at "
-            "5 %): by the gate, and after the dot by the interval that it had before.\n"
+            f"Merges that pass, in percent of {runs:,} simulated merges{fewer} (Monte Carlo standard error {error:.2f} "
+            "at 5 %): by the gate and, after the dot, by Student's interval.\n"
         )
     print("\n".join(TABLES[name](runs, np.random.default_rng(seed))))

@@ -1,7 +1,8 @@
-"""Simulate how often suites, attempts and scheduled runs end well, for the tables of ``docs/gates.md`` about them.
+"""Simulate how often suites, attempts and scheduled runs release a merge.
 
-Run it with ``benchmarks/operating_characteristics.py suites`` (or ``attempts``, ``nights``). The gate's own functions
-decide, on arrays of samples.
+The tables are in ``docs/benchmarks/suite-and-anchor-error-rates.md``. Run it with
+``benchmarks/operating_characteristics.py suites`` (or ``attempts``, ``scheduled``). The gate's own functions decide, on
+arrays of samples.
 """
 
 from __future__ import annotations
@@ -60,21 +61,21 @@ def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> 
     return float(naive.mean()), float(spent.mean())
 
 
-class Nights(NamedTuple):
-    """The result of many nightly runs: points that are truly lost compared with the first release."""
+class Series(NamedTuple):
+    """Result of many series of scheduled runs: points that are truly lost compared with the first release."""
 
-    published: float  # mean number of nights that published
+    released: float  # mean number of runs that release
     lost: float  # mean
-    at_most: float  # in 95 of 100 runs
-    beyond: float  # share of runs that end beyond the margin
+    quantile: float  # 95 % quantile of the loss
+    beyond: float  # share of series that end beyond the margin
 
 
-def nights(
+def scheduled(
     step: float, discordance: float, tasks: int, n: int, runs: int, rng: np.random.Generator, *, anchored: bool
-) -> Nights:
-    """Simulate a hundred nights on the same documents, each with a merge that loses a little more.
+) -> Series:
+    """Simulate a hundred scheduled runs on the same documents, each with a merge that loses a little more.
 
-    Each merge is truly ``step`` (of 1) worse than the release of the previous night.
+    Each merge is truly ``step`` (of 1) worse than the latest release.
     """
     champion = anchor = rng.random((runs, tasks, n)) < 0.7
     published, refusals = np.zeros(runs), np.zeros(runs, dtype=np.int64)
@@ -92,7 +93,7 @@ def nights(
         published += passes
     lost = 100 * step * published
     beyond = float((lost > GUARD.upper_limit + 1e-9).mean())
-    return Nights(float(published.mean()), float(lost.mean()), float(np.quantile(lost, 0.95)), beyond)
+    return Series(float(published.mean()), float(lost.mean()), float(np.quantile(lost, 0.95)), beyond)
 
 
 def _guards(tasks: int) -> list[Guard]:
@@ -115,8 +116,8 @@ def _judged(reference: NDArray[np.bool_], merge: NDArray[np.bool_], levels: Arra
 
 def suite_table(runs: int, rng: np.random.Generator) -> list[str]:
     """Return a row per suite and discordance: percentage published, judged per task / as a suite."""
-    head = ("tasks", "discordance", "equal", "all at the margin", "one fallen by 5", "stopped / possible")
-    head = (*head, "one fallen by 10", "stopped / possible")
+    head = ("tasks", "discordance", "equal: each / suite", "at the margin: each / suite", "one drop of 5")
+    head = (*head, "stopped / detectable", "one drop of 10", "stopped / detectable")
     rows = [_row(*head), "|" + " --: |" * len(head)]
     for tasks, n in SUITES:
         for discordance in DISCORDANCES:
@@ -136,7 +137,8 @@ def suite_table(runs: int, rng: np.random.Generator) -> list[str]:
 
 def attempts_table(runs: int, rng: np.random.Generator) -> list[str]:
     """Return a row per number of attempts: percentage of merges at the margin that are published."""
-    head = ("attempts", "unlike: 95 % each", "unlike: shared", "half alike: 95 % each", "half alike: shared")
+    kinds = ("unrelated: 95 % each", "unrelated: shared", "half shared: 95 % each", "half shared: shared")
+    head = ("attempts", *kinds)
     rows = [_row(*head), "|" + " --: |" * len(head)]
     for count in range(1, 7):
         found = [share for shared in (0.0, 0.5) for share in attempts(count, shared, runs, rng)]
@@ -144,27 +146,27 @@ def attempts_table(runs: int, rng: np.random.Generator) -> list[str]:
     return rows
 
 
-def nights_table(runs: int, rng: np.random.Generator) -> list[str]:
-    """Return a row per suite and nightly loss, with and without an anchor."""
+def scheduled_table(runs: int, rng: np.random.Generator) -> list[str]:
+    """Return a row per suite and drop per run, with and without an anchor."""
     head = (
         "tasks",
         "discordance",
-        "lost each night",
+        "drop per run",
         "anchor",
-        "published",
-        "lost",
-        "95 % lose at most",
-        "beyond 3, %",
+        "released",
+        "total drop",
+        "95 % quantile",
+        "above 3, %",
     )
     rows = [_row(*head), "|" + " --: |" * len(head)]
     for tasks, n, discordance in ((6, 1000, 0.05), (6, 1000, 0.10), (7, 500, 0.10)):
         for step in (0.0, 0.005, 0.01):
             for anchored in (False, True):
-                found = nights(step, discordance, tasks, n, runs, rng, anchored=anchored)
+                found = scheduled(step, discordance, tasks, n, runs, rng, anchored=anchored)
                 cells = (
-                    f"{found.published:.1f}",
+                    f"{found.released:.1f}",
                     f"{found.lost:.1f}",
-                    f"{found.at_most:.1f}",
+                    f"{found.quantile:.1f}",
                     f"{100 * found.beyond:.1f}",
                 )
                 name = "first" if anchored else "none"
@@ -180,4 +182,4 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-TABLES = {"suites": suite_table, "attempts": attempts_table, "nights": nights_table}
+TABLES = {"suites": suite_table, "attempts": attempts_table, "scheduled": scheduled_table}

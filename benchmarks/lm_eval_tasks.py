@@ -1,4 +1,4 @@
-"""List every task that lm-eval ships and whether it can guard a release, for the table of ``docs/evaluation.md``.
+"""List every task that lm-eval ships and whether it can guard a release, for ``docs/benchmarks/lm-eval-tasks.md``.
 
     python benchmarks/lm_eval_tasks.py                 # the tables, as Markdown
     python benchmarks/lm_eval_tasks.py --family arc    # each task of one family, with its reason
@@ -64,7 +64,7 @@ def tables(rows: list[tuple[str, str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Which of lm-eval's tasks can guard a release.")
+    parser = argparse.ArgumentParser(description="List the lm-eval tasks that can guard a release.")
     parser.add_argument("--family", help="list each task of this directory of lm_eval/tasks")
     wanted = parser.parse_args().family
     rows = decided()

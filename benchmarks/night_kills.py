@@ -125,7 +125,7 @@ def disturbed(
                 whom, begins = "", "going on"  # a continued run does not repeat finished work
             if ended not in (KILLED if killed_at is not None else ("Released", "NothingNew")):
                 seen.unexpected.append(
-                    f"{seen.kills[-1] if killed_at is not None else 'nobody killed'}: {site.state(run)}"
+                    f"{seen.kills[-1] if killed_at is not None else 'no process killed'}: {site.state(run)}"
                 )
         seen.releases.append(site.released())
         seen.halves += site.halves()
@@ -165,16 +165,16 @@ def told(seen: Nights, wanted: dict[str, str], size: int, left: int) -> tuple[li
     longest = {whom: max(kill.free for kill in seen.kills if kill.whom == whom) for whom in of}
     most = max(seen.sizes, default=0)
     rows = [
-        ("kills, over nights that released", f"{len(seen.kills)}, over {len(seen.releases)}"),
+        ("kills, and scheduled runs that released", f"{len(seen.kills)}, {len(seen.releases)}"),
         *(
             (f"of {whom}", f"{count}; the run has ended after at most {longest[whom]:.0f} s")
             for whom, count in of.items()
         ),
         ("releases with the bytes of the undisturbed one", f"{same} of {len(seen.releases)}"),
-        ("half-written things left in store and target", str(len(seen.halves))),
-        ("runs that ended in a state that nobody expects", str(len(seen.unexpected))),
+        ("half-written files left in store and target", str(len(seen.halves))),
+        ("runs that ended in an unexpected state", str(len(seen.unexpected))),
         ("state: undisturbed, largest", f"{size / 1e6:.2f} MB, {most / 1e6:.2f} MB"),
-        ("processes left when all were told to end", str(left)),
+        ("processes left after the shutdown", str(left)),
     ]
     fine = same == len(seen.releases) > 0 and not (seen.halves or seen.unexpected or left) and most <= 1.5 * size
     return rows, fine

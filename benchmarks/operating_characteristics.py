@@ -1,9 +1,10 @@
-"""Simulate how often the gate passes, fails or cannot decide, by a merge's true drop: the tables of ``docs/gates.md``.
+"""Simulate how often the gate passes, fails or cannot decide, by a merge's true drop.
 
-::
+The tables are in ``docs/benchmarks/gate-error-rates.md``, and those of the other commands in the pages that the modules
+``error_rates`` and ``gate_suites`` name::
 
     .venv/bin/python benchmarks/operating_characteristics.py               # the tables, a minute or so on one core
-    .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for docs/gates.md
+    .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for the docs
     .venv/bin/python benchmarks/operating_characteristics.py graded        # or clusters: see error_rates.py
 
 Merges are drawn, not run. On each document, the merge loses a right answer of the reference with probability
@@ -26,7 +27,7 @@ from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 
-SUITE_TABLES = ("suites", "attempts", "nights")
+SUITE_TABLES = ("suites", "attempts", "scheduled")
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
 FIRST_LOOK = 500
@@ -100,8 +101,8 @@ def characteristics(runs: int, rng: np.random.Generator) -> list[str]:
 
 
 def errors(runs: int, rng: np.random.Generator) -> list[str]:
-    """Return one row per task: false publications at a true drop of the margin, false alarms at none."""
-    heads = (f"{what} {discordance:.2f}" for what in ("publishes", "alarms") for discordance in DISCORDANCES)
+    """Return one row per task: passes at a true drop of the margin, failures at none."""
+    heads = (f"{what} {discordance:.2f}" for what in ("pass", "fail") for discordance in DISCORDANCES)
     rows = [_row("documents", *heads), _rule(1 + 2 * len(DISCORDANCES))]
     for n in DOCUMENTS:
         for schedule in dict.fromkeys((interim_looks(n, None), interim_looks(n, FIRST_LOOK))):
@@ -123,7 +124,7 @@ def _rule(columns: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", default="guards", choices=["guards", "graded", "clusters", *SUITE_TABLES])
-    parser.add_argument("--markdown", action="store_true", help="with the sentences that stand around the tables")
+    parser.add_argument("--markdown", action="store_true", help="print the introduction of each table, too")
     parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -141,16 +142,16 @@ def main() -> None:
     if arguments.markdown:
         error = 100 * 0.5 / math.sqrt(runs)
         print(
-            f"Pass / inconclusive / fail in percent of {runs:,} simulated merges (Monte Carlo standard error at most "
-            f"{error:.2f}), by the true drop; in several looks, after the dot, the mean number of documents.\n"
+            f"Pass / inconclusive / fail in percent of {runs:,} simulated merges, by true drop (Monte Carlo standard "
+            f"error at most {error:.2f}). With several looks, the mean number of documents follows after the dot.\n"
         )
     print("\n".join(characteristics(runs, rng)))
     print()
     if arguments.markdown:
         error = 100 * math.sqrt(0.05 * 0.95 / (10 * runs))
         print(
-            f"Wrong answers in percent of {10 * runs:,} simulated merges (Monte Carlo standard error {error:.2f}), by "
-            "discordance: published although the true drop is the margin, 3 points; alarmed although it is none.\n"
+            f"Wrong verdicts in percent of {10 * runs:,} simulated merges, by discordance (Monte Carlo standard error "
+            f"{error:.2f}): pass although the true drop equals the margin of 3 points, and fail although it is zero.\n"
         )
     print("\n".join(errors(10 * runs, rng)))
 

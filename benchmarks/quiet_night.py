@@ -110,7 +110,7 @@ def main() -> None:
             began = time.monotonic()
             subprocess.run([options.mergegate.with_name("prefect"), "version"], capture_output=True, check=True)
             prefect.append(time.monotonic() - began)
-        print(table(nights | {"the first night": [first]}, prefect))
+        print(table(nights | {"first run": [first]}, prefect))
 
 
 def table(nights: dict[str, list[Night]], prefect: list[float]) -> str:
@@ -118,7 +118,7 @@ def table(nights: dict[str, list[Night]], prefect: list[float]) -> str:
     lines = [
         f"`prefect version`: {_seconds(prefect)} s; load {os.getloadavg()[0]:.1f}",
         "",
-        "| night | seconds | ÷ `prefect version` | before the first stage | stages that took the most | the rest |",
+        "| scheduled run | seconds | ÷ `prefect version` | before the first stage | slowest stages | other |",
         "|---|--:|--:|--:|---|--:|",
     ]
     base = statistics.median(prefect)

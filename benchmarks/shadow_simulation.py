@@ -6,10 +6,11 @@
     .venv/bin/python benchmarks/shadow_simulation.py --runs 500  # a glance
     .venv/bin/python benchmarks/shadow_simulation.py --switch    # how often the kill switch ends an equal candidate
 
-The results are the tables of ``docs/shadow.md``. Pairs are drawn, not judged. Each is a tie with a fixed probability,
-and else a win or a loss, such that the win rate is even minus the shortfall. The evidence comes from the product
-(``tasks.shadow``). Only the checks are vectorized over thousands of runs. No check is missed: the next one is at the
-earliest pair at which the evidence could have reached the threshold if the candidate had won every pair until then.
+The results are the tables of ``docs/benchmarks/shadow-simulation.md``. Pairs are drawn, not judged. Each is a tie with
+a fixed probability, and else a win or a loss, such that the win rate is even minus the shortfall. The evidence comes
+from the product (``tasks.shadow``). Only the checks are vectorized over thousands of runs. No check is missed: the next
+one is at the earliest pair at which the evidence could have reached the threshold if the candidate had won every pair
+until then.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _pairs(values: NDArray[np.int64], share: float, most: int) -> str:
 def _tables(runs: int, pairs: int) -> Iterator[str]:
     rule = ShadowRule()
     done = {(t, s): simulate(t, s, rule, runs, pairs) for t in TIES for s in SHORTFALLS}
-    yield f"{runs:,} runs each, looked at after every one of up to {pairs:,} pairs, margin {rule.margin:g} points:\n"
+    yield f"{runs:,} runs per row, checked after every pair of up to {pairs:,} pairs, margin {rule.margin:g} points:\n"
     yield "| ties | promoted at the margin | a z-test, every 100 of 5,000 pairs | equal, and rolled back |"
     yield "| --: | --: | --: | --: |"
     for t in TIES:
@@ -156,8 +157,8 @@ def killed_by_luck(spread: float, rule: SwitchRule, runs: int, requests: int, ev
 
 
 def _switch_table(runs: int, requests: int) -> Iterator[str]:
-    yield f"{runs:,} runs each of {requests:,} requests to either arm, looked at every 20:\n"
-    yield "| spread of the first byte: median to 95th percentile | of 50 | of 100 | of 200 |"
+    yield f"{runs:,} runs per row, {requests:,} requests to each model, checked every 20 requests:\n"
+    yield "| median : 95th percentile | window 50 | window 100 | window 200 |"
     yield "| --: | --: | --: | --: |"
     for spread in (0.4, 0.6, 0.8, 1.0):
         shares = [killed_by_luck(spread, SwitchRule(window=window), runs, requests) for window in (50, 100, 200)]

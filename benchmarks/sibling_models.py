@@ -103,7 +103,7 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == steps - 1:
-            print(f"  {out.name} step {step + 1}/{steps}: {float(loss):.3f} nats a token", flush=True)
+            print(f"  {out.name} step {step + 1}/{steps}: {float(loss):.3f} nats per token", flush=True)
     network.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     return out

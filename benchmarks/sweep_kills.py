@@ -292,24 +292,24 @@ def compared(alone: Project, killed: Project, kills: list[Kill]) -> tuple[list[t
     again = sum(ended.values()) - len(ended)
     left = [pid for project in (alone, killed) for pid in project.running()]
     same = {
-        "trials: points, scores, documents asked": alone.trials() == killed.trials(),
-        "every number of every document": by_key[0] == by_key[1],
+        "trials: points, scores, documents used": alone.trials() == killed.trials(),
+        "every score of every document": by_key[0] == by_key[1],
         "winner's recipe": bool(alone.winner()) and alone.winner() == killed.winner(),
     }
     state, records = ("store", "sweeps", "reports"), ("prefect",)
     rows = [
         ("kills", str(len(kills))),
-        ("of them, before the first trial of a run", str(sum(kill.trials == 0 for kill in kills))),
-        *((said, "the same, bit for bit" if equal else "DIFFERENT") for said, equal in same.items()),
-        ("trials, and confirmations, undisturbed", str(len(alone.notes("end")))),
-        ("records in the ledger, each of another trial", f"{kept}" if kept == len(by_key[1]) else "REPEATED"),
-        ("trials that a kill cut off", str(lost)),
-        ("trials that were scored to the end a second time", str(again)),
-        ("longest until nobody was left after a kill", f"{max((kill.gone for kill in kills), default=0):.1f} s"),
+        ("kills before the first trial of a run", str(sum(kill.trials == 0 for kill in kills))),
+        *((said, "identical" if equal else "DIFFERENT") for said, equal in same.items()),
+        ("trials and confirmations without kills", str(len(alone.notes("end")))),
+        ("distinct records in the ledger", f"{kept}" if kept == len(by_key[1]) else "REPEATED"),
+        ("trials interrupted by a kill", str(lost)),
+        ("trials scored to the end twice", str(again)),
+        ("longest time until all processes had ended", f"{max((kill.gone for kill in kills), default=0):.1f} s"),
         ("processes left at the end", str(len(left))),
-        ("store, ledgers, reports: undisturbed, killed", _sizes(alone.size(*state), killed.size(*state))),
-        ("records of Prefect: undisturbed, killed", _sizes(alone.size(*records), killed.size(*records))),
-        ("largest process: undisturbed, killed", _sizes(alone.peak, killed.peak)),
+        ("store, ledgers and reports: without kills, with kills", _sizes(alone.size(*state), killed.size(*state))),
+        ("Prefect's records: without kills, with kills", _sizes(alone.size(*records), killed.size(*records))),
+        ("largest process: without kills, with kills", _sizes(alone.peak, killed.peak)),
     ]
     fine = all(same.values()) and kept == len(by_key[1]) == len(ended) and not left
     return rows, fine and again <= len(kills) and killed.size(*state) <= 1.1 * alone.size(*state)

@@ -5,9 +5,9 @@
     .venv/bin/python benchmarks/sweep_simulation.py lies     # sweeps of noise: ten minutes of CPU
     .venv/bin/python benchmarks/sweep_simulation.py racing   # documents saved: one minute
 
-The results are the tables of ``docs/sweep.md``. Only the models are drawn. The quality of a recipe, the document (which
-all recipes share) and chance decide a document's score. Space, sampler, search, racing, ledger and confirmation are
-those of the product.
+The results are the tables of ``docs/benchmarks/sweep-statistics.md``. Only the models are drawn. The quality of a
+recipe, the document (which all recipes share) and chance decide a document's score. Space, sampler, search, racing,
+ledger and confirmation are those of the product.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _lies_table(sweeps: int) -> None:
         "sampler",
         "confidence",
         f"no candidate confirmed, of {sweeps}",
-        "of 100, on the documents of the search",
+        "false confirmations on search documents, of 100",
         "optimism",
     )
     print(f"| {' | '.join(columns)} |")
@@ -227,9 +227,9 @@ def _racing_table(sweeps: int) -> None:
     columns = (
         "objective",
         "rule",
-        "documents asked",
-        "ahead of the incumbent, and dropped",
-        "winner, against asking all",
+        "documents used",
+        "better than the incumbent, but dropped",
+        "winner, compared with `none`",
     )
     print(f"| {' | '.join(columns)} |")
     print("| --- | --- | --- | --- | --- |")
@@ -249,7 +249,7 @@ def _racing_table(sweeps: int) -> None:
             said = (
                 f"{100 * loss:+.2f} points" if kind.measure == "exact" else f"{100 * loss / abs(np.mean(whole)):+.1f} %"
             )
-            wrong = f"{dropped} of {ahead}" if rule == "paired" else "not stated" if rule == "halving" else "0"
+            wrong = f"{dropped} of {ahead}" if rule == "paired" else "unknown" if rule == "halving" else "0"
             print(f"| {name} | {rule} | {100 * asked / (sweeps * 60 * 400):.0f} % | {wrong} | {said} |", flush=True)
 
 

@@ -102,7 +102,7 @@ def release(
 
 
 def run_release_dry_pass(
-    profile: Path, overrides: tuple[str, ...], publish: bool, remedy: RemedyChoice | None
+    profile: Path | Profile, overrides: tuple[str, ...], publish: bool, remedy: RemedyChoice | None
 ) -> RunOutcome | None:
     """Return the outcome of :func:`release` if there is no work to do, otherwise None.
 

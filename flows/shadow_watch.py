@@ -208,7 +208,7 @@ def shadow_settings(profile: Profile) -> ShadowSettings:
             f"profile {profile.name}",
             found="it has no section 'shadow'",
             expected="two servers, and a judge that compares their answers",
-            remedy="see docs/shadow.md; profiles/demo-shadow.yaml is an example",
+            remedy="see docs/how-to/watch-a-release.md; profiles/demo-shadow.yaml is an example",
         )
     return profile.shadow
 

@@ -208,8 +208,8 @@ class InvalidFile(InvalidInput):
     def __init__(self, location: str, findings: Iterable[Finding]) -> None:
         self.findings = worst_first(findings)
         warnings = sum(finding.severity != "block" for finding in self.findings)
-        faults = len(self.findings) - warnings
-        count = f"{faults} fault{'s' * (faults > 1)}"
+        problems = len(self.findings) - warnings
+        count = f"{problems} problem{'s' * (problems > 1)}"
         if warnings:
             count += f" and {warnings} warning{'s' * (warnings > 1)}"
         lines = [

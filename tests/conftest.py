@@ -79,6 +79,12 @@ def _freeze() -> None:
     _frozen = len(sys.modules)
 
 
+@pytest.fixture(autouse=True)
+def long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep messages of the command line on one line each, so that they match the expected text."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture(scope="session")
 def prefect_database(request: pytest.FixtureRequest) -> Path:
     """Return an empty, migrated Prefect database; the hundred migrations run once instead of in each process."""

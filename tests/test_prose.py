@@ -23,7 +23,7 @@ def require_idiomatic(texts: list[Sentence]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layer", ["flows", "tasks", "merge_core"])
+@pytest.mark.parametrize("layer", ["mergegate", "flows", "tasks", "merge_core"])
 def test_texts_are_idiomatic(layer: str, kind: str) -> None:
     require_idiomatic([sentence for sentence in sentences(layer) if sentence.kind == kind])
 

@@ -80,7 +80,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             f"profile {profile.name}",
             found="it has no section 'sweep'",
             expected="free values of the recipe, and an objective",
-            remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
+            remedy="see docs/how-to/search-a-recipe.md; profiles/demo-sweep.yaml is an example",
         )
     recipe, candidates = profile.searched_recipe, sweep_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates.searched, candidates.by_hand)

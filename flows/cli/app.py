@@ -8,68 +8,229 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 import typer.core
 
-from mergegate.flows.cli.command import convert_os_error, print_refusal, refusals
+from mergegate.flows.cli.command import command_line, convert_os_error, print_refusal, refusals
 from mergegate.flows.cli.streams import safe_streams
 from mergegate.merge_core.system import require_posix
 
-# Command → its file and its summary in the list of commands. The function of `store ls` is `store_ls_command`.
-# A test compares the summaries with the docstrings.
+
+class Entry(NamedTuple):
+    """A command in the help: the file of its function, its summary, and commands that a user can copy.
+
+    The function of ``store ls`` is ``store_ls_command``. The summary is the first line of its docstring.
+    """
+
+    file: str
+    summary: str
+    examples: tuple[str, ...]
+
+
 _STORE = {
-    "ls": ("store", "List every artifact with its stage, model, size, age and reason to keep it."),
-    "du": ("store", "Show the size of the store by stage, and how much of it is needed."),
-    "verify": ("store", "Read every file of the store and compare it with its recorded hash."),
-    "gc": ("store", "Remove artifacts that no run, no release and no recent run of a profile needs."),
+    "ls": Entry("store", "List every artifact and the reason to keep it.", ("mergegate store ls",)),
+    "du": Entry("store", "Show the size of the store by stage.", ("mergegate store du",)),
+    "verify": Entry(
+        "store", "Compare every file of the store with its recorded hash.", ("mergegate store verify --json",)
+    ),
+    "gc": Entry(
+        "store",
+        "Remove artifacts that nothing needs.",
+        ("mergegate store gc --dry-run", "mergegate store gc --quota 50GB --older-than 7"),
+    ),
 }
 _SHADOW = {
-    "serve": ("shadow", "Run the proxy in front of the parent and the candidate."),
-    "replay": ("shadow", "Send the requests of a file to the proxy, as users would."),
-    "evaluate": ("shadow_decisions", "Judge new pairs, then promote the candidate, roll it back, or wait."),
-    "status": ("shadow_decisions", "Show which model serves users, and the evidence so far."),
-    "promote": ("shadow_decisions", "Promote the candidate manually, independent of the evidence."),
-    "rollback": ("shadow_decisions", "Route all users back to the parent, independent of the evidence."),
+    "serve": Entry(
+        "shadow",
+        "Run the proxy in front of the parent and the candidate.",
+        ("mergegate shadow serve profiles/demo-shadow.yaml", "mergegate shadow profiles/demo-shadow.yaml --reset"),
+    ),
+    "replay": Entry(
+        "shadow",
+        "Send the requests of a file to the proxy, as users would.",
+        ("mergegate shadow replay profiles/demo/traffic.jsonl --rate 20",),
+    ),
+    "evaluate": Entry(
+        "shadow_decisions",
+        "Judge new pairs, then promote, roll back or wait.",
+        ("mergegate shadow evaluate profiles/demo-shadow.yaml --approve",),
+    ),
+    "status": Entry(
+        "shadow_decisions",
+        "Show which model serves users, and the evidence so far.",
+        ("mergegate shadow status profiles/demo-shadow.yaml",),
+    ),
+    "promote": Entry(
+        "shadow_decisions",
+        "Promote the candidate, regardless of the evidence.",
+        ('mergegate shadow promote profiles/demo-shadow.yaml --reason "hotfix"',),
+    ),
+    "rollback": Entry(
+        "shadow_decisions",
+        "Return all users to the parent, regardless of evidence.",
+        ('mergegate shadow rollback profiles/demo-shadow.yaml --reason "complaints"',),
+    ),
 }
-_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "run": ("run", "Check, merge, evaluate, gate and publish a release."),
-    "demo": ("demo", "Copy the demo models into a directory, and release a merge of them there."),
-    "check": ("check", "Find every problem before any weight is read, and list all findings, worst first."),
-    "plan": ("plan", "Forecast bytes, memory, disk, time and cost of a merge from headers alone."),
-    "merge": ("merge", "Merge a recipe into a directory, without evaluation."),
-    "compare": ("run", "Judge checkpoint B against checkpoint A with the evidence and guards of a profile."),
-    "gate": ("gate", "Judge the output of lm-eval with the guards of a profile."),
-    "sweep": ("sweep", "Search the free values of a recipe, confirm the winner, and release it."),
-    "tune": ("sweep", "Find the scale at which a merge is most certain of its answers, without labels."),
-    "init": ("init", "Write a recipe and a profile for your models that pass the checks."),
-    "smoke": ("smoke", "Serve a checkpoint, send test requests, and print the results of all checks."),
-    "methods": ("methods", "List the merge methods with their parameters, ranges and defaults."),
-    "schema": ("schema", "Print the JSON Schema of a profile or a recipe, for editors."),
-    "fetch-data": ("fetch_data", "Fetch the datasets of a profile's tasks for offline runs."),
-    "extract-lora": ("extract", "Extract a LoRA adapter from a fine-tune and its base."),
-    "transplant-tokenizer": ("transplant", "Give a model the tokenizer of another model."),
-    "verify": ("verify", "Verify a release against its own claims."),
-    "reproduce": ("verify", "Rebuild the weights of a release, and compare them byte by byte."),
-    "history": ("history", "List how the runs of this project ended, newest first."),
-    "status": ("status", "Show active runs, schedules, the last result of each profile and the store."),
-    "open": ("status", "Open a report in a browser, or print its path."),
-    "explain": ("status", "Explain the decision of a past run."),
-    "doctor": ("doctor", "Find damaged, set-aside and leftover files of this project."),
-    "server": ("server", "Serve Prefect's API and pages for this project."),
-    "worker": ("server", "Run due deployments, one at a time, in this project's directory."),
-    "deploy": ("server", "Update the server's deployments, schedules and notifications from schedules.yaml."),
-    "trigger": ("trigger", "Start a release on the next free worker, and print the URL of its page."),
-    "approve": ("approve", "Approve or reject a release that waits on the server."),
+_PANELS: Mapping[str, Mapping[str, Entry]] = {
+    "Release": {
+        "run": Entry(
+            "run",
+            "Check, merge, evaluate, gate and publish a release.",
+            (
+                "mergegate run profiles/demo.yaml",
+                "mergegate run profiles/demo.yaml --dry-run",
+                "mergegate run profiles/demo.yaml --set evaluate.documents=200 --no-publish",
+            ),
+        ),
+        "check": Entry(
+            "check",
+            "Find every problem before any weight is read.",
+            ("mergegate check profiles/demo.yaml", "mergegate check profiles/demo/recipes/ties.yaml -v"),
+        ),
+        "init": Entry(
+            "init",
+            "Write a recipe and a profile for your models.",
+            (
+                "mergegate init models/base models/math models/code",
+                "mergegate init acme/base acme/math --task gsm8k --data held-out.jsonl --yes",
+                'mergegate init base math code --task "gsm8k:best parent" --out release',
+            ),
+        ),
+        "demo": Entry(
+            "demo", "Release a merge of the demo models in a new directory.", ("mergegate demo mergegate-demo",)
+        ),
+    },
+    "Merge": {
+        "merge": Entry(
+            "merge",
+            "Merge a recipe into a directory, without evaluation.",
+            (
+                "mergegate merge profiles/demo/recipes/ties.yaml out/merge",
+                "mergegate merge recipe.yaml out/merge --device cuda --seed 7",
+            ),
+        ),
+        "plan": Entry(
+            "plan",
+            "Forecast memory, disk, time and cost of a merge.",
+            ("mergegate plan profiles/demo.yaml", "mergegate plan recipe.yaml --price my-box=1.20"),
+        ),
+        "methods": Entry("methods", "List the merge methods and their parameters.", ("mergegate methods",)),
+        "extract-lora": Entry(
+            "extract",
+            "Extract a LoRA adapter from a fine-tune and its base.",
+            ("mergegate extract-lora models/math models/base --rank 32 --out math-adapter",),
+        ),
+        "transplant-tokenizer": Entry(
+            "transplant",
+            "Give a model the tokenizer of another model.",
+            ("mergegate transplant-tokenizer models/math models/donor out/math",),
+        ),
+    },
+    "Evaluate": {
+        "compare": Entry(
+            "run",
+            "Judge one checkpoint against another by a profile's guards.",
+            ("mergegate compare models/old models/new --profile profiles/demo.yaml",),
+        ),
+        "gate": Entry(
+            "gate",
+            "Judge the output of lm-eval with the guards of a profile.",
+            ("mergegate gate merge=out/merge reference=out/parent -p profiles/demo.yaml",),
+        ),
+        "sweep": Entry(
+            "sweep",
+            "Search the free values of a recipe, and release the winner.",
+            ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-sweep.yaml --no-release"),
+        ),
+        "tune": Entry(
+            "sweep",
+            "Find the best scale of a merge, without labels.",
+            ("mergegate tune profiles/demo.yaml", "mergegate tune profiles/demo.yaml --trials 8 --release"),
+        ),
+        "smoke": Entry(
+            "smoke",
+            "Serve a checkpoint, and test its answers.",
+            (
+                "mergegate smoke out/merge --profile profiles/demo-served.yaml",
+                "mergegate smoke http://127.0.0.1:8000 --checkpoint out/merge",
+            ),
+        ),
+        "fetch-data": Entry(
+            "fetch_data",
+            "Fetch the datasets of a profile's tasks for offline runs.",
+            ("mergegate fetch-data profiles/examples/llama.yaml",),
+        ),
+    },
+    "Inspect": {
+        "status": Entry("status", "Show active runs, schedules, last results and the store.", ("mergegate status",)),
+        "history": Entry(
+            "history",
+            "List how the runs of this project ended, newest first.",
+            ("mergegate history", "mergegate history demo --last 5"),
+        ),
+        "explain": Entry(
+            "status",
+            "Explain the decision of a past run.",
+            ("mergegate explain demo", "mergegate explain 7d50f2b56668"),
+        ),
+        "open": Entry(
+            "status", "Open a report in a browser, or print its path.", ("mergegate open", "mergegate open demo")
+        ),
+        "verify": Entry(
+            "verify",
+            "Verify a release against its own claims.",
+            ("mergegate verify releases/demo/latest", "mergegate verify acme/model@7d50f2b56668 --key public.pem"),
+        ),
+        "reproduce": Entry(
+            "verify",
+            "Rebuild the weights of a release, and compare every byte.",
+            ("mergegate reproduce releases/demo/latest",),
+        ),
+        "schema": Entry(
+            "schema",
+            "Print the JSON Schema of a profile or a recipe.",
+            ("mergegate schema profile > profile.json", "mergegate schema recipe > recipe.json"),
+        ),
+    },
+    "Operate": {
+        "server": Entry(
+            "server",
+            "Serve Prefect's API and pages for this project.",
+            ("mergegate server", "mergegate server --port 4300"),
+        ),
+        "worker": Entry(
+            "server", "Run due deployments, one at a time.", ("mergegate worker", "mergegate worker --once")
+        ),
+        "deploy": Entry("server", "Update deployments and schedules from schedules.yaml.", ("mergegate deploy",)),
+        "trigger": Entry(
+            "trigger",
+            "Start a release on the next free worker.",
+            ("mergegate trigger demo", "mergegate trigger profiles/demo.yaml --wait"),
+        ),
+        "approve": Entry(
+            "approve",
+            "Approve or reject a release that waits on the server.",
+            ("mergegate approve demo", 'mergegate approve demo --reject --reason "wrong license"'),
+        ),
+        "doctor": Entry(
+            "doctor",
+            "Find damaged and leftover files of this project.",
+            ("mergegate doctor", "mergegate doctor --repair"),
+        ),
+    },
+    "Watch": {},
 }
 RENAMED_COMMANDS: Mapping[str, str] = {"look": "evaluate"}
 """Maps former names of commands to their present names. Using a former name is an error that states the present one."""
 RENAMED_OPTIONS: Mapping[str, str] = {
     "--again": "--reset",
+    "--documents": "--data",
     "--at-once": "--concurrency",
     "--key-from": "--api-key-env",
     "--mend": "--repair",
@@ -80,8 +241,15 @@ RENAMED_OPTIONS: Mapping[str, str] = {
 _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
+# Type of an option → the word for its value in the help.
+_METAVARS = {"Path": "PATH", "int": "NUMBER", "float": "NUMBER", "str": "TEXT"}
+
+
 class Command(typer.core.TyperCommand):
-    """A command that rejects the former name of an option with an error that tells the user the present one."""
+    """A command whose help ends with examples, and which rejects the former name of an option.
+
+    ``epilog`` has one example per line. ``rich_help_panel`` is the group of the command in ``mergegate --help``.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for parameter in self.params for option in parameter.opts}
@@ -89,40 +257,82 @@ class Command(typer.core.TyperCommand):
             former = word.partition("=")[0]
             if (current := RENAMED_OPTIONS.get(former)) in options and former not in options:
                 raise typer.BadParameter(f"this option was renamed: write {current}", ctx, param_hint=former)
+        words, context = args, ctx
+        while context.parent is not None:
+            words, context = [context.info_name, *words], context.parent
+        command_line.set(shlex.join(["mergegate", *words]))
         return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        examples = (self.epilog or "").splitlines()
+        with formatter.section("Example" if len(examples) == 1 else "Examples"):
+            for example in examples:
+                formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
 class LazyCommands(Mapping[str, Any]):
-    """A mapping from names to commands. Looking up a command imports its file."""
+    """A mapping from names to commands. Looking up a command imports its file.
 
-    def __init__(self, table: Mapping[str, tuple[str, str]], groups: Mapping[str, Any], prefix: str = "") -> None:
-        self._table, self._groups, self._prefix = table, groups, prefix
+    ``panels`` has the commands of each group of the help. A panel without a title has the only group. ``subcommands``
+    are the commands with commands of their own, by panel.
+    """
+
+    def __init__(
+        self,
+        panels: Mapping[str, Mapping[str, Entry]],
+        subcommands: Mapping[str, Sequence[CommandGroup]],
+        prefix: str = "",
+    ) -> None:
+        self._panels, self._subcommands, self._prefix = panels, subcommands, prefix
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._groups:
-            return self._groups[name]
-        file, summary = self._table[name]
+        for groups in self._subcommands.values():
+            for group in groups:
+                if group.name == name:
+                    return group
+        panel = next((panel for panel, entries in self._panels.items() if name in entries), None)
+        if panel is None:
+            raise KeyError(name)
+        entry = self._panels[panel][name]
         with refusals(False):
-            module = import_module(f"mergegate.flows.cli.{file}")
+            module = import_module(f"mergegate.flows.cli.{entry.file}")
         function = getattr(module, f"{self._prefix}{name.replace('-', '_')}_command")
         application = typer.Typer(add_completion=False, **_OPTIONS)
-        application.command(name, cls=Command, short_help=summary)(function)
+        declare = application.command(
+            name,
+            cls=Command,
+            short_help=entry.summary,
+            epilog="\n".join(entry.examples),
+            rich_help_panel=panel or None,
+        )
+        declare(function)
         command: Any = typer.main.get_command(application)
+        hints = get_type_hints(function)
         for parameter in command.params:
-            if parameter.param_type_name == "argument" and parameter.metavar is None:
-                parameter.metavar = (parameter.name or "").upper()
+            if parameter.metavar is None:
+                kinds = (word for kind, word in _METAVARS.items() if kind in str(hints[parameter.name]))
+                is_argument = parameter.param_type_name == "argument"
+                parameter.metavar = parameter.name.upper() if is_argument else next(kinds, None)
         return command
 
-    def summaries(self) -> list[tuple[str, str]]:
-        """Return the name and the summary of each command, without importing the command files."""
-        groups = [(name, group.short_help) for name, group in self._groups.items()]
-        return [*((name, summary) for name, (_, summary) in self._table.items()), *groups]
+    def summaries(self) -> dict[str, list[tuple[str, str]]]:
+        """Return the names and summaries of the commands of each panel, without importing the command files."""
+        return {
+            panel: [
+                *((name, entry.summary) for name, entry in entries.items()),
+                *((str(group.name), str(group.short_help)) for group in self._subcommands.get(panel, ())),
+            ]
+            for panel, entries in self._panels.items()
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return name in tuple(self)
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._table, *self._groups))
+        return (name for rows in self.summaries().values() for name, _ in rows)
 
     def __len__(self) -> int:
-        return len(self._table) + len(self._groups)
+        return sum(map(len, self.summaries().values()))
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -133,7 +343,7 @@ class CommandGroup(typer.core.TyperGroup):
 
     def __init__(self, *, commands: Any = None, default_command: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = commands or LazyCommands(_COMMANDS, _GROUPS)
+        self.commands: Any = commands or LazyCommands(_PANELS, _SUBCOMMANDS)
         self.default_command = default_command
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -147,27 +357,27 @@ class CommandGroup(typer.core.TyperGroup):
         return super().resolve_command(ctx, [str(self.default_command), *args] if uses_default else args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(self.commands.summaries())
+        for panel, rows in self.commands.summaries().items():
+            with formatter.section(panel or "Commands"):
+                formatter.write_dl(rows)
 
 
-def _group(name: str, table: Mapping[str, tuple[str, str]], summary: str, **settings: Any) -> CommandGroup:
+def _group(name: str, panel: str, table: Mapping[str, Entry], summary: str, **settings: Any) -> CommandGroup:
     return CommandGroup(
-        commands=LazyCommands(table, {}, prefix=f"{name}_"),
+        commands=LazyCommands({"": table}, {}, prefix=f"{name}_"),
         name=name,
         help=summary,
         short_help=summary,
         no_args_is_help=True,
         rich_markup_mode=None,
+        rich_help_panel=panel,
         **settings,
     )
 
 
-_GROUPS = {
-    "store": _group("store", _STORE, "List, measure and verify the store, and remove unneeded artifacts."),
-    "shadow": _group(
-        "shadow", _SHADOW, "Test a release on users' traffic before it is promoted.", default_command="serve"
-    ),
+_SUBCOMMANDS = {
+    "Operate": [_group("store", "Operate", _STORE, "List, measure, verify and clean up the store.")],
+    "Watch": [_group("shadow", "Watch", _SHADOW, "Test a release on users' traffic.", default_command="serve")],
 }
 
 app = typer.Typer(

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,6 @@ import typer
 from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core.errors import (
     EXIT_CODES,
-    INTERRUPTED,
     DiskUnavailable,
     Finding,
     MergegateError,
@@ -27,6 +27,10 @@ from mergegate.merge_core.errors import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+command_line: ContextVar[str] = ContextVar("command_line", default="mergegate")
+"""The running command as a user types it, for messages that propose to run it again."""
 
 
 def local_path(text: str | Path) -> Path:
@@ -67,9 +71,9 @@ def command_context(as_json: bool = False, *, with_state: bool = False) -> Itera
             from mergegate.flows.prefect_api import configure
 
             configure(Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute()))))
-        from rich.console import Console
+        from mergegate.flows.cli.console import FittingConsole
 
-        yield Console(quiet=as_json, highlight=False, soft_wrap=True)  # human-readable lines would break the JSON
+        yield FittingConsole(quiet=as_json, highlight=False)  # human-readable lines would break the JSON
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def refusals(as_json: bool) -> Iterator[None]:
         )
         raise _exit_with(refusal, as_json) from None
     except (KeyboardInterrupt, typer.Abort):  # typer.Abort comes from a prompt
-        _print_message("interrupted", INTERRUPTED, as_json)
+        _print_message("interrupted", f"interrupted; to resume, run: {command_line.get()}", as_json)
         raise typer.Exit(EXIT_CODES["interrupted"]) from None
 
 
@@ -134,5 +138,10 @@ def _print_message(status: Status, message: str, as_json: bool, *findings: Findi
             return
     except OSError:
         pass
+    from rich.text import Text
+
+    from mergegate.flows.cli.console import FittingConsole
+
     with suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        FittingConsole(stderr=True, highlight=False).print(Text(message))
+        sys.stderr.flush()

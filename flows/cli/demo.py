@@ -27,18 +27,17 @@ def demo_command(
     ] = Path("mergegate-demo"),
     as_json: JsonOption = False,
 ) -> None:
-    """Copy the demo models into a directory, and release a merge of them there.
+    """Release a merge of the demo models in a new directory.
 
-    It takes half a minute, and needs neither a network nor an account.
+    mergegate first copies the models there. The demo takes about a minute, and needs neither a network nor an account.
     """
     with command_context(as_json) as console:
         is_new = copy_demo(directory)
-        console.print(
-            f"{'copied the demo into' if is_new else 'the demo is in'} {directory}; paths below are relative to it",
-            markup=False,
-        )
-        os.chdir(directory)
-    run_command(PROFILE, as_json=as_json)
+        where = "copied the demo into" if is_new else "the demo is in"
+        console.print(f"{where} {directory}; run other commands about it there (cd {directory})", markup=False)
+        # The state is in the demo, but the working directory stays, so that printed paths are relative to it.
+        os.environ.setdefault("MERGEGATE_HOME", str((directory / ".mergegate").absolute()))
+    run_command(directory / PROFILE, as_json=as_json)
 
 
 def copy_demo(directory: Path) -> bool:

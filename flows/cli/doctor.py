@@ -39,7 +39,7 @@ def doctor_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find damaged, set-aside and leftover files of this project.
+    """Find damaged and leftover files of this project.
 
     The exit code is 3 if damage remains.
     """

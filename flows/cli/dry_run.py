@@ -42,6 +42,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
         more = {
             "stages": [asdict(stage) for stage in planned.stages] if planned else [],
             "seconds": seconds,
+            "further_documents": planned.further_documents if planned else 0,
             "rough": planned.rough if planned else False,
             "cost": cost,
             "attempts": len(profile.candidates()) + profile.max_proposed_remedies,

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.output import print_created
+from mergegate.flows.cli.output import format_count, print_created
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.files import new_directory
+from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store
@@ -39,7 +40,7 @@ def extract_lora_command(
 ) -> None:
     """Extract a LoRA adapter from a fine-tune and its base.
 
-    mergegate prints the share of the change that the adapter leaves out.
+    mergegate prints the share of the change that the adapter misses.
     """
     with command_context(as_json) as console:
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
@@ -61,16 +62,18 @@ def extract_lora_command(
             require_same_files(identities)
         worst = sorted(extracted.errors, key=lambda module_error: -module_error.error)
         for module_error in worst[:_MOST_SHOWN]:
-            rest = f"rank {module_error.rank} leaves out {module_error.error:.1%} of the change"
+            rest = f"rank {module_error.rank} misses {100 * module_error.error:.1f} % of the change"
             console.print(f"  {module_error.module}: {rest}")
         if len(worst) > _MOST_SHOWN:
-            console.print(f"  and {len(worst) - _MOST_SHOWN} modules with smaller errors")
+            rest = format_count(len(worst) - _MOST_SHOWN, "module")
+            console.print(f"  and {rest} with smaller errors")
         size = sum(file.stat().st_size for file in out.iterdir())
+        full = len(extracted.adapter.full_tensors)
         console.print(
-            f"{out}: {len(extracted.errors)} modules with factors, {len(extracted.adapter.full_tensors)} saved in full,"
-            f" {extracted.unchanged} tensors unchanged, {size / 1e6:,.1f} MB; "
-            f"{extracted.error:.2%} of the change is left out"
+            f"{out}: {format_bytes(size)}, {format_count(len(extracted.errors), 'module')} with factors, "
+            f"{full} saved in full, {format_count(extracted.unchanged, 'tensor')} unchanged"
         )
+        console.print(f"  the adapter misses {100 * extracted.error:.1f} % of the change")
         if as_json:
             modules = {item.module: {"rank": item.rank, "error": item.error} for item in extracted.errors}
             facts = {"out": str(out), "error": extracted.error, "unchanged": extracted.unchanged}

@@ -23,7 +23,7 @@ from rich.console import Console
 from mergegate.flows.cli.command import GuardsOption, JsonOption, command_context
 from mergegate.flows.cli.run_summary import print_outcome
 from mergegate.flows.outcome import RunOutcome
-from mergegate.flows.profile import load_profile
+from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation import (
     SCORES_FILE,
@@ -64,7 +64,7 @@ def gate_command(
         raise typer.Exit(outcome.exit_code)
 
 
-def judge_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
+def judge_results(entries: Sequence[str], profile_file: Path | Profile, console: Console) -> RunOutcome:
     """Judge results on disk with the guards of a profile.
 
     Each entry has the form ``NAME=DIRECTORY``. The names are ``merge``, and either ``reference`` or the models that the
@@ -74,14 +74,15 @@ def judge_results(entries: Sequence[str], profile_file: Path, console: Console) 
         InvalidInput: A model is missing or named twice, or results are invalid or not comparable.
     """
     profile = load_profile(profile_file)
+    location = f"profile {profile.name}" if isinstance(profile_file, Profile) else str(profile_file)
     if profile.evaluate is None:
         raise InvalidInput(
-            f"{profile_file}: evaluate",
+            f"{location}: evaluate",
             found="it is missing, so there are no guards",
             expected="evaluate: {tasks: [...]}",
         )
     directories = _directories_by_model(entries)
-    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", directories)
+    guards = _guards(profile.evaluate.tasks, profile.root, f"{location}: evaluate.tasks", directories)
 
     # The merge needs results of every task, a reference only of the tasks whose guards compare with it.
     files = {name: find_results(directory) for name, directory in directories.items()}

@@ -59,20 +59,17 @@ def history_command(
 
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
-    """Return a table of runs with fixed column widths, at most 80 characters in total."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    names, tasks = (17, 11) if with_profile else (0, 28)
-    for title, width in (("ended", 16), ("profile", names), ("outcome", 11), ("version", 12), ("lost most", tasks)):
-        if width:
-            table.add_column(title, width=width, no_wrap=True, overflow="ellipsis")
-    table.add_column("took", width=8, justify="right", no_wrap=True)
+    for title in ("ended", *(["profile"] if with_profile else []), "outcome", "version", "largest drop"):
+        table.add_column(title)
+    table.add_column("took", justify="right", no_wrap=True)
     for run in runs:
         worst = worst_drop(run)
         table.add_row(
             format_run_time(run),
             *([Text(run.profile)] if with_profile else []),
             Text(run.status, style=OUTCOME_STYLES[outcome_of_status(run.status)]),
-            Text(run.version or ""),
+            Text((run.version or "")[:12]),
             Text(f"{worst.drop:.1f} {worst.task}" if worst else ""),
             format_duration(run.seconds),
         )

@@ -31,6 +31,7 @@ from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.fitting_recipe import fitting_recipe
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.profile_draft import (
+    NO_GUARDS,
     SCHEMA_LINE,
     GuardDraft,
     LicenseDraft,
@@ -43,7 +44,7 @@ from mergegate.flows.cli.schema import schema_text
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
@@ -66,27 +67,37 @@ def init_command(
     out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the recipe and the profile.")] = Path(),
     name: Annotated[str, typer.Option(help="Name of the release.", show_default="the models' names")] = "",
     method: Annotated[str, typer.Option(help="Merge method.", show_default="chosen by the headers")] = "",
-    documents: Annotated[
+    data: Annotated[
         Path | None,
-        typer.Option(parser=local_path, help="Held-out text.", show_default="a file next to the models, or a sample"),
+        typer.Option(
+            parser=local_path,
+            metavar="FILE",
+            help="Held-out text for the perplexity check: JSON Lines with 'text', or plain text.",
+            show_default="a file next to the models, or a sample",
+        ),
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(metavar="TASK[=PARENT]", help="Task to guard: its name in lm-eval, or a file. Repeatable."),
+        typer.Option(
+            metavar="NAME[:GUARD]",
+            help="Task that the merge must not lose: its name in lm-eval, or a file. GUARD is the model to compare "
+            "with. Repeatable.",
+            show_default="the benchmarks that the model cards name",
+        ),
     ] = None,
     accept: Annotated[
-        str, typer.Option(metavar="'WHO: WHY'", help="Accept unclear licenses, with your name and the reason.")
+        str, typer.Option(metavar="'NAME: REASON'", help="Accept unclear licenses, with your name and the reason.")
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not prompt.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Use the defaults, without prompts.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a recipe and a profile for your models that pass the checks.
+    """Write a recipe and a profile for your models.
 
-    mergegate never overwrites files.
+    The files pass mergegate check. mergegate never overwrites files, and prompts for missing facts on a terminal.
     """
     with command_context(as_json, with_state=True) as console:
         prompts = not (as_json or yes) and sys.stdin.isatty() and sys.stdout.isatty()
-        request = InitRequest(base, tuple(models), out, name, method, documents, tuple(task or ()), accept, prompts)
+        request = InitRequest(base, tuple(models), out, name, method, data, tuple(task or ()), accept, prompts)
         raise typer.Exit(init_project(request, console, as_json))
 
 
@@ -99,9 +110,9 @@ class InitRequest:
     out: Path
     name: str = ""
     method: str = ""
-    documents: Path | None = None
-    tasks: tuple[str, ...] = ()  # TASK or TASK=PARENT
-    accept: str = ""  # who: why
+    data: Path | None = None
+    tasks: tuple[str, ...] = ()  # NAME or NAME:GUARD
+    accept: str = ""  # name: reason
     prompts: bool = False  # whether to prompt for missing values
 
 
@@ -185,6 +196,8 @@ def _write_project(
     blocking = [finding for finding in problems.worst_first() if finding.severity == "block"]
     written = [str(file) for file in files]
     left_out = [guard.problem for guard in profile.guards if guard.problem]
+    if len(left_out) == len(profile.guards):
+        left_out.append(f"no tasks: {NO_GUARDS} Add --task NAME, or tasks under 'evaluate' in the profile.")
     if as_json:
         more = {"files": written, "doubts": [*profile.license.doubts, *left_out]}
         status = "refused" if blocking else "written"
@@ -195,7 +208,7 @@ def _write_project(
     for written_file in written:
         console.print(Text(f"wrote    {os.path.relpath(written_file)}"))
     if profile.is_sample:
-        console.print(Text("         its held-out text is mergegate's sample; use your own (--documents)", "yellow"))
+        console.print(Text("         the held-out text is mergegate's sample; use your own with --data FILE", "yellow"))
     for finding in blocking:
         console.print(Text(f"✗ {finding}", style="bold red"))
         if finding.remedy:
@@ -228,7 +241,7 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
         try:
             LicenseSettings(accepted={"a doubt": text} if text else {})
         except ValidationError:
-            expected = "your name and the reason, as 'who: why'"
+            expected = "'name: reason'"
             raise InvalidInput("--accept", found=f"{text!r}", expected=expected) from None
         return text
 
@@ -237,7 +250,7 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
         if not request.accept:
             for reason in reasons:
                 typer.echo(f"license: {reason.sentence}")
-        question = "who accepts this and why, as 'who: why' (empty: no one yet)"
+        question = "accept these license gaps? Enter 'name: reason', or leave blank"
         accept = _answer(request, question, request.accept, "", acceptance)
     return LicenseDraft(
         purpose=purpose,
@@ -265,8 +278,8 @@ def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: 
         pin_documents(PerplexitySettings(documents=Path(text).absolute()), out, store().hashes)
         return text
 
-    question = f"held-out text (jsonl with 'text', or plain text; '{_OUR_SAMPLE}': a short sample text)"
-    option = "" if request.documents is None else str(request.documents)
+    question = f"held-out text (a file of JSON Lines or plain text, or '{_OUR_SAMPLE}' for a short sample)"
+    option = "" if request.data is None else str(request.data)
     answer = _answer(request, question, option, os.path.relpath(existing) if existing else _OUR_SAMPLE, readable)
     if answer == _OUR_SAMPLE:
         return _SAMPLE_FILE, True
@@ -276,30 +289,62 @@ def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: 
 def _guards(
     request: InitRequest, parents: Sequence[ResolvedCheckpoint], out: Path, console: Console
 ) -> tuple[GuardDraft, ...]:
-    """Return guards for the requested tasks, then for each task that a model card claims."""
-    requested = {}
-    for text in request.tasks:
-        task, _, guard = text.partition("=")
-        written = Path(os.path.relpath(Path(task).absolute(), out)).as_posix() if Path(task).is_file() else task
-        requested[written] = GuardDraft(written, guard or "best parent", "requested with --task")
+    """Return guards for the requested tasks, then for each task that a model card claims.
+
+    An answer to the prompt replaces the claimed tasks that can run here.
+
+    Raises:
+        InvalidInput: A requested task or the model to compare with does not exist.
+    """
+    references = ("best parent", *(parent.name for parent in parents))
+
+    def parse_guard(text: str, why: str) -> GuardDraft:
+        task, _, reference = (text, "", "") if Path(text).is_file() else text.partition(":")
+        task, reference = task.strip(), reference.strip() or references[0]
+        if reference not in references:
+            raise InvalidInput(
+                f"--task {text}",
+                found=f"no model called {reference!r}",
+                expected=f"one of {', '.join(references)}",
+                remedy=suggest(reference, references),
+            )
+        name = Path(os.path.relpath(Path(task).absolute(), out)).as_posix() if Path(task).is_file() else task
+        pin_task(name, out, store().hashes)
+        return GuardDraft(name, reference, why)
+
+    guards = [parse_guard(text, "requested with --task") for text in request.tasks]
     claimed: dict[str, GuardDraft] = {}
     for parent in parents:
         card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
         for task in claimed_tasks(card.fields):
-            claimed.setdefault(task, GuardDraft(task, parent.name, f"the model card of {parent.name} mentions it"))
-    checked = []
-    for guard_draft in claimed.values():
-        if guard_draft.task in requested:
-            continue  # checked with the rest of the profile
-        # A claimed task that cannot run here is only mentioned.
-        console.print(Text(f"task     {guard_draft.task}: {guard_draft.why}; looking for its data", style="dim"))
+            if all(guard.task != task for guard in guards):  # requested tasks are checked with the profile
+                claimed.setdefault(task, GuardDraft(task, parent.name, f"the model card of {parent.name} mentions it"))
+    for guard in claimed.values():
+        console.print(Text(f"task     {guard.task}: {guard.why}; checking whether its data is available", style="dim"))
         try:
-            pin_data(pin_task(guard_draft.task, out, store().hashes))
+            pin_data(pin_task(guard.task, out, store().hashes))
         except MergegateError as error:
             first = str(error).partition("\n")[0]
-            guard_draft = replace(guard_draft, problem=f"{guard_draft.task}: {first}")
-        checked.append(guard_draft)
-    return (*requested.values(), *checked)
+            guard = replace(guard, problem=f"{guard.task}: {first}")  # only mentioned in the profile
+        guards.append(guard)
+    if request.tasks or not request.prompts:
+        return tuple(guards)
+    runnable = {f"{guard.task}:{guard.guarded_by}": guard for guard in guards if not guard.problem}
+
+    def split_tasks(text: str) -> list[str]:
+        return [part for part in map(str.strip, text.split(",")) if part and part != "none"]
+
+    def check_tasks(text: str) -> str:
+        for part in split_tasks(text):
+            parse_guard(part, "")
+        return text
+
+    question = "tasks that the merge must not lose (lm-eval's names or files, as NAME or NAME:MODEL, with commas)"
+    chosen = split_tasks(prompt(question, ", ".join(runnable) or "none", check_tasks))
+    return (
+        *(runnable.get(part) or parse_guard(part, "chosen in mergegate init") for part in chosen),
+        *(guard for guard in guards if guard.problem),
+    )
 
 
 def prompt(question: str, default: str, check: Callable[[str], str]) -> str:

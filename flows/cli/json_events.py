@@ -8,7 +8,7 @@
     {"event": "announced", "time": …, "text": "remedy 1: density: 0.3"}
     {"event": "finished", "time": …, "status": "released", "message": "…", "findings": [], …}
 
-The last line has the keys of ``--json``. docs/json.md describes all of them.
+The last line has the keys of ``--json``. docs/reference/json.md describes all of them.
 """
 
 from __future__ import annotations

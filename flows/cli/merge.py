@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.merge_cache import RecordedMerge
-from mergegate.flows.cli.output import print_created
+from mergegate.flows.cli.output import format_count, print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
@@ -123,7 +123,7 @@ def _merge_into(
     by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
     recipe = prepare_recipe(cleared_recipe.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     for model, why in recipe.left_out.items():
-        console.print(f"left out: {model}: {why}")
+        console.print(f"left out: {model}: {why}", markup=False)
     if recipe.output:
         return _combine(recipe, directory, cleared_recipe, identities, options, console)
     # The headers of downloaded parents must be read again from the local files.
@@ -177,7 +177,8 @@ def _merge_into(
             raise finding.refusal()
     resumed = f", {format_bytes(record.bytes_resumed)} of it from an earlier try" if record.bytes_resumed else ""
     size = format_bytes(record.bytes_written)
-    console.print(f"{options.out}: {record.tensors} tensors, {size}{resumed}, in {record.seconds:.1f} s")
+    tensors = format_count(record.tensors, "tensor")
+    console.print(f"{options.out}: {tensors}, {size}{resumed}, in {record.seconds:.1f} s")
     return {
         "out": str(options.out),
         "method": record.method,
@@ -212,8 +213,8 @@ def _combine(
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
     require_same_files(identities)
-    modules = len(combined.errors)
-    console.print(f"{options.out}: an adapter of {modules} modules; {combined.error:.2%} of the change is left out")
+    modules = format_count(len(combined.errors), "module")
+    console.print(f"{options.out}: an adapter of {modules}; it misses {100 * combined.error:.1f} % of the change")
     return {
         "out": str(options.out),
         "method": recipe.merge_method,

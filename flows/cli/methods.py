@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.output import format_count, print_answer
 from mergegate.merge_core import merge_methods
 from mergegate.merge_core.methods import REQUIRED, Method
 
@@ -19,7 +19,7 @@ _BASES = {
 
 
 def methods_command(as_json: JsonOption = False) -> None:
-    """List the merge methods with their parameters, ranges and defaults.
+    """List the merge methods and their parameters.
 
     The list includes methods of other installed packages.
     """
@@ -36,7 +36,8 @@ def methods_command(as_json: JsonOption = False) -> None:
             fewest, most = method.models
             more = "" if fewest == most else f" to {most}" if most else " or more"
             console.print(Text(name, style="bold"), Text(f"  {method.summary}"), sep="")
-            needs = f"{fewest}{more} models, {_BASES[method.base]}"
+            models = f"{fewest}{more} models" if more else format_count(fewest, "model")
+            needs = f"{models}, {_BASES[method.base]}"
             console.print(Text(f"  {needs} · {method.paper}", style="dim"))
             for parameter in method.parameters:
                 value = parameter.default

@@ -4,17 +4,18 @@ The JSON object has a status, a message, findings, then other keys::
 
     {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
 
-docs/json.md describes it for users, docs/schema/answer.json for programs.
+docs/reference/json.md describes it for users, docs/schema/answer.json for programs.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.text import Text
 
@@ -23,10 +24,10 @@ from mergegate.merge_core.errors import Finding, FindingGroup, group_findings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mergegate.flows.preflight import Problems
     from mergegate.tasks.stage import Outcome
 
 _FINDING_STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
+_TEXT_WIDTH = 100  # columns of a result as text
 OUTCOME_STYLES: Mapping[Outcome | None, str] = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
 
 
@@ -49,6 +50,21 @@ def print_created(record: dict[str, Any]) -> None:
     print_answer(status, status, record)
 
 
+def printed_text(draw: Callable[[Console], None]) -> str:
+    """Return what ``draw`` prints on a console that is not a terminal, without blank lines around it."""
+    from mergegate.flows.cli.console import FittingConsole
+
+    console = FittingConsole(file=io.StringIO(), width=_TEXT_WIDTH, highlight=False, force_jupyter=False)
+    with console.capture() as capture:
+        draw(console)
+    return capture.get().strip("\n")
+
+
+def format_count(number: int, thing: str) -> str:
+    """Return a number with a noun, such as ``1 tensor`` or ``1,200 tensors``."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 def short_path(path: Path | str) -> str:
     """Return a path relative to the working directory. A URL or a path outside this directory stays as it is."""
     if isinstance(path, str):
@@ -60,7 +76,21 @@ def short_path(path: Path | str) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
+class CheckSummary(Protocol):
+    """Result of checks, apart from their findings."""
+
+    @property
+    def summary(self) -> Sequence[str]:
+        """One line per successful check."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command that only checks."""
+
+
+def print_findings(
+    findings: Sequence[Finding], problems: CheckSummary, console: Console, *, verbose: bool = False
+) -> None:
     """Print each finding with its remedy, worst first, then the lines about successful checks.
 
     Findings with the same cause are printed once, or separately with ``verbose``.

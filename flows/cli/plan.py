@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.output import format_count, print_answer, printed_text
 from mergegate.flows.cli.recipe_parents import plan_recipe
-from mergegate.merge_core import EngineSettings, MergePlan, Recipe, load_recipe
+from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe, load_recipe
 from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import system_memory
@@ -32,6 +32,7 @@ from mergegate.tasks.checkpoints import size_of_adapter
 from mergegate.tasks.stage import home, nearest_directory
 
 if TYPE_CHECKING:
+    from mergegate.flows.profile import Profile
     from mergegate.tasks.checkpoints import ResolvedCheckpoint
     from mergegate.tasks.gate import GatePower
     from mergegate.tasks.merge import StatisticsNeeds
@@ -44,7 +45,7 @@ _DECOMPOSED_BYTES = 6 * 4
 
 
 @dataclass(frozen=True)
-class Forecast:
+class MergeForecast:
     """Facts about a merge before it starts.
 
     Args:
@@ -61,6 +62,8 @@ class Forecast:
         power: Power of the profile's gate. None for a recipe, or if no documents have been counted.
         is_adapter: Whether the result is an adapter, so that the needs are those of combining adapters.
         statistics: Needs of the calibration statistics. None if the recipe lists no texts.
+        findings: Warnings about the recipe.
+        power_is_unknown: Whether the power needs a count of documents that ``mergegate check`` makes.
     """
 
     recipe: str
@@ -76,11 +79,16 @@ class Forecast:
     power: GatePower | None = None
     is_adapter: bool = False
     statistics: StatisticsNeeds | None = None
+    findings: tuple[Finding, ...] = ()
+    power_is_unknown: bool = False
 
     @property
     def disk_missing(self) -> int:
         """Bytes that the disk lacks for the result. 0 if it fits."""
         return max(0, self.needs.disk - self.disk_free)
+
+    def __str__(self) -> str:
+        return printed_text(lambda console: print_plan(self, console))
 
     def cost(self, price: float) -> tuple[float, float] | None:
         """Return the lowest and highest cost in dollars on an instance as fast as this machine. None without a time."""
@@ -114,31 +122,14 @@ def plan_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Forecast bytes, memory, disk, time and cost of a merge from headers alone.
+    """Forecast memory, disk, time and cost of a merge.
 
-    No weights are read or downloaded.
+    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
     """
     with command_context(as_json) as console:
         options = PlanOptions(out, device, named_prices(price or ()), probe)
-        from mergegate.flows.profile import is_recipe, load_profile
-
-        profile = None if is_recipe(recipe) else load_profile(recipe)
-        loaded = profile.candidates()[0].recipe if profile else load_recipe(recipe)
         with console.status("reading headers"):
-            parents, merge_plan = plan_recipe(loaded)
-            forecast = forecast_of(loaded, parents, merge_plan, options)
-        if profile:
-            # Forecast the power of the gate from the store alone, without loading or counting data.
-            from mergegate.flows.preflight import past_guards, pin_profile_evidence
-            from mergegate.tasks.evaluation import find_pinned_data
-            from mergegate.tasks.preflight import forecast_power
-            from mergegate.tasks.stage import store
-
-            evidence = pin_profile_evidence(profile, parents, store().hashes)
-            evidence = evidence._replace(tasks=tuple(find_pinned_data(task) or task for task in evidence.tasks))
-            attempts = len(profile.candidates()) + profile.max_proposed_remedies
-            power = forecast_power(evidence, parents, attempts, past_guards(profile.name))
-            forecast = replace(forecast, power=power)
+            forecast = plan_file(recipe, options)
         if as_json:
             facts = {
                 **asdict(forecast),
@@ -147,14 +138,41 @@ def plan_command(
                 "power": forecast.power.model_dump(mode="json") if forecast.power else None,
                 "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
             }
-            print_answer("planned", forecast.recipe, facts, loaded.all_findings)
+            print_answer("planned", forecast.recipe, facts, forecast.findings)
             return
-        for finding in loaded.all_findings:
-            console.print(Text(f"! {finding}" + (f"; {finding.remedy}" if finding.remedy else ""), style="yellow"))
-        print_forecast(forecast, console)
-        if profile and profile.evaluate and forecast.power is None:
-            note = "power: unknown, because the documents have not been counted yet; mergegate check counts them"
-            console.print(Text(note, style="dim"))
+        print_plan(forecast, console)
+
+
+def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
+    """Forecast the merge of a recipe file or of a profile, and the power of a profile's gate.
+
+    Raises:
+        InvalidInput: The file is invalid, or its parents cannot be planned.
+        Refused: Parents are not accessible.
+    """
+    from mergegate.flows.profile import is_recipe, load_profile
+
+    profile = None if isinstance(file, Path) and is_recipe(file) else load_profile(file)
+    if profile is None:
+        assert isinstance(file, Path)  # because it is a recipe
+        loaded = load_recipe(file)
+    else:
+        loaded = profile.candidates()[0].recipe
+    parents, merge_plan = plan_recipe(loaded)
+    forecast = replace(forecast_of(loaded, parents, merge_plan, options), findings=loaded.all_findings)
+    if profile is None:
+        return forecast
+    # Forecast the power of the gate from the store alone, without loading or counting data.
+    from mergegate.flows.preflight import past_guards, pin_profile_evidence
+    from mergegate.tasks.evaluation import find_pinned_data
+    from mergegate.tasks.preflight import forecast_power
+    from mergegate.tasks.stage import store
+
+    evidence = pin_profile_evidence(profile, parents, store().hashes)
+    evidence = evidence._replace(tasks=tuple(find_pinned_data(task) or task for task in evidence.tasks))
+    attempts = len(profile.candidates()) + profile.max_proposed_remedies
+    power = forecast_power(evidence, parents, attempts, past_guards(profile.name))
+    return replace(forecast, power=power, power_is_unknown=profile.evaluate is not None and power is None)
 
 
 def named_prices(texts: Sequence[str]) -> dict[str, float]:
@@ -176,7 +194,7 @@ def named_prices(texts: Sequence[str]) -> dict[str, float]:
 
 def forecast_of(
     recipe: Recipe, parents: Sequence[ResolvedCheckpoint], plan: MergePlan, options: PlanOptions
-) -> Forecast:
+) -> MergeForecast:
     """Forecast a merge whose parents and plan are known.
 
     Raises:
@@ -221,7 +239,7 @@ def forecast_of(
         from mergegate.tasks.merge import statistics_needs
 
         statistics = statistics_needs(plan, store().hashes)
-    return Forecast(
+    return MergeForecast(
         recipe=plan.recipe.summary(),
         method=plan.method.name,
         needs=needs,
@@ -265,7 +283,17 @@ def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: s
     return rates
 
 
-def print_forecast(forecast: Forecast, console: Console) -> None:
+def print_plan(forecast: MergeForecast, console: Console) -> None:
+    """Print the findings about the recipe, then the forecast."""
+    for finding in forecast.findings:
+        console.print(Text(f"! {finding}" + (f"; {finding.remedy}" if finding.remedy else ""), style="yellow"))
+    print_forecast(forecast, console)
+    if forecast.power_is_unknown:
+        note = "power: unknown, because the documents have not been counted yet; mergegate check counts them"
+        console.print(Text(note, style="dim"))
+
+
+def print_forecast(forecast: MergeForecast, console: Console) -> None:
     table = Table.grid(padding=(0, 3))
     table.add_column()
     table.add_column(justify="right")
@@ -294,7 +322,7 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     console.print(Text("To find problems of the merge, run mergegate check.", style="dim"))
 
 
-def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
+def _rows(forecast: MergeForecast) -> list[tuple[str, str, str]]:
     """Return name, value and remark of every line. A name that starts with a space belongs to the line above."""
     needs = forecast.needs
     rows = [("tensors", f"{needs.tensors:,}", f"{_count(needs.parameters)} parameters")]
@@ -302,13 +330,13 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
         rows.append(
             ("download", format_bytes(forecast.bytes_to_download), "from the Hub; the time below does not include it")
         )
-    rows.append(("read", format_bytes(needs.bytes_read), _plural(needs.input_files, "file")))
+    rows.append(("read", format_bytes(needs.bytes_read), format_count(needs.input_files, "file")))
     if needs.read_again:
-        large = _plural(needs.read_again, "large tensor")
+        large = format_count(needs.read_again, "large tensor")
         rows.append(
             ("read again", format_bytes(needs.bytes_from_disk_again), f"{large} in up to {needs.passes} passes")
         )
-    rows.append(("write", format_bytes(needs.bytes_written), _plural(needs.shards, "file")))
+    rows.append(("write", format_bytes(needs.bytes_written), format_count(needs.shards, "file")))
     rows.append(("memory", format_bytes(needs.memory), "at the peak, about"))
     if needs.gpu_memory:
         rows.append(("GPU memory", format_bytes(needs.gpu_memory), "at the peak, about"))
@@ -328,7 +356,9 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
         if needs.read_again:
             rows.append(("  reading again", _seconds(took.reading_again), "if they do not fit in memory"))
         rows.append(("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"))
-        rows.append(("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"))
+        rows.append(
+            ("  computing", _seconds(took.computing), f"{needs.device}, {format_count(forecast.cores, 'core')}")
+        )
         rows.append(("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"))
         if needs.assumed_cost:
             rows.append(("", "", f"assumed speed of {', '.join(needs.assumed_cost)}"))
@@ -358,7 +388,3 @@ def _count(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.1f} B"
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")

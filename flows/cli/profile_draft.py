@@ -9,6 +9,7 @@ from typing import Any
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
 
+NO_GUARDS = "the gate checks only the perplexity, so a merge that lost a skill is released."
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
 # Benchmark names in model cards, the most specific first, with the lm-eval task of each.
@@ -182,7 +183,7 @@ def profile_text(draft: ProfileDraft) -> str:
         *(f"  # doubt: {_line(doubt)}\n" for doubt in license.doubts),
     ]
     if license.doubts and not license.accepted:
-        lines.append("  # To accept a doubt, write its subject: accepted: {SUBJECT: 'who: why'}\n")
+        lines.append("  # To accept a doubt, write its subject: accepted: {SUBJECT: 'name: reason'}\n")
     accepted = f", accepted: {flow_yaml(dict(license.accepted))}" if license.accepted else ""
     lines.append(f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n\n")
     if draft.documents:
@@ -198,9 +199,11 @@ def profile_text(draft: ProfileDraft) -> str:
         lines.append("# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n")
     lines.append(
         "\n# Skills to keep: a task (its name in lm-eval, or a file), the parent to compare the merge with on the\n"
-        "# same documents, and the points that it may lose. docs/evaluation.md\n"
+        "# same documents, and the points that it may lose. docs/how-to/gate-on-your-own-task.md\n"
     )
     mark = "" if any(not guard.problem for guard in draft.guards) else "# "
+    if mark:
+        lines.append(f"# Without tasks, {NO_GUARDS}\n")
     lines.append(f"{mark}evaluate:\n{mark}  tasks:\n")
     for guard in draft.guards:
         if guard.problem:

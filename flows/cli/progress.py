@@ -2,18 +2,20 @@
 
 On a terminal, the lines update in place. Elsewhere (a log, CI, a terminal without cursor movement), each line is
 printed once when its stage ends, and long stages report their progress on standard error now and then. With ``-v``,
-lines are printed once everywhere, and details appear below the name of each stage::
+lines are printed once everywhere, and details appear below the name of each stage. Stage, result and time have the same
+columns everywhere, and a long result continues below itself::
 
-    demo · ties of 2 over base                                         profile profiles/demo.yaml
-      ✓ licences    mit, apache-2.0 → apache-2.0                                            0.2 s
-      = evaluate    cached: base, reverser · merge: copy 100.0 · reverse 99.3               3.1 s
+    demo · ties of 2 over base                            profile profiles/demo.yaml
+      ✓ licenses    mit, apache-2.0 → apache-2.0                               0.2 s
+      = evaluate    cached: base, reverser · merge: copy 100.0, reverse 99.3,  3.1 s
+                    shift 99.8
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +27,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from mergegate.flows.cli.console import wrap_line
 from mergegate.merge_core.wording import detail_listener, format_duration
-from mergegate.tasks.stage import Pace, Pulse, StageStatus, joint_status, progress_watcher
+from mergegate.tasks.stage import Pace, Pulse, StageEnd, StageStatus, joint_status, progress_watcher
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only terminals, style
     "made": ("✓", "+", "green"),
@@ -38,7 +41,7 @@ _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark on ASCII-only 
 _BRIEF = 12  # characters of a result, if the line shows the results of several subjects
 _WIDEST = 100  # columns; on a wide terminal, a time far from its text is hard to match with its line
 _NAME = 11  # columns of a stage's name
-_MARGIN = 3 + _NAME + 3  # columns of a row besides text and time: mark, name and gaps
+_MARGIN = 3 + _NAME + 4  # columns of a row in addition to its text and time: mark, name and gaps
 
 
 @dataclass
@@ -100,7 +103,9 @@ class TerminalProgress:
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
         self._console, self._verbose = console, verbose
         # Whether lines can be redrawn. A terminal without cursor movement gets each line once.
-        self._is_live = console.is_terminal and not (console.is_dumb_terminal or console.quiet or verbose)
+        self._is_live = (console.is_terminal or console.is_jupyter) and not (
+            console.is_dumb_terminal or console.quiet or verbose
+        )
         self._ascii = not (console.encoding or "").lower().startswith("utf")
         self._above: list[RenderableType] = []  # lines before the last announcement
         self._lines: dict[str, _Line] = {}
@@ -182,7 +187,7 @@ class TerminalProgress:
         if self._console.quiet:
             _to_standard_error(line)
         else:
-            self._console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
+            self._console.print(Text(f"      {line}", style="dim"))
 
     def _running(self, stage: str, subject: str) -> _Call:
         """Return the running call of a stage on ``subject``. Calls on several subjects may run in parallel."""
@@ -195,37 +200,33 @@ class TerminalProgress:
         for line in self._lines.values():
             if line.stage not in self._printed and line.status:
                 self._printed.add(line.stage)
-                if self._console.is_terminal:
-                    self._console.print(self._row(line))
-                    continue
-                glyph, plain, _ = _MARKS[line.status]
-                mark, took = plain if self._ascii else glyph, format_duration(line.seconds)
-                room = self._width - _MARGIN - len(took)
-                text = " ".join(line.text(room).split())  # in full, even if it is long
-                self._console.print(Text(f"  {mark} {line.stage:<{_NAME}} {text:<{room}} {took}"))
+                self._console.print(self._row(line), no_wrap=True)
 
     def _draw(self) -> RenderableType:
         return Group(*self._above, *(self._row(line) for line in self._lines.values()))
 
     def _row(self, line: _Line) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
         took = format_duration(line.seconds)
         room = max(self._width - _MARGIN - len(took), 1)
-        grid.add_column(width=3, justify="right")
-        grid.add_column(min_width=_NAME, no_wrap=True)
-        grid.add_column(min_width=room, no_wrap=True)
-        grid.add_column(justify="right", no_wrap=True)
-        mark: RenderableType
         if line.status is None:
-            mark, style = Spinner("line" if self._ascii else "dots", style="yellow"), "yellow"
-        else:
-            glyph, plain, style = _MARKS[line.status]
-            mark = Text(plain if self._ascii else glyph, style=style)
-        text_style = style if line.status in ("refused", "failed") else ""
-        grid.add_row(
-            mark, Text(line.stage), Text(fit_text(line.text(room), room), style=text_style), Text(took, style="dim")
-        )
-        return grid
+            grid = Table.grid(padding=(0, 1))
+            grid.add_column(width=3, justify="right")
+            grid.add_column(min_width=_NAME, no_wrap=True)
+            grid.add_column(min_width=room + 1, no_wrap=True)
+            grid.add_column(justify="right", no_wrap=True)
+            spinner = Spinner("line" if self._ascii else "dots", style="yellow")
+            grid.add_row(spinner, Text(line.stage), Text(fit_text(line.text(room), room)), Text(took, style="dim"))
+            return grid
+        glyph, plain, style = _MARKS[line.status]
+        mark = plain if self._ascii else glyph
+        text = Text(" ".join(line.text(room).split()), style if line.status in ("refused", "failed") else "")
+        lines = wrap_line(text, room, hang=0)
+        if self._is_live:  # a word that is wider than the terminal would disturb the cursor
+            lines = [Text(fit_text(part.plain, room), text.style) for part in lines]
+        first, *others = lines
+        gap = " " * max(room - first.cell_len + 2, 1)
+        row = Text.assemble("  ", (mark, style), f" {line.stage:<{_NAME}} ", first, gap, (took, "dim"))
+        return Text("\n").join((row, *(Text(" " * (_NAME + 5)) + other for other in others)))
 
 
 def _to_standard_error(line: str) -> None:
@@ -251,3 +252,13 @@ def fit_text(text: str, width: int) -> str:
     shortened = Text(text)
     shortened.truncate(width, overflow="ellipsis")
     return shortened.plain
+
+
+def stage_lines(stages: Iterable[StageEnd]) -> Iterator[tuple[str, StageStatus, str, float]]:
+    """Yield name, status, result and seconds of each stage. Calls of one stage on several subjects are one line."""
+    lines: dict[str, _Line] = {}
+    for end in stages:
+        call = _Call(end.subject, Pace(0.0), end.status, end.seconds, end.summary)
+        lines.setdefault(end.stage, _Line(end.stage)).calls.append(call)
+    for line in lines.values():
+        yield line.stage, line.status or "failed", line.text(_WIDEST), line.seconds

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -30,10 +29,9 @@ from mergegate.flows.cli.command import (
 from mergegate.flows.cli.json_events import EventLines, print_event
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import outcome_json, print_outcome
-from mergegate.flows.outcome import RunOutcome, archive_outcome, flow_outcome, stopped_outcome
+from mergegate.flows.outcome import RunOutcome, flow_outcome
 from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
-from mergegate.merge_core.errors import MergegateError
+from mergegate.flows.profile import Profile, RemedyChoice, load_profile
 
 
 class RemedyOption(StrEnum):
@@ -51,7 +49,7 @@ def run_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a profile setting for this run, for example `evaluate.documents=200`. Repeatable.",
+            help="Override a profile setting for this run, for example evaluate.documents=200. Repeatable.",
         ),
     ] = None,
     publish: Annotated[
@@ -75,7 +73,10 @@ def run_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check, merge, evaluate, gate and publish a release. Stages that are already cached are reused."""
+    """Check, merge, evaluate, gate and publish a release.
+
+    Stages that are already cached are reused, so an interrupted run resumes.
+    """
     with command_context(as_json or (events and not dry), with_state=True) as console:
         settings = tuple(overrides or ())
         choice: RemedyChoice | None = remedy.value if remedy else None
@@ -85,17 +86,8 @@ def run_command(
             planned = load_profile(profile, settings).with_remedies(choice)
             planned = planned if publish else planned.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(planned, console, as_json, price or ()))
-        from mergegate.flows.release import release, run_release_dry_pass
-
-        loaded = load_for_flow(profile, "release", settings).with_remedies(choice)
-        # Pass the file name, because Prefect stores the parameters of a flow.
-        arguments = (profile, settings, publish, choice)
-        outcome = run_flow(
-            partial(release, *arguments, return_state=True),
-            RunView(loaded.headline(), profile, approve=approve, events=events, verbose=verbose),
-            console,
-            dry_pass=partial(run_release_dry_pass, *arguments),
-        )
+        arguments = ReleaseArguments(profile, settings, publish, choice)
+        outcome = run_release(arguments, RunView(approve=approve, events=events, verbose=verbose), console)
         if events:
             print_event("finished", **outcome_json(outcome))
         else:
@@ -112,68 +104,101 @@ def compare_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge checkpoint B against checkpoint A with the evidence and guards of a profile.
+    """Judge one checkpoint against another by a profile's guards.
 
-    This neither merges nor publishes anything.
+    mergegate evaluates A and B, and neither merges nor publishes anything.
     """
     with command_context(as_json, with_state=True) as console:
-        from mergegate.flows.compare import compare as compare_checkpoints
-
-        view = RunView(f"{Path(candidate).name} against {Path(reference).name}", profile, verbose=verbose)
-        flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
-        outcome = run_flow(flow, view, console)
+        outcome = run_comparison(reference, candidate, profile, RunView(verbose=verbose), console)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
 
 
 @dataclass(frozen=True)
 class RunView:
-    """Options of a run on the terminal.
+    """How a run shows its progress.
 
-    ``profile`` is the path as the user wrote it. With ``approve``, the user approved publication in advance. With
-    ``events``, one line of JSON is printed for each event instead of the progress. ``verbose`` logs details.
+    With ``approve``, the user approved publication in advance. With ``events``, one line of JSON is printed for each
+    event instead of the progress. ``verbose`` logs details. With ``silent``, nothing is printed.
     """
 
-    headline: str
-    profile: Path
     approve: bool = False
     events: bool = False
     verbose: bool = False
+    silent: bool = False
 
 
-def load_for_flow(profile: Path | Profile, flow: str, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes. If one of them is invalid, archive a report page before raising the error."""
-    try:
-        loaded = load_profile(profile, overrides)
-        loaded.headline()
-    except MergegateError as error:
-        # The profile of a missing file is unknown.
-        if isinstance(profile, Path) and profile.is_file():
-            archive_outcome(stopped_outcome(error), profile_name(profile), time.monotonic(), (), flow=flow)
-        raise
+class ReleaseArguments(NamedTuple):
+    """Arguments of the flow ``release``. A path is passed as it is, because Prefect stores the arguments of a flow."""
+
+    profile: Path | Profile
+    overrides: tuple[str, ...] = ()
+    publish: bool = True
+    remedy: RemedyChoice | None = None
+
+
+def run_release(arguments: ReleaseArguments, view: RunView, console: Console) -> RunOutcome:
+    """Run the flow ``release``, and return its outcome. An invalid profile raises InvalidInput."""
+    from mergegate.flows.release import release, run_release_dry_pass
+
+    loaded = load_for_flow(arguments.profile, arguments.overrides).with_remedies(arguments.remedy)
+    return run_flow(
+        partial(release, *arguments, return_state=True),
+        headline_of(loaded, arguments.profile),
+        view,
+        console,
+        dry_pass=partial(run_release_dry_pass, *arguments),
+    )
+
+
+def run_comparison(
+    reference: str, candidate: str, profile: Path | Profile, view: RunView, console: Console
+) -> RunOutcome:
+    """Run the flow ``compare``, and return its outcome."""
+    from mergegate.flows.compare import compare
+
+    load_for_flow(profile)
+    name = profile.name if isinstance(profile, Profile) else profile
+    headline = (f"{Path(candidate).name} against {Path(reference).name}", f"profile {name}")
+    return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)
+
+
+def headline_of(profile: Profile, source: Path | Profile) -> tuple[str, str]:
+    """Return the two parts of the line above the progress: the merge, and the profile as the user named it."""
+    return profile.headline(), f"profile {source.name if isinstance(source, Profile) else source}"
+
+
+def load_for_flow(profile: Path | Profile, overrides: tuple[str, ...] = ()) -> Profile:
+    """Load a profile and its recipes before a flow starts, so that usage errors end the command at once."""
+    loaded = load_profile(profile, overrides)
+    loaded.headline()
     return loaded
 
 
 def run_flow(
     flow: Callable[[], Any],
+    headline: tuple[str, str],
     view: RunView,
     console: Console,
     *,
     dry_pass: Callable[[], RunOutcome | None] = lambda: None,
 ) -> RunOutcome:
-    """Run a flow with progress on the terminal and Prefect's API available, and return its outcome.
+    """Run a flow with progress on the console and Prefect's API available, and return its outcome.
 
-    First try ``dry_pass``. If it returns an outcome, there is no work and the flow does not run.
+    ``headline`` is the line above the progress, in two parts. First try ``dry_pass``. If it returns an outcome, there
+    is no work and the flow does not run.
     """
     progress = TerminalProgress(console, verbose=view.verbose)
-    watching = partial(EventLines().watching, verbose=view.verbose) if view.events else progress.watching
-    progress.headline(view.headline, f"profile {view.profile}")
+    watching: Callable[[], AbstractContextManager[None]] = nullcontext if view.silent else progress.watching
+    if view.events:
+        watching = partial(EventLines().watching, verbose=view.verbose)
+    progress.headline(*headline)
     if not configured_url():  # a server should record every run, because other users see its list
         with watching():
             if (cached_outcome := dry_pass()) is not None:
                 return cached_outcome
     with ExitStack() as stack:
-        with console.status("starting Prefect's API"):
+        with console.status("starting Prefect's API") if console.is_terminal else nullcontext():
             stack.enter_context(local_api())
         with watching(), approval_function(TerminalApproval(progress, console, in_advance=view.approve)):
             try:

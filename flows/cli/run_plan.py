@@ -76,9 +76,15 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All expensive calls of a run, up to the first interim look of each task."""
+    """All expensive calls of a run, up to the first interim look of each task.
+
+    ``further_documents`` is the largest number of documents that the run evaluates after the first look, over all
+    models, if the gate stays inconclusive. ``further_seconds`` is the time for them. It is None if it is unknown.
+    """
 
     stages: tuple[PlannedStage, ...]
+    further_documents: int = 0
+    further_seconds: float | None = None
 
     @property
     def open_stages(self) -> tuple[PlannedStage, ...]:
@@ -115,10 +121,21 @@ class PlannedRun:
 
     def sentence(self) -> str:
         """Describe how many stages must run, and how long they take."""
-        if not self.open_stages:
-            return f"all {len(self.stages)} expensive stages are cached, so a run has nothing to do"
-        head = f"{len(self.open_stages)} of {len(self.stages)} expensive stages must run"
-        return f"{head}; time: {self.time()}"
+        if self.open_stages:
+            head = f"{len(self.open_stages)} of {len(self.stages)} expensive stages must run; time: {self.time()}"
+        elif self.further_documents:
+            head = f"all {len(self.stages)} expensive stages are cached, up to the first look of the gate"
+        else:
+            head = f"all {len(self.stages)} expensive stages are cached, so a run has nothing to do"
+        return ". ".join(filter(None, (head, self.extension())))
+
+    def extension(self) -> str:
+        """Describe the documents after the first look, or return an empty string if there are none."""
+        if not self.further_documents:
+            return ""
+        seconds = "" if self.further_seconds is None else f", about {format_roughly(self.further_seconds)}"
+        documents = f"{self.further_documents:,} more document{'s' if self.further_documents > 1 else ''}"
+        return f"While the gate is inconclusive, the run evaluates up to {documents} over all models{seconds}"
 
 
 def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]) -> PlannedRun | None:
@@ -158,10 +175,12 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
             cached = model and perplexity.find(model, evidence.documents, evidence.windows, runtime())
             measured = last_seconds.get("perplexity")
             stages.append(_planned_stage("perplexity", name, 0 if cached else 1, measured, estimate.reading))
+    further, further_seconds = 0, list[float | None]()
     for task in evidence.tasks:
         if task.data is None:
             continue  # the findings explain why it could not be counted
-        first = plan_interim_looks(task, evidence)[0]
+        looks = plan_interim_looks(task, evidence)
+        first, last = looks[0], looks[-1]
         cached_scores = {
             name: known_scores(model, task, evidence.scoring, runtime()) if model else ()
             for name, model in models.items()
@@ -172,7 +191,14 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
             measured = document_seconds * missing if document_seconds is not None else last_seconds.get("evaluate")
             estimated = estimate.scoring(task, missing)
             stages.append(_planned_stage("evaluate", f"{name}, {task.name}", missing, measured, estimated))
-    return PlannedRun(tuple(stages))
+            if more := count_missing_documents(task, evidence.scoring, last, scores) - missing:
+                further += more
+                further_seconds.append(
+                    document_seconds * more if document_seconds is not None else estimate.scoring(task, more)
+                )
+    known_seconds = [seconds for seconds in further_seconds if seconds is not None]
+    all_known = len(known_seconds) == len(further_seconds)
+    return PlannedRun(tuple(stages), further, sum(known_seconds) if all_known else None)
 
 
 def _planned_stage(

@@ -3,7 +3,7 @@
 A refused run ends with its reasons, the proposed remedy and the next command::
 
     refused: demo is not released
-      reverse: 12.5 points below reverser, limit 3
+      reverse: drop of 12.5 points against reverser [9.9, 15.2] exceeds max_drop 3
       to try: …
 """
 
@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.candidates import has_searchable_scale
+from mergegate.flows.cli.command import command_line
 from mergegate.flows.cli.output import short_path
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.flows.outcome import RunOutcome
@@ -38,7 +39,7 @@ from mergegate.tasks.report import (
 from mergegate.tasks.stage import Outcome
 
 _LABEL = 9  # columns of 'release', 'report' and 'next'
-_REMEDY_LOCATION = "add it to the profile (under 'remedies', if the profile has them), or run with --remedy auto"
+_REMEDY_LOCATION = "Paste this into the profile (append the item if it has 'remedies'), or run with --remedy auto:"
 _SWEEP_STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
 
 
@@ -54,6 +55,9 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
         print(json.dumps(outcome_json(outcome), indent=1))
         return
     print_summary(console, outcome)
+    if outcome.status == "interrupted":
+        _print_below(console, command_line.get(), "next")
+        return
     if profile is None:
         return
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
@@ -61,10 +65,9 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
     elif outcome.status == "passed":
         command = f"mergegate run {profile} also publishes it, if the profile has 'publish'"
     elif outcome.status == "refused" and outcome.content is not None:
-        command = "add the change under 'to try' to the profile, then run again; " if outcome.to_try else ""
+        command = f"mergegate open {outcome.content.name} shows the report"
         if outcome.content.scoring and has_searchable_scale(outcome.content.recipe):
-            command += f"mergegate tune {profile} searches for the best scale of this merge; "
-        command += f"mergegate open {outcome.content.name} shows the report"
+            _print_below(console, f"mergegate tune {profile} searches for the best scale of this merge", "next")
     else:
         command = f"mergegate check {profile}"
     _print_below(console, command, "next")
@@ -108,9 +111,10 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     for line in (*details, *outcome.reasons, *outcome.fix):
         _print_below(console, line.strip())
     if (remedy := outcome.to_try) is not None:
-        for line in (f"to try: {remedy.reason}", f"{_REMEDY_LOCATION}:"):
+        for line in (f"to try: {remedy.reason}", _REMEDY_LOCATION):
             _print_below(console, line)
-        console.print(Text(remedy.block(), style="bold"))  # starts in the first column, so that it can be pasted
+        # It starts in the first column, so that it can be pasted.
+        console.print(Text(remedy.block(), style="bold"), no_wrap=True)
     result = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, location in ((result, outcome.location), ("report", outcome.report)):
         if location is not None:

@@ -5,7 +5,8 @@
     mergegate schema profile > profile.json
     # yaml-language-server: $schema=profile.json      as the first line of a profile
 
-``mergegate schema --write docs`` generates ``docs/schema/`` and ``docs/profile.md``.
+``mergegate schema --write docs`` generates ``docs/schema/`` and the pages of profiles, recipes, commands and the Python
+API in ``docs/reference/``.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from mergegate.flows.cli.command import command_context, local_path
+from mergegate.flows.cli.reference_pages import api_page, cli_page, profile_page, recipe_page
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.recipe import recipe_schema
 
-_MARK = re.compile(rb'"title": "mergegate: |Made by `mergegate schema ')  # in every generated file
+_MARK = re.compile(rb'"title": "mergegate: |(Made|Generated) by `mergegate schema ')  # in every generated file
 _KINDS = {"profile": profile_schema, "recipe": recipe_schema}
 
 
@@ -33,11 +34,14 @@ def schema_command(
     write: Annotated[
         Path | None,
         typer.Option(
-            parser=local_path, metavar="DOCS", help="Write all schemas and the reference page into a directory."
+            parser=local_path, metavar="DOCS", help="Write all schemas and reference pages into this directory."
         ),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a profile or a recipe, for editors."""
+    """Print the JSON Schema of a profile or a recipe.
+
+    Editors use it to complete and check these files.
+    """
     with command_context():
         if write is None:
             print(schema_text(kind), end="")
@@ -61,7 +65,10 @@ def schema_text(kind: str) -> str:
     """Return the schema of ``profile`` or ``recipe`` as JSON text. Any other kind raises InvalidInput."""
     if kind not in _KINDS:
         raise InvalidInput(
-            "mergegate schema", found=repr(kind), expected="profile or recipe", remedy=suggest(kind, _KINDS)
+            "mergegate schema",
+            found=f"unknown kind {kind!r}",
+            expected="profile or recipe",
+            remedy=suggest(kind, _KINDS),
         )
     return json.dumps(_KINDS[kind](), indent=1, ensure_ascii=False) + "\n"
 
@@ -86,64 +93,12 @@ def generated_pages() -> dict[str, str]:
         "properties": {"status": text, "message": text, "findings": {"type": "array", "items": finding}},
     }
 
-    # The keys of a profile as Markdown, section by section.
-    profile = profile_schema()
-    lines = [
-        "# Profile: all keys",
-        "",
-        "Made by `mergegate schema --write docs` from the types that read a profile; a test says when it is stale.",
-        "Editors complete and check profiles with `docs/schema/profile.json`. A required key has no default.",
-        "",
-        *_section("profile", profile, profile["$defs"]),
-    ]
-    for name, section in profile["$defs"].items():
-        lines += _section(name, section, profile["$defs"])
-
     return {
         "schema/profile.json": schema_text("profile"),
         "schema/recipe.json": schema_text("recipe"),
         "schema/answer.json": json.dumps(answer, indent=1) + "\n",
-        "profile.md": "\n".join(lines).rstrip() + "\n",
+        "reference/profile.md": profile_page(),
+        "reference/recipe.md": recipe_page(),
+        "reference/cli.md": cli_page(),
+        "reference/python-api.md": api_page(),
     }
-
-
-def _section(name: str, section: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[str]:
-    if "properties" not in section:
-        return
-    yield f"## {name}"
-    yield ""
-    if name in definitions and section.get("description"):
-        yield " ".join(str(section["description"]).partition("\n\n")[0].split())
-        yield ""
-    yield "| key | type | default | what it is for |"
-    yield "| --- | --- | --- | --- |"
-    for key, value in section["properties"].items():
-        raw = value.get("default", value.get("const"))
-        default = (
-            "none" if raw in (None, [], {}) else "see its section" if isinstance(raw, dict) else f"`{json.dumps(raw)}`"
-        )
-        default = "required" if key in section.get("required", ()) else default
-        words = " ".join(str(value.get("description", "")).split()).replace("|", "\\|")
-        yield f"| `{key}` | {_type(value)} | {default} | {words} |"
-    yield ""
-
-
-def _type(value: Mapping[str, Any]) -> str:
-    """Return a type in words, such as ``number`` or ``list of Guard``, with links to sections."""
-    if "$ref" in value:
-        name = str(value["$ref"]).rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
-    for key in ("anyOf", "oneOf"):
-        if key in value:
-            parts = dict.fromkeys(_type(part) for part in value[key] if part.get("type") != "null")
-            return " or ".join(parts)
-    if "enum" in value:
-        return ", ".join(f"`{word}`" for word in value["enum"])
-    if "const" in value:
-        return f"`{value['const']}`"
-    if value.get("type") == "array":
-        inner = value.get("items") or (value.get("prefixItems") or [{}])[0]
-        return f"list of {_type(inner)}"
-    words = {"string": "text", "object": "mapping", "integer": "whole number", "boolean": "true or false"}
-    kind = str(value.get("type", "any"))
-    return "path" if value.get("format") == "path" else words.get(kind, kind)

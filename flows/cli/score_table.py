@@ -1,16 +1,14 @@
-"""Print tables on a terminal of any width. The score table uses the widest of four forms that fits.
+"""Print tables on a terminal of any width. The score table uses the widest of three forms that fits.
 
 Numbers, names and verdicts are never cut or wrapped. From the widest form to the narrowest:
 
 1. a line per task, a column per model;
-2. the same, with letters for models and a legend above;
-3. the name of a task on its own line, its numbers below;
-4. only the best parent and the merge; the report has all models.
+2. only the reference of each guard and the merge; the report has all models;
+3. the same, with the names of task and reference on a line of their own.
 """
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,44 +18,74 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.cli.output import OUTCOME_STYLES
-from mergegate.tasks.report import Row, ScoreTable
+from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
 
 _BEST = " *"  # ending of the best parent's score, which is printed in bold instead
+_DECISION = -len(DECISION_COLUMNS)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A layout of the score table: lines above it, its header, and rows that take one or two lines."""
+    """A layout of the score table. ``names`` columns at the start have a line of their own, or none have."""
 
-    above: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    two_lines: bool = False  # whether the first cell has its own line
+    names: int = 0
 
-    def widths(self) -> list[int]:
-        lines = [self.columns, *(row.cells for row in self.rows)]
-        return [max(cell_len(line[at].removesuffix(_BEST)) for line in lines) for at in range(len(self.columns))]
-
-    def width(self) -> int:
-        return max(line.cell_len for line in (*map(Text, self.above), *_lines(self)))
+    def lines(self) -> Iterator[Text]:
+        """Yield the header and the rows, with every column as wide as its widest cell."""
+        cells = [self.columns, *(row.cells for row in self.rows)]
+        widths = [max(cell_len(line[at].removesuffix(_BEST)) for line in cells) for at in range(len(self.columns))]
+        for line, row in zip(cells, (None, *self.rows), strict=True):
+            if row is not None and self.names:
+                task, reference = line[0], line[1]
+                yield Text.assemble(task, (f" against {reference}", "dim") if reference else "")
+            text = Text("  " if self.names else "")
+            for at in range(self.names, len(line)):
+                style = "dim" if row is None else "bold" if line[at].endswith(_BEST) else ""
+                is_left = at == 0 or self.columns[at] == "reference"
+                cell, room = line[at].removesuffix(_BEST), " " * (widths[at] - cell_len(line[at].removesuffix(_BEST)))
+                text.append("" if at == self.names else " ")
+                if at == len(line) - 1:
+                    text.append(cell, "dim" if row is None else OUTCOME_STYLES[row.outcome])
+                else:
+                    text.append("" if is_left else room).append(cell, style).append(room if is_left else "")
+            text.rstrip()
+            yield text
 
 
 def print_scores(console: Console, scores: ScoreTable) -> None:
-    """Print the final table in the first form that fits. Details of the verdicts follow below the table."""
+    """Print the final table in the first form that fits. Notes on verdicts follow below the table."""
     rows, notes = [], []
     for row in scores.rows:
         word, colon, _ = row.cells[-1].partition(": ")
-        rows.append(Row((*row.cells[:-1], word), row.outcome))
+        rows.append(Row((*row.cells[:-1], word), row.outcome, row.reference_score))
         if colon:
             notes.append(f"{row.cells[0]} {row.cells[-1]}")
-    forms = list(_forms(scores.columns, tuple(rows)))
-    form = next((candidate for candidate in forms if candidate.width() <= console.width), forms[-1])
-    for line in form.above:
-        console.print(Text(line, style="dim"))
-    for drawn_line in _lines(form):
-        console.print(drawn_line)
-    for note in notes:
-        console.print(Text(note, style="dim"))
+    models = scores.columns[1:_DECISION]
+    full = _Form(scores.columns, tuple(rows))
+    pair = ("reference", "score", models[-1], *DECISION_COLUMNS[1:]) if models else DECISION_COLUMNS
+    compact = tuple(_with_reference(row, models) for row in rows) if models else tuple(rows)
+    forms = [full, _Form((scores.columns[0], *pair), compact), _Form((scores.columns[0], *pair), compact, names=2)]
+    drawn = [list(form.lines()) for form in forms]
+    lines = next((lines for lines in drawn if max(line.cell_len for line in lines) <= console.width), drawn[-1])
+    for line in lines:
+        console.print(line)
+    if lines is not drawn[0] and len(models) > 2:
+        notes.append("Only the reference of each row is shown. The report has all models.")
+    for note in (*notes, *filter(None, [scores.note])):
+        console.print(Text(note, style="dim"), soft_wrap=False)
+
+
+def _with_reference(row: Row, models: Sequence[str]) -> Row:
+    """Return a row with one column for its reference, or else for the best parent, in place of all parents."""
+    *scores, merge = row.cells[1:_DECISION]
+    reference, *decision = row.cells[_DECISION:]
+    best = next((at for at, score in enumerate(scores) if score.endswith(_BEST)), None)
+    score = row.reference_score
+    if not reference and not decision[0] and best is not None:
+        reference, score = models[best], scores[best]
+    return Row((row.cells[0], reference, score, merge, *decision), row.outcome)
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> None:
@@ -81,50 +109,3 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
         for column, cell in zip(columns[1:], row[1:], strict=True):
             if cell:
                 console.print(Text.assemble("  ", (f"{column:<{label}}", "dim"), "  " if label else "", cell))
-
-
-def _forms(columns: tuple[str, ...], rows: tuple[Row, ...]) -> Iterator[_Form]:
-    yield _Form((), columns, rows)
-    models, rest = columns[1:-3], columns[-3:]
-    lettered: tuple[str, ...] = models
-    above: tuple[str, ...] = ()
-    if models and len(models) <= len(string.ascii_lowercase) + 1:
-        # The merge keeps its name because the table is about it.
-        letters = dict(zip(models[:-1], string.ascii_lowercase, strict=False))
-        lettered = (*letters.values(), models[-1])
-        above = tuple(f"{letter}  {name}" for name, letter in letters.items())
-        yield _Form(above, (columns[0], *lettered, *rest), rows)
-        yield _Form(above, (columns[0], *lettered, *rest), rows, two_lines=True)
-    few, pair = rows, models
-    if len(models) > 1:
-        pair, few = ("best parent", models[-1]), ()
-        for row in rows:
-            *parents, merge = row.cells[1:-3]
-            best = next((cell for cell in parents if cell.endswith(_BEST)), next(filter(None, parents), ""))
-            few = (*few, Row((row.cells[0], best, merge, *row.cells[-3:]), row.outcome))
-    note = ("Only the best parent is shown; the report has all of them.",) if len(models) > 2 else ()
-    yield _Form(note, (columns[0], *pair, *rest), few)
-    yield _Form(note, (columns[0], *pair, *rest), few, two_lines=True)
-
-
-def _lines(form: _Form) -> Iterator[Text]:
-    """Yield the header and the rows, with every column as wide as its widest cell."""
-    yield _aligned(form, [Text(column, style="dim") for column in form.columns])
-    for row in form.rows:
-        if form.two_lines:
-            yield Text(row.cells[0])
-        *cells, verdict = row.cells
-        texts = [Text(cell.removesuffix(_BEST), style="bold" if cell.endswith(_BEST) else "") for cell in cells]
-        yield _aligned(form, [*texts, Text(verdict, style=OUTCOME_STYLES[row.outcome])])
-
-
-def _aligned(form: _Form, cells: Sequence[Text]) -> Text:
-    line, last = Text("  " if form.two_lines else ""), len(cells) - 1
-    for at, (cell, width) in enumerate(zip(cells, form.widths(), strict=True)):
-        if at == 0 and form.two_lines:
-            continue
-        room = Text(" " * (width - cell.cell_len))
-        between = Text(" " if line.plain.strip() or at > 1 else "")
-        line = line + between + (cell + room if at == 0 else cell if at == last else room + cell)
-    line.rstrip()
-    return line

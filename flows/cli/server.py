@@ -88,7 +88,10 @@ def server_command(
 def worker_command(
     once: Annotated[bool, typer.Option("--once", help="Run the deployments that are due now, then exit.")] = False,
 ) -> None:
-    """Run due deployments, one at a time, in this project's directory."""
+    """Run due deployments, one at a time.
+
+    The runs work in this project's directory.
+    """
     with command_context() as console:
         site = find_site(load_optional_schedules())
         os.environ.update(site.worker_environment())
@@ -107,9 +110,9 @@ def worker_command(
 
 
 def deploy_command(as_json: JsonOption = False) -> None:
-    """Update the server's deployments, schedules and notifications from schedules.yaml.
+    """Update deployments and schedules from schedules.yaml.
 
-    A second call changes nothing.
+    Notifications are updated as well. A second call changes nothing.
     """
     with command_context(as_json, with_state=True) as console:
         schedules = load_schedules(Path(SCHEDULES_FILE))

@@ -29,24 +29,24 @@ ReasonOption = Annotated[str, typer.Option(help="Reason for the decision, which 
 def shadow_evaluate_command(
     profile: ShadowProfile, approve: ApproveOption = False, as_json: JsonOption = False
 ) -> None:
-    """Judge new pairs, then promote the candidate, roll it back, or wait."""
+    """Judge new pairs, then promote, roll back or wait."""
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.shadow import shadow
 
-        loaded = load_for_flow(profile, "shadow")
-        view = RunView(f"{loaded.name} on users' traffic", profile, approve=approve)
-        outcome = run_flow(partial(shadow, profile, return_state=True), view, console)
+        loaded = load_for_flow(profile)
+        headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
+        outcome = run_flow(partial(shadow, profile, return_state=True), headline, RunView(approve=approve), console)
         _print_outcome(outcome, console, as_json)
         raise typer.Exit(outcome.exit_code)
 
 
 def shadow_promote_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
-    """Promote the candidate manually, independent of the evidence."""
+    """Promote the candidate, regardless of the evidence."""
     _decide_by_hand(profile, "promote", reason, as_json)
 
 
 def shadow_rollback_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
-    """Route all users back to the parent, independent of the evidence."""
+    """Return all users to the parent, regardless of evidence."""
     _decide_by_hand(profile, "roll back", reason, as_json)
 
 
@@ -55,9 +55,10 @@ def _decide_by_hand(profile: Path, decision: Literal["promote", "roll back"], re
         from mergegate.flows.shadow import require_reason, shadow
 
         require_reason(reason)
-        loaded = load_for_flow(profile, "shadow")
+        loaded = load_for_flow(profile)
         flow = partial(shadow, profile, say=decision, why=reason, by=current_user(), return_state=True)
-        outcome = run_flow(flow, RunView(f"{loaded.name} on users' traffic", profile), console)
+        headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
+        outcome = run_flow(flow, headline, RunView(), console)
         _print_outcome(outcome, console, as_json)
         # The command did its job, even if that was a rollback.
         raise typer.Exit(0 if outcome.status in ("promoted", "rolled back") else outcome.exit_code)

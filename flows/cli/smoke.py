@@ -54,9 +54,9 @@ def smoke_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a checkpoint, send test requests, and print the results of all checks.
+    """Serve a checkpoint, and test its answers.
 
-    For a URL, mergegate sends the requests to that server. The exit code is 3 if a check fails.
+    For a URL, mergegate tests the server there. The exit code is 3 if a check fails.
     """
     with command_context(as_json, with_state=True) as console:
         loaded = load_profile(profile) if profile else None

@@ -56,7 +56,7 @@ class _StageSize(NamedTuple):
 
 
 def store_ls_command(as_json: JsonOption = False) -> None:
-    """List every artifact with its stage, model, size, age and reason to keep it."""
+    """List every artifact and the reason to keep it."""
     with command_context(as_json) as console:
         needed, now = explain_retention(runs_directory()), time.time()
         subjects = {name: subject for run in read_runs(runs_directory()) for name, subject in run.used.items()}
@@ -78,7 +78,7 @@ def store_ls_command(as_json: JsonOption = False) -> None:
 
 
 def store_du_command(as_json: JsonOption = False) -> None:
-    """Show the size of the store by stage, and how much of it is needed."""
+    """Show the size of the store by stage."""
     with command_context(as_json) as console:
         needed, quota = explain_retention(runs_directory()), store_quota()
         total, by_stage = store_bytes(home() / "store"), defaultdict[str, list[StoreEntry]](list)
@@ -110,7 +110,7 @@ def store_du_command(as_json: JsonOption = False) -> None:
 
 
 def store_verify_command(as_json: JsonOption = False) -> None:
-    """Read every file of the store and compare it with its recorded hash.
+    """Compare every file of the store with its recorded hash.
 
     The exit code is 3 if anything is damaged.
     """
@@ -156,9 +156,9 @@ def store_gc_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove artifacts that no run, no release and no recent run of a profile needs.
+    """Remove artifacts that nothing needs.
 
-    This is safe while runs are active.
+    Artifacts of active runs, of releases and of the last runs of each profile stay. This is safe while runs are active.
     """
     with command_context(as_json) as console:
         limit = parse_bytes(quota, "--quota") if quota is not None else None
@@ -199,8 +199,9 @@ def store_gc_command(
             reasons[why].append(entry.bytes)
         for why, entry_sizes in sorted(reasons.items(), key=lambda item: -sum(item[1])):
             console.print(f"  kept  {len(entry_sizes)} ({format_bytes(sum(entry_sizes))}): {why}", markup=False)
-        verb = "would be" if dry_run else "is now"
-        console.print(f"{root}: {format_bytes(plan.bytes_before)} before, {verb} {format_bytes(plan.bytes_after)}")
+        change = "{} now, {} after mergegate store gc" if dry_run else "{} before, {} now"
+        before_after = (format_bytes(plan.bytes_before), format_bytes(plan.bytes_after))
+        console.print(f"{root}: {change.format(*before_after)}", markup=False)
         if plan.over_quota:
             console.print(f"  {format_bytes(plan.over_quota)} over the quota, because the rest is needed", markup=False)
 
@@ -221,5 +222,6 @@ def _table(*columns: str) -> Table:
     """Return an empty table. A column whose title starts with ``>`` aligns right."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column[0] == ">" else "left", no_wrap=True)
+        is_number = column[0] == ">"
+        table.add_column(column.lstrip(">"), justify="right" if is_number else "left", no_wrap=is_number)
     return table

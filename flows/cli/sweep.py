@@ -14,8 +14,9 @@ from rich.text import Text
 
 from mergegate.flows.candidates import TuningSize
 from mergegate.flows.cli.command import JsonOption, VerboseOption, command_context, local_path
-from mergegate.flows.cli.run import RunView, load_for_flow, run_flow
+from mergegate.flows.cli.run import RunView, headline_of, load_for_flow, run_flow
 from mergegate.flows.cli.run_summary import print_outcome
+from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.parsing import read_yaml
@@ -38,24 +39,21 @@ def sweep_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the free values of a recipe, confirm the winner, and release it.
+    """Search the free values of a recipe, and release the winner.
 
     The winner is confirmed on documents that no trial saw.
     """
     with command_context(as_json, with_state=True) as console:
-        from mergegate.flows.sweep import sweep as sweep_flow
-
+        study_view, server = None, None
         profile_to_sweep = convert_evolve(profile, console)
-        loaded = load_for_flow(profile_to_sweep, "sweep")
-        view, server = None, None
         if dashboard:
+            loaded = load_for_flow(profile_to_sweep)
             # Without a location in the profile, the study is next to the scored trials.
-            view = loaded.sweep_storage() or str(home() / "sweeps" / f"{loaded.name}.optuna")
+            study_view = loaded.sweep_storage() or str(home() / "sweeps" / f"{loaded.name}.optuna")
             console.print(Text(f"dashboard: http://127.0.0.1:{_DASHBOARD_PORT}"))
-            server = threading.Thread(target=serve_dashboard, args=(view, _DASHBOARD_PORT), daemon=True)
+            server = threading.Thread(target=serve_dashboard, args=(study_view, _DASHBOARD_PORT), daemon=True)
             server.start()
-        flow = partial(sweep_flow, profile_to_sweep, release=release, view=view, return_state=True)
-        outcome = run_flow(flow, RunView(loaded.headline(), profile, verbose=verbose), console)
+        outcome = run_sweep(profile_to_sweep, RunView(verbose=verbose), console, release=release, study_view=study_view)
         print_outcome(console, outcome, as_json)
         if server is not None:
             console.print(Text("the dashboard is still running; press Ctrl-C to stop it", style="dim"))
@@ -76,18 +74,26 @@ def tune_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the scale at which a merge is most certain of its answers, without labels.
+    """Find the best scale of a merge, without labels.
 
-    The scale is the recipe's 'lambda'.
+    The scale is the recipe's 'lambda'. The best one is where the merge is most certain of its answers.
     """
     with command_context(as_json, with_state=True) as console:
-        from mergegate.flows.sweep import sweep as sweep_flow
-
-        loaded = load_for_flow(profile, "sweep").with_scale_search(TuningSize(trials, search, confirmation))
-        flow = partial(sweep_flow, loaded, release=release, return_state=True)
-        outcome = run_flow(flow, RunView(loaded.headline(), profile, verbose=verbose), console)
+        loaded = load_for_flow(profile).with_scale_search(TuningSize(trials, search, confirmation))
+        outcome = run_sweep(loaded, RunView(verbose=verbose), console, release=release)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
+
+
+def run_sweep(
+    profile: Path | Profile, view: RunView, console: Console, *, release: bool, study_view: str | None = None
+) -> RunOutcome:
+    """Run the flow ``sweep``, and return its outcome. ``study_view`` is the study for Optuna's dashboard."""
+    from mergegate.flows.sweep import sweep
+
+    loaded = load_for_flow(profile)
+    flow = partial(sweep, profile, release=release, view=study_view, return_state=True)
+    return run_flow(flow, headline_of(loaded, profile), view, console)
 
 
 def convert_evolve(file: Path, console: Console) -> Path | Profile:

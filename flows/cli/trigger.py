@@ -38,7 +38,10 @@ def trigger_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a release on the next free worker, and print the URL of its page."""
+    """Start a release on the next free worker.
+
+    mergegate prints the URL of the page of the run.
+    """
     with command_context(as_json, with_state=True) as console:
         schedules = load_optional_schedules()
         site = find_site(schedules)
@@ -99,7 +102,7 @@ def _find_target(
     names = [full_name.partition("/")[2] for full_name in deployment_names]
     raise InvalidInput(
         name,
-        found="neither a deployment_names profile nor a file",
+        found="neither a deployed profile nor a file",
         expected="a profile in schedules.yaml, by its name or its file",
         remedy=suggest(name, names) if deployment_names else "mergegate deploy",
     )

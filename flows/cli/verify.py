@@ -8,18 +8,13 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
 from mergegate.flows.cli.output import print_answer
 from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
-
-_SIGNATURES = {
-    "valid": "the signature is valid",
-    "not checked": "it is signed; pass the public key with --key to check the signature",
-    "none": "it is not signed",
-}
 
 
 def verify_command(
@@ -38,12 +33,7 @@ def verify_command(
         if as_json:
             print_answer("verified", f"{release} is as it was published", _plain(verified))
             return
-        console.print(f"{verified.reference}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
-        if verified.version:
-            console.print(f"  its content matches its version {verified.version}")
-        else:
-            console.print("  its name is not a digest, so it is compared only with its own records")
-        console.print(f"  {_SIGNATURES[verified.signed]}")
+        console.print(str(verified), markup=False)
 
 
 def reproduce_command(
@@ -60,33 +50,40 @@ def reproduce_command(
     ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Rebuild the weights of a release, and compare them byte by byte.
+    """Rebuild the weights of a release, and compare every byte.
 
     mergegate verifies the release first, and merges its parents by its recipe.
     """
     with command_context(as_json, with_state=True) as console:
-        from mergegate.tasks.publish.releases import rebuild_release
-
-        published = find_release(release)
-        verified = check_release(published)
-        columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with TemporaryDirectory(prefix="mergegate-reproduce-") as scratch, Progress(*columns, console=console) as bar:
-            job = bar.add_task("merge", total=None)
-            rebuilt = rebuild_release(
-                published,
-                verified,
-                Path(scratch) / "merged",
-                directory=parents,
-                device=device,
-                on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-            )
+        rebuilt = reproduce_release(release, parents, device, console)
         if as_json:
             print_answer("reproduced", f"the rebuilt weights of {release} are identical", _plain(rebuilt))
             return
-        how = f"rebuilt in {rebuilt.seconds:.1f} s on {rebuilt.device}"
-        console.print(f"{rebuilt.reference}: {how}; {len(rebuilt.files)} files, all identical")
-        for name in rebuilt.files:
-            console.print(f"  = {name}")
+        console.print(str(rebuilt), markup=False)
+
+
+def reproduce_release(release: str, parents: Path | None, device: str, console: Console) -> ReproducedRelease:
+    """Verify a release, merge its parents again into a temporary directory, and compare every file.
+
+    Raises:
+        InvalidInput: The release, a parent or the device does not exist.
+        Refused: The release is not as published, or the rebuilt weights differ.
+    """
+    from mergegate.tasks.publish.releases import rebuild_release
+
+    published = find_release(release)
+    verified = check_release(published)
+    columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with TemporaryDirectory(prefix="mergegate-reproduce-") as scratch, Progress(*columns, console=console) as bar:
+        job = bar.add_task("merge", total=None)
+        return rebuild_release(
+            published,
+            verified,
+            Path(scratch) / "merged",
+            directory=parents,
+            device=device,
+            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+        )
 
 
 def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:

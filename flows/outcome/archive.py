@@ -21,6 +21,7 @@ from mergegate.tasks.report import (
     RunRecord,
     RunScore,
     RunStage,
+    add_stages,
     archive_run,
     as_markdown,
     file_name,
@@ -154,8 +155,18 @@ def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
 
 def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:
     """Return the page about the evidence, or else a page that shows how far the run got and why it ended."""
+    ended = tuple(
+        EndedStage(
+            name=to_printable(stage.stage),
+            subject=to_printable(stage.subject),
+            status=stage.status,
+            seconds=stage.seconds,
+            summary=to_printable(stage.summary),
+        )
+        for stage in stages
+    )
     if outcome.page:
-        return outcome.page
+        return add_stages(outcome.page, ended)
     if outcome.shadow is not None:
         return render_shadow(outcome.shadow.model_copy(update={"examples": ()}))
     if outcome.sweep is not None:
@@ -163,7 +174,7 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
     if outcome.status == "nothing new" and outcome.report is not None:  # the release has a page about its evidence
         released = read_state(outcome.report, bytes.decode, most=_MAX_PAGE_BYTES)
         if isinstance(released, str):
-            return released
+            return add_stages(released, ended)
     finding = outcome.stopped_by
     facts = {"where": finding.where, "found": finding.found} if finding else {}
     facts |= {"expected": finding.expected, "remedy": finding.remedy} if finding else {}
@@ -175,16 +186,7 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
             message=to_printable(outcome.text),
             exception=to_printable(outcome.message.partition(": ")[2]) if outcome.status == "failed" else "",
             log=f"the log of Prefect's flow run {running_flow()[0]}, or the terminal",
-            stages=tuple(
-                EndedStage(
-                    name=to_printable(stage.stage),
-                    subject=to_printable(stage.subject),
-                    status=stage.status,
-                    seconds=stage.seconds,
-                    summary=to_printable(stage.summary),
-                )
-                for stage in stages
-            ),
+            stages=ended,
             **facts,
         )
     )

@@ -35,6 +35,7 @@ from mergegate.tasks.stage import (
     LostArtifact,
     ProgressLog,
     RecordedProgress,
+    StageEnd,
     WorkRequired,
     announce,
     apply_limits,
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
 _log = logging.getLogger(__name__)
+_CHECKS = frozenset(
+    {"licenses", "compat", "sources", "documents", "preview", "overlap"}
+)  # stages that only check input
 
 
 class StoppedRun(Exception):
@@ -70,9 +74,10 @@ class StoppedRun(Exception):
 def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
     """Run ``make``, the story of a flow, and return its end as a Prefect state.
 
-    Every run gets a page and a line in the history, except a missed scheduled run that a later run replaces. Prefect's
-    log shows the stages, unless another watcher is active. ``name`` is the name of the profile. ``overrides`` are the
-    profile settings that the run overrides. They are recorded with the outcome.
+    Every run gets a page and a line in the history, with two exceptions: usage errors (see ``_is_usage_error``), and a
+    missed scheduled run that a later run replaces. Prefect's log shows the stages, unless another watcher is active.
+    ``name`` is the name of the profile. ``overrides`` are the profile settings that the run overrides. They are
+    recorded with the outcome.
 
     Raises:
         Exception: Any unexpected error, after mergegate has recorded it. Prefect logs it with its traceback.
@@ -103,8 +108,9 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
             publish_artifact(archived, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
-        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
-        outcome = archive_outcome(outcome, name, began, recorder.stages)
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides), "stages": tuple(recorder.stages)})
+        if not _is_usage_error(outcome, recorder.stages):
+            outcome = archive_outcome(outcome, name, began, recorder.stages)
         level = "warning" if outcome.exit_code else "info"
         seconds = time.monotonic() - began
         say("run ended", level=level, status=outcome.status, message=outcome.text_with_proposal, seconds=seconds)
@@ -138,7 +144,7 @@ def run_dry_pass(
         return None
     with json_log({"flow": flow, "profile": name}, DeferredProgress) as say:
         relay_progress(deferred.stages)
-        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides), "stages": tuple(deferred.stages)})
         outcome = archive_outcome(outcome, name, began, deferred.stages, flow)
         seconds = time.monotonic() - began
         say("run ended", status=outcome.status, message=outcome.text_with_proposal, seconds=seconds)
@@ -180,6 +186,23 @@ def _run_recorded(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
             run.end(outcome.status, judged=judged)
             keep_quota()
     return outcome
+
+
+def _is_usage_error(outcome: RunOutcome, stages: Sequence[StageEnd]) -> bool:
+    """Return whether the user who started a run has to correct its input, so that the run is not archived.
+
+    The line is between attended and unattended runs. A command or a Python call shows invalid input to the user who
+    started it: a misspelled override, an unknown key, a recipe instead of a profile, a missing file. Recording it would
+    replace the latest report with a page about a typing error. No one watches a run that a deployment starts, by its
+    schedule or by a trigger. If its profile has become invalid, the history is where the team finds out, so it is
+    recorded. A run that had already merged or evaluated a model is recorded in both cases.
+    """
+    if outcome.status != "invalid" or any(stage.stage not in _CHECKS for stage in stages):
+        return False
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return context is None or context.flow_run is None or context.flow_run.deployment_id is None
 
 
 def publish_artifact(outcome: RunOutcome, name: str) -> None:

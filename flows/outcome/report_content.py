@@ -26,6 +26,7 @@ from mergegate.tasks.report import (
     ReportedPlace,
     ReportedServing,
     StoredArtifact,
+    recipe_diff,
 )
 from mergegate.tasks.serve import ServedModels
 from mergegate.tasks.stage import versions
@@ -153,6 +154,7 @@ def report_content(
                 outcome=each.outcome,
                 reason=each.reason,
                 digest=each.merged.digest if isinstance(each, Attempt) else "",
+                diff=recipe_diff(earlier[0].cleared.candidate.document, each.cleared.candidate.document),
             )
             for each in ((*earlier, attempt) if earlier else ())
         ),

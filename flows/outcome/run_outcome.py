@@ -21,7 +21,7 @@ from mergegate.tasks.report import (
     render_shadow,
     render_sweep,
 )
-from mergegate.tasks.stage import home
+from mergegate.tasks.stage import StageEnd, home
 from mergegate.tasks.store import Artifact
 
 
@@ -47,6 +47,8 @@ class RunOutcome(BaseModel):
     overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
     # For a refusal: the change of the recipe with the strongest reason.
     to_try: Annotated[Remedy | None, Field(exclude_if=lambda remedy: remedy is None)] = None
+    # Stages of the run, in the order in which they ended.
+    stages: Annotated[tuple[StageEnd, ...], Field(exclude=True, repr=False)] = ()
     # Page as HTML, archived under its own name. Empty if there is no evidence to draw.
     page: Annotated[str, Field(exclude=True, repr=False)] = ""
 

@@ -108,7 +108,7 @@ def desired_deployments(schedules: Schedules, root: Path) -> tuple[DesiredDeploy
                 f"{location}.flow",
                 found=f"shadow, but {entry.profile} has no section 'shadow'",
                 expected="a profile with settings for a shadow test",
-                remedy="add the section (docs/shadow.md), or omit 'flow' to release it",
+                remedy="add the section (docs/how-to/watch-a-release.md), or omit 'flow' to release it",
             )
         if profile.name in RESERVED:
             raise InvalidInput(

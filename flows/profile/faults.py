@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +13,11 @@ from pydantic import BaseModel, ValidationError
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import expectation, format_value, join_expectations
 from mergegate.tasks.publish.targets import publish_targets
+
+_UNION_TAG = re.compile(r".*\[.*|(function|constrained|lax-or-strict|is-instance)-.*", re.DOTALL)
+_VALUE_TAG = re.compile(
+    rf"{_UNION_TAG.pattern}|int|float|str|bool", re.DOTALL
+)  # below a key without settings of its own
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -53,7 +59,7 @@ def settings_faults(error: ValidationError, file: str, model: type[BaseModel]) -
     lines = "".join(
         f"\n  {location}: {found}" + (f"; {remedy}" if remedy else "") for location, found, remedy in faults
     )
-    return InvalidInput(file, found=f"{len(faults)} faults{lines}")
+    return InvalidInput(file, found=f"{len(faults)} problems{lines}")
 
 
 def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
@@ -65,8 +71,8 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
         if previous == "publish" and part in publish_targets():  # pydantic's tag for the kind of target
             section = publish_targets()[part]
             continue
-        # pydantic's tag for a member of a union
-        is_tag = isinstance(part, str) and ("[" in part or part.startswith("function-"))
+        # pydantic's tag for a member of a union, which the user did not write
+        is_tag = isinstance(part, str) and bool(_UNION_TAG.fullmatch(part) if is_inside else _VALUE_TAG.fullmatch(part))
         if not is_tag:
             location += f"[{part}]" if isinstance(part, int) else f".{part}" if location else str(part)
         if isinstance(part, str) and is_inside and depth < len(parents):

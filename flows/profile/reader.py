@@ -56,7 +56,7 @@ def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
     if _is_recipe_document(data):
         raise InvalidInput(
             str(source),
-            found="a recipe",
+            found="it is a recipe, and this command needs a profile",
             expected="a profile, which names a recipe and its release settings",
             remedy=f"write a profile with 'recipe: {source.name}', or run mergegate merge {source} OUT",
         )

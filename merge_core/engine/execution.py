@@ -68,13 +68,13 @@ def require_prepared(plan: MergePlan) -> None:
     for document in (*plan.recipe.steps, plan.recipe):
         mixture, missing = document.mixture, ""
         if document.align_experts and not document.experts_in_order:
-            missing = "align_experts: the experts have not been matched"
+            missing = "align_experts: the matching of the experts is missing"
         elif mixture is not None and mixture.needs_prompts and mixture.gates is None:
-            missing = f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
+            missing = f"gate_mode {mixture.gate_mode}: the router rows from the prompts are missing"
         elif document.needs_distances and document.distances is None:
-            missing = f"{document.merge_method}: the distances between the models have not been measured"
+            missing = f"{document.merge_method}: the distances between the models are missing"
         elif document.texts and document.measured is None:
-            missing = f"{document.merge_method}: the models have not read their texts"
+            missing = f"{document.merge_method}: the statistics of the models on their texts are missing"
         if missing:
             raise InvalidInput(
                 plan.recipe.location,

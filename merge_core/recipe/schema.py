@@ -6,12 +6,12 @@ Editors use it to complete keys and mark errors. ``load_recipe`` also checks rul
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from mergegate.merge_core.checkpoint import RECIPE_NAMES
 from mergegate.merge_core.methods import Parameter, merge_methods
 from mergegate.merge_core.recipe.keys import RECIPE_KEYS
-from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS
+from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, GateMode
 from mergegate.merge_core.recipe.recipe import CLIENT_KEYS
 
 _TYPES: dict[str, dict[str, Any]] = {
@@ -20,7 +20,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "models": {"type": "array", "items": {"$ref": "#/$defs/source"}, "description": "Models to merge layer by layer."},
     "slices": {"type": "array", "items": {"$ref": "#/$defs/slice"}, "description": "Layer ranges to stack."},
     "modules": {"type": "object", "description": "Parts of the network with their own layers, by name."},
-    "parameters": {"$ref": "#/$defs/parameters"},
+    "parameters": {"$ref": "#/$defs/parameters", "description": "Parameters of the method, for all models."},
     "tokenizer_source": {"description": "Vocabulary of the result: base, union, or a model."},
     "tokenizer": {
         "type": "object",
@@ -85,7 +85,27 @@ _TYPES: dict[str, dict[str, Any]] = {
         "type": "number",
         "description": "Largest length of a task vector, as a factor of the median. Longer ones are left out.",
     },
+    "output": {
+        "enum": ["model", "adapter"],
+        "description": "Kind of the result: a model, or one LoRA adapter that combines adapters. Default: model.",
+    },
+    "rank": {"type": "integer", "minimum": 1, "description": "Rank of the combined adapter, with output: adapter."},
+    "gate_mode": {"enum": list(get_args(GateMode)), "description": "Source of the router rows. Default: hidden."},
+    "experts_per_token": {
+        "type": "integer",
+        "minimum": 1,
+        "description": "Number of experts that the router selects for each token. Default: 2.",
+    },
+    "architecture": {
+        "type": "string",
+        "description": "Family of the mixture. Default: the first family that can represent the models.",
+    },
     "experts": {"type": "array", "description": "Dense models that become the experts of a mixture."},
+    "shared_experts": {
+        "type": "array",
+        "maxItems": 1,
+        "description": "Dense model that becomes the expert that every token uses.",
+    },
 }
 _TEXT = {
     "type": "string",

@@ -264,7 +264,7 @@ def _pieces(
     total = task.documents or 0
     limit = total if documents is None else min(documents, total)
     ranges = [part.value.part for part in scores if part.value.part]
-    return cover_documents(limit, document_ranges(total, scoring.first_look), ranges)
+    return cover_documents(limit, document_ranges(total, task.first_look(scoring)), ranges)
 
 
 def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,7 +20,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.local_groups import group_members
 from mergegate.tasks.evaluation.mirror import find_datasets
-from mergegate.tasks.evaluation.settings import PromptSettings
+from mergegate.tasks.evaluation.settings import PromptSettings, Scoring
 from mergegate.tasks.evaluation.splits import DocumentSet
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset, declared_dataset
@@ -50,6 +50,8 @@ class EvalTask(BaseModel):
     code: ProgramLimits | None = None  # limits for code that the model wrote; None: no code is run
     prompt_settings: PromptSettings | None = None  # prompt settings of this task alone; None: those of the profile
     original_name: Annotated[str | None, NotInKey] = None  # lm-eval's name, if ``name`` is the profile's
+    # Size of the first sample of this task alone; None: that of the profile. The scored parts are in the keys.
+    sample: Annotated[int | Literal["all"] | None, NotInKey] = None
 
     def content_key(self) -> object:
         # Optional fields enter the key only if set, so that scores measured before they existed keep their keys.
@@ -57,6 +59,12 @@ class EvalTask(BaseModel):
         fields |= ({"only"} if self.only else set()) | ({"code"} if self.code else set())
         content = self.model_dump(mode="json", include=fields)
         return {**content, "asked": self.prompt_settings} if self.prompt_settings else content
+
+    def first_look(self, scoring: Scoring) -> int | None:
+        """Return the number of documents in the first look at this task. None: a single look uses all documents."""
+        if self.sample is None:
+            return scoring.first_look
+        return None if self.sample == "all" else self.sample
 
     @property
     def in_lm_eval(self) -> str:

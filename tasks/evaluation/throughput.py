@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
+from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES
 from mergegate.tasks.store import Artifact
 
 _CHOICES = 4.0  # default number of choices of a document
@@ -29,8 +30,9 @@ class DocumentCost(NamedTuple):
 
 
 def estimate_document_cost(task: EvalTask) -> DocumentCost:
-    """Estimate the cost of a document from its task's definition, with defaults for values that are not in it."""
-    leaves = read_definition(task.definition).leaves if task.definition else shipped_leaves(task.name)
+    """Estimate the cost of a document from its task's definition and prompt settings, with defaults for the rest."""
+    leaves = read_definition(task.definition).leaves if task.definition else shipped_leaves(task.in_lm_eval)
+    own_settings = (task.prompt_settings.gen_kwargs if task.prompt_settings else None) or {}
     costs = []
     for config in (leaf.config for leaf in leaves):
         kind = config.get("output_type", "generate_until")
@@ -38,8 +40,11 @@ def estimate_document_cost(task: EvalTask) -> DocumentCost:
         if kind == "multiple_choice":
             costs.append(DocumentCost(len(choices) if isinstance(choices, list) else _CHOICES, 0))
         elif kind == "generate_until":
-            limit = settings.get("max_gen_toks") if isinstance(settings, Mapping) else None
-            limit = limit if isinstance(limit, int) else _MAX_ANSWER_TOKENS
+            # The settings of the guard take precedence over those of the task.
+            sources = (own_settings, settings if isinstance(settings, Mapping) else {})
+            values = [source.get(name) for source in sources for name in BUDGET_NAMES]
+            limits = [value for value in values if isinstance(value, int)]
+            limit = limits[0] if limits else _MAX_ANSWER_TOKENS
             costs.append(DocumentCost(1, limit / 2))  # most answers are shorter
         else:
             costs.append(DocumentCost(1, 0))

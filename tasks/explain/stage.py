@@ -23,7 +23,7 @@ from mergegate.merge_core.errors import ChangedInput, InvalidInput, MergegateErr
 from mergegate.tasks.checkpoints import Model, PinnedRecipe
 from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
 from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_remedies
-from mergegate.tasks.gate import GateVerdict, GuardVerdict
+from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.preflight.licenses import CardSource, read_declaration
 from mergegate.tasks.stage import StageValue, advance, stage
 from mergegate.tasks.store import Artifact
@@ -31,7 +31,7 @@ from mergegate.tasks.store import Artifact
 log = logging.getLogger(__name__)
 
 TABLE, FLIPS = "interference.parquet", "flips.jsonl"
-_EXAMPLES = 5
+_EXAMPLES = 10
 _MAX_TEXT = 600  # Characters of a prompt or a target in a report; the artifact has the full text.
 
 
@@ -50,7 +50,7 @@ class Weights(StageValue):
 
 
 class Flip(BaseModel):
-    """Document on which the merge is worse than its reference. Scores are in [0, 1] for accuracies."""
+    """Document on which the merge and its reference score differently. Scores are in [0, 1] for accuracies."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,14 +71,15 @@ class Flips(StageValue):
     metric: str
     lost: int
     won: int
-    examples: tuple[Flip, ...]  # At most five, the largest losses first.
+    examples: tuple[Flip, ...]  # Lost documents, at most ten, the largest losses first.
+    won_examples: tuple[Flip, ...] = ()  # Won documents, at most ten, the largest gains first.
 
     def summary(self) -> str:
         return f"{self.task}: {self.lost} documents lost, {self.won} won"
 
 
 class LostDocuments(BaseModel):
-    """Documents that the merge lost to the model named ``reference``."""
+    """Documents that the merge lost to the model named ``reference``, and examples of those that it won."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -137,7 +138,7 @@ def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) 
     return Weights(interference=interference)
 
 
-@stage("flips", version=2)
+@stage("flips", version=3)
 def flips(
     out: Path,
     task: EvalTask,
@@ -145,7 +146,7 @@ def flips(
     reference: tuple[Artifact[Scores], ...],
     merge: tuple[Artifact[Scores], ...],
 ) -> Flips:
-    """Find the documents of ``task`` that the merge lost to its reference, with their text.
+    """Find the documents of ``task`` that the merge lost to its reference, with their text, and examples of won ones.
 
     ``metric`` is one metric, or a metric for each task below the group. ``reference`` and ``merge`` are the scores of
     the two models on this task, one artifact per part.
@@ -167,12 +168,15 @@ def flips(
     lost = sorted(
         (document for document, drop in drops.items() if drop > 0), key=lambda document: (-drops[document], document)
     )
-    lost_by_task: dict[str, list[int]] = {}
-    for leaf, doc_id in lost:
-        lost_by_task.setdefault(leaf, []).append(doc_id)
-    texts = document_texts(task, lost_by_task) if lost else {}
+    won = sorted(
+        (document for document, drop in drops.items() if drop < 0), key=lambda document: (drops[document], document)
+    )
+    shown_by_task: dict[str, list[int]] = {}
+    for leaf, doc_id in (*lost, *won[:_EXAMPLES]):
+        shown_by_task.setdefault(leaf, []).append(doc_id)
+    texts = document_texts(task, shown_by_task) if shown_by_task else {}
     flip_list = []
-    for leaf, doc_id in lost:
+    for leaf, doc_id in (*lost, *won[:_EXAMPLES]):
         text = texts.get((leaf, doc_id))
         if text is not None and text.doc_hash != reference_rows[leaf, doc_id].doc_hash:
             text = None  # The data changed since, so this is not the evaluated document.
@@ -188,10 +192,10 @@ def flips(
                 merge_answer=merge_rows[leaf, doc_id].answer,
             )
         )
-    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in flip_list]
+    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in flip_list[: len(lost)]]
     (out / FLIPS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     examples = []
-    for flip in flip_list[:_EXAMPLES]:
+    for flip in (*flip_list[: min(len(lost), _EXAMPLES)], *flip_list[len(lost) :]):
         clipped: dict[str, str] = {}
         for name in ("prompt", "target", "reference_answer", "merge_answer"):
             text = getattr(flip, name)
@@ -203,8 +207,9 @@ def flips(
         task=task.name,
         metric=metrics.label,
         lost=len(lost),
-        won=sum(drop < 0 for drop in drops.values()),
-        examples=tuple(examples),
+        won=len(won),
+        examples=tuple(examples[: min(len(lost), _EXAMPLES)]),
+        won_examples=tuple(examples[min(len(lost), _EXAMPLES) :]),
     )
 
 
@@ -256,7 +261,7 @@ def explain_merge(
         origin_is_base=origin.is_base,
         vectors=tuple(parent.name for parent in parents),
         interference=interference,
-        lost=_lost_documents(verdict.guards, merge.name, scores, tasks),
+        lost=_lost_documents(verdict, merge.name, scores, tasks),
         remedies=remedies,
     )
 
@@ -284,15 +289,18 @@ def named_base(models: Iterable[Path], directory: Path) -> str | None:
 
 
 def _lost_documents(
-    guards: Sequence[GuardVerdict],
+    verdict: GateVerdict,
     merge: str,
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     tasks: Sequence[EvalTask],
 ) -> tuple[LostDocuments, ...]:
     by_name = {task.name: task for task in tasks}
     lost_documents = []
-    for guard in guards:
-        if guard.outcome == "pass" or guard.lost == 0 or guard.task not in by_name:
+    if verdict.outcome == "pass":
+        return ()
+    # The guards that did not pass come first. A merge that failed as a whole may have lost documents on every task.
+    for guard in sorted(verdict.guards, key=lambda guard: guard.outcome == "pass"):
+        if guard.lost + guard.won == 0 or guard.task not in by_name:
             continue
         try:
             parts = []

@@ -56,18 +56,18 @@ class Discordance(BaseModel):
     nights: int = 0  # Number of earlier runs whose merges were compared.
 
     def __str__(self) -> str:
-        """Return ``7 % of answers differ (from math and base on 400 documents, without the difference in skill)``."""
+        """Return ``7 % of answers differ (estimated from how math and base disagree on 400 documents, …)``."""
         if not self.documents:
-            return f"{100 * self.share:g} % of answers differ (an assumption)"
+            return f"{100 * self.share:g} % of answers differ (assumed, see evaluate.discordance)"
         share = f"{100 * self.share:.1f}".removesuffix(".0")
         if self.nights == 1:
-            source = "the merge of the last run"
+            source = "the merge of the last run differed"
         elif self.nights:
-            source = f"the merges of the last {self.nights} runs"
+            source = f"the merges of the last {self.nights} runs differed"
         else:
-            source = " and ".join(self.models)
-        correction = "" if self.nights else ", without the difference in skill"
-        return f"{share} % of answers differ (from {source} on {self.documents:,} documents{correction})"
+            source = f"{' and '.join(self.models)} disagree"
+        correction = "" if self.nights else ", net of their skill gap"
+        return f"{share} % of answers differ (estimated from how {source} on {self.documents:,} documents{correction})"
 
 
 def find_past_discordance(guard: Guard, outcomes: Sequence[PastGuardOutcome]) -> Discordance | None:

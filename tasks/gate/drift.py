@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.statistics import likelihood_ratio
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
-from mergegate.tasks.stage import Outcome, verdict_word
+from mergegate.tasks.stage import Outcome
 
 BROKEN_RATIO = 2.0  # Ratio of perplexities above which a merge counts as broken; no usable merge is worse.
 
@@ -40,8 +40,8 @@ class DriftVerdict(BaseModel):
 
     @property
     def word(self) -> str:
-        """Verdict in a word, from :func:`verdict_word`."""
-        return verdict_word(self.outcome, shown_worse=self.low is not None and self.low > 1)
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
+        return self.outcome
 
 
 class ModelLikelihoods(NamedTuple):
@@ -114,14 +114,15 @@ def judge_drift(
 
 
 def _sentence(verdict: DriftVerdict) -> str:
-    """Return ``perplexity: 1.031 times base's [1.012, 1.050], limit 1.05``."""
+    """Return ``perplexity: 1.031 times that of base [1.012, 1.050] is within the limit 1.05``."""
     if verdict.ratio is None or verdict.low is None or verdict.high is None:
-        return "perplexity: not finite, the merge is broken"
+        return "perplexity: not finite, so the merge is broken"
     ratio, low, high = (
         f"{value:.3f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
         for value in (verdict.ratio, verdict.low, verdict.high)
     )
     per_byte = " per byte" if verdict.unit == "byte" else ""
-    undecided = f": undecided after {verdict.documents:,} documents" if verdict.outcome == "inconclusive" else ""
-    interval = f"{ratio} times {verdict.reference}'s{per_byte} [{low}, {high}], limit {verdict.max_ratio:g}"
-    return f"perplexity: {interval}{undecided}"
+    sentence = f"perplexity: {ratio} times that of {verdict.reference}{per_byte} [{low}, {high}]"
+    if verdict.outcome == "inconclusive":
+        return f"{sentence} is inconclusive after {verdict.documents:,} documents (limit {verdict.max_ratio:g})"
+    return f"{sentence} {'exceeds' if verdict.outcome == 'fail' else 'is within'} the limit {verdict.max_ratio:g}"

@@ -1,4 +1,4 @@
-"""Forecast a run's power: its chance of publishing an equal merge, and the smallest drop that it detects.
+"""Forecast the power of a run: the chance that an equally good merge passes, and the smallest drop that it detects.
 
 The chance is simulated: the gate's own functions decide about randomly drawn merges. On each document, a drawn merge
 loses an answer that its reference had right with probability ``(discordance + drop) / 2``, gains an answer that its
@@ -24,7 +24,7 @@ from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.statistics import POWER, binary_bounds, normal_quantile
 from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, mean_limit, task_weights
 
-UNLIKELY = 0.5  # Chance of publishing an equal merge below which a run is hardly worthwhile.
+UNLIKELY = 0.5  # Chance that an equally good merge passes below which a run is hardly worthwhile.
 _RUNS = 2000  # Number of simulated merges. The standard error of the chance is about one point.
 _MAX_FACTOR = 64  # Largest recommended number of documents, as a multiple of those that this run may use.
 
@@ -65,13 +65,14 @@ class TaskPower(BaseModel):
     task: str
     documents: int
     discordance: float
-    detectable: float  # Smallest drop that is detected 4 times in 5, in points.
+    detectable: float  # Smallest drop that is detected with power 0.8, in points.
     basis: str = ""  # Source of the discordance, in words.
 
     def sentence(self) -> str:
-        """Return ``gsm8k: a drop of 2.4 points is detected 4 times in 5 with 1,319 documents, if (…)``."""
-        sentence = f"a drop of {self.detectable:.1f} points is detected 4 times in 5 with {self.documents:,} documents"
-        return f"{self.task}: {sentence}, if {self.basis or f'{100 * self.discordance:g} % of answers differ'}"
+        """Return ``gsm8k: with 1,319 documents, a true drop of 2.4 points is caught 80 % of the time. …``."""
+        basis = self.basis or f"{100 * self.discordance:g} % of answers differ"
+        drop = f"a true drop of {self.detectable:.1f} points is caught {100 * POWER:.0f} % of the time"
+        return f"{self.task}: with {self.documents:,} documents, {drop}, if {basis}"
 
 
 class GatePower(BaseModel):
@@ -79,22 +80,26 @@ class GatePower(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    chance: float  # Chance that a merge which truly equals its references is published.
+    chance: float  # Chance that a merge as good as its references passes.
     detectable: float  # Smallest detectable mean drop over all tasks, in points.
     tasks: tuple[TaskPower, ...]
     documents_wanted: int | None  # Total that raises the chance to 0.8; None if it is that high, or no total suffices.
 
     def sentence(self) -> str:
-        """Return ``an equal merge is published in 97 % of runs; a drop of 1.4 points is detected 4 times in 5``."""
-        drop = f"a {'mean ' if len(self.tasks) > 1 else ''}drop of {self.detectable:.1f} points"
-        return f"an equal merge is published in {100 * self.chance:.0f} % of runs; {drop} is detected 4 times in 5"
+        """Return ``a merge as good as its references passes 97 % of the time; a true drop of 1.4 points …``."""
+        drop = f"a true {'mean ' if len(self.tasks) > 1 else ''}drop of {self.detectable:.1f} points"
+        return (
+            f"a merge as good as its references passes {100 * self.chance:.0f} % of the time; "
+            f"{drop} is caught {100 * POWER:.0f} % of the time"
+        )
 
     def lines(self) -> tuple[str, ...]:
         """Return the forecast as lines: all tasks together, each task, and the recommended number of documents."""
         more = ""
         if self.documents_wanted:
             more = (
-                f"about {self.documents_wanted:,} documents instead of {self.documents:,} would publish it 4 times in 5"
+                f"with about {self.documents_wanted:,} documents (now {self.documents:,}), such a merge would pass "
+                f"{100 * POWER:.0f} % of the time"
             )
         sentences = (self.sentence(), *(task.sentence() for task in self.tasks), more)
         return tuple(f"power: {line}" for line in dict.fromkeys(sentences) if line)
@@ -132,7 +137,7 @@ def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int =
 
 
 def power_finding(power: GatePower) -> Finding | None:
-    """Return a warning if an equal merge has less than an even chance of being published, else None."""
+    """Return a warning if a merge as good as its references has less than an even chance to pass, else None."""
     if power.chance >= UNLIKELY:
         return None
     advice = f"about {power.documents_wanted:,} documents" if power.documents_wanted else "far more documents"
@@ -140,7 +145,7 @@ def power_finding(power: GatePower) -> Finding | None:
         "warn",
         "evaluate.tasks",
         found=f"{power.sentence()}, with {power.documents:,} documents",
-        expected="an equal merge is published in at least every second run",
+        expected=f"documents with which such a merge passes at least {100 * UNLIKELY:.0f} % of the time",
         remedy=f"use {advice}, rule: suite, or a wider margin, or lower evaluate.discordance if you know a lower value",
     )
 

@@ -132,7 +132,7 @@ def pin_tasks(
 
     Raises:
         InvalidInput: ``pin_sound_tasks`` rejects a task, two different tasks share a name, or two guards with one name
-            have different prompts or cluster fields.
+            have different prompts, numbers of documents or cluster fields.
     """
     pinned = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_tasks)
     # Each task under the guard's name and with the guard's prompt settings.
@@ -141,11 +141,8 @@ def pin_tasks(
         task = pinned[guard.task]
         if guard.name not in (None, task.name):
             task = task.model_copy(update={"name": guard.name, "original_name": task.name})
-        guard_tasks.append(
-            task.model_copy(update={"prompt_settings": guard.own_prompt_settings})
-            if guard.own_prompt_settings
-            else task
-        )
+        own = {"prompt_settings": guard.own_prompt_settings, "sample": guard.documents}
+        guard_tasks.append(task.model_copy(update=own))
     tasks: dict[str, EvalTask] = {}
     for guard, task in zip(guards, guard_tasks, strict=True):
         first = tasks.setdefault(task.name, task)
@@ -166,6 +163,17 @@ def pin_tasks(
                 expected="one prompt setting per name",
                 remedy=f"set name: {task.name}-2 in one of the guards",
             )
+    for guard, guard_task in zip(guards, guard_tasks, strict=True):
+        if guard.documents is None:
+            continue
+        task = tasks[guard_task.name]
+        if task.sample not in (None, guard.documents):
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}: documents",
+                found=f"{guard.documents}, and {task.sample} in another guard of the task",
+                expected="the same number for all guards of a task",
+            )
+        tasks[task.name] = task.model_copy(update={"sample": guard.documents})
     for guard, guard_task in zip(guards, guard_tasks, strict=True):
         if guard.cluster_by in (None, "task"):  # The task of a document is always available.
             continue

@@ -45,7 +45,7 @@ from mergegate.tasks.gate.statistics import (
     documents_needed,
     normal_quantile,
 )
-from mergegate.tasks.stage import Outcome, verdict_word
+from mergegate.tasks.stage import Outcome
 
 
 class GuardVerdict(BaseModel):
@@ -73,7 +73,7 @@ class GuardVerdict(BaseModel):
     outcome: Outcome
     reason: str  # Sentence with task, drop, interval and threshold.
     documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
-    detectable_drop: float | None = None  # Smallest true drop that these documents show 4 times in 5, in points.
+    detectable_drop: float | None = None  # Smallest true drop that these documents show with power 0.8, in points.
     look: InterimLook | None = None  # Look at which the guard was judged.
     documents_left: int = 0  # Documents that further looks can still add.
     alarm_confidence: float | None = None  # Confidence of the test for failure, corrected for the number of guards.
@@ -89,11 +89,8 @@ class GuardVerdict(BaseModel):
 
     @property
     def word(self) -> str:
-        """Verdict by the task's own margin, even in a suite, as a word from :func:`verdict_word`."""
-        if self.limit is None or self.outcome == "fail":
-            return verdict_word(self.outcome, shown_worse=self.low > 0)
-        alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
-        return verdict_word(alone, shown_worse=self.low > 0)
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
+        return self.outcome
 
 
 Points = float | NDArray[np.float64]
@@ -390,30 +387,47 @@ def _rescaled(
     return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
 
 
+def format_drop(subject: str, reference: str, drop: float, low: float, high: float, *, limits: Sequence[float]) -> str:
+    """Return ``gsm8k: drop of 4.1 points against math [2.3, 5.9]``, with enough digits to compare with ``limits``."""
+
+    def shows_order(digits: int) -> bool:
+        return all((round(value, digits) > limit) == (value > limit) for value in (drop, high) for limit in limits)
+
+    digits = next((digits for digits in (1, 2) if shows_order(digits)), 3)
+    drop, low, high = (round(value, digits) + 0.0 for value in (drop, low, high))  # + 0.0 turns -0.0 into 0.0
+    return f"{subject}: drop of {drop:.{digits}f} points against {reference} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 def _sentence(verdict: GuardVerdict, questions: int) -> str:
-    """Return the result as a sentence: ``gsm8k: 4.1 points below math [2.3, 5.9], limit 3.0``."""
-    drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.limit or verdict.max_drop
-    # A drop of 3.04 exceeds a limit of 3, so show enough digits to make this visible.
-    digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
-    if drop < 0:  # Report the gain as positive, including its interval.
-        difference, low, high = f"{-drop:.{digits}f} points above", -high, -low
-    else:
-        difference = f"{drop:.{digits}f} points below" if drop > 0 else "level with"
+    """Return the result as a sentence.
+
+    For example: ``gsm8k: drop of 4.1 points against math [2.3, 5.9] exceeds max_drop 3``.
+    """
+    max_drop, margin = f"max_drop {verdict.max_drop:g}", f"margin {verdict.margin:g}"
     reference = verdict.reference
     if verdict.candidates > 1:
         reference += f", the best of {verdict.candidates} parents,"
-    interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
-    sentence = f"{verdict.task}: {difference} {reference} {interval}, limit {limit:.{digits}f}"
-    if verdict.candidates > 1:
-        sentence += f" (up to {verdict.selection_bias:.1f} of it comes from choosing the best)"
+    limits = (verdict.max_drop, verdict.margin if verdict.limit is None else verdict.limit)
+    sentence = format_drop(verdict.task, reference, verdict.drop, verdict.low, verdict.high, limits=limits)
     look = verdict.look
     total = look.documents + verdict.documents_left if look else verdict.n
-    evaluated = f"{look.documents:,} of {total:,}" if look and look.of > 1 else f"{total:,}"
-    if verdict.limit is not None and verdict.outcome == "fail":
-        sentence = f"{sentence.rpartition(', limit')[0]}, shown to be more than {verdict.max_drop:g}"
-    if verdict.outcome != "inconclusive":
-        return f"{sentence}, after {evaluated} documents" if verdict.documents_left else sentence
-    sentence += f": undecided after {evaluated} documents"
-    if verdict.limit is None and verdict.low > 0 and drop > (verdict.margin if verdict.documents_left else limit):
-        sentence += f", because one of {questions} comparisons may deviate by chance"
-    return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")
+    documents = f"{look.documents:,} of {total:,} documents" if look and look.of > 1 else f"{total:,} documents"
+    rule = f"{max_drop}, {margin}" if verdict.limit is None else f"{max_drop}, per-task limit {verdict.limit:g}"
+    if verdict.outcome == "inconclusive":
+        sentence += f" is inconclusive after {documents} ({rule})"
+        limit = verdict.margin if verdict.documents_left else verdict.max_drop
+        if verdict.limit is None and verdict.low > 0 and verdict.drop > limit:
+            sentence += f". One of {questions} comparisons may deviate by chance"
+        if verdict.documents_needed:
+            sentence += f". About {verdict.documents_needed:,} documents would decide"
+    else:
+        if verdict.outcome == "fail":
+            sentence += f" exceeds {max_drop}"
+        elif verdict.limit is None:
+            sentence += f" is within {max_drop} and {margin}"
+        else:
+            sentence += f" is within the per-task limit {verdict.limit:g}"
+        sentence += f", after {documents}" if verdict.documents_left else ""
+    if verdict.candidates > 1:
+        sentence += f". Choosing the best parent adds up to {verdict.selection_bias:.1f} points to the drop"
+    return sentence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -16,7 +16,8 @@ from mergegate.tasks.evaluation import (
 )
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
-CATASTROPHE = 11.0  # Largest drop of any task in a suite, in points, unless its guard sets a limit; see docs/gates.md.
+# Largest drop of any task in a suite, in points, unless its guard sets a limit.
+CATASTROPHE = 11.0
 
 # Population that a verdict covers. New questions: subjects are strata with fixed weights, and each question represents
 # others of its subject. New subjects: subjects are a sample, and the loss on one subject is a single observation.
@@ -65,6 +66,11 @@ class Guard(PromptSettings):
     score_range: tuple[float, float] = Field(
         default=(0.0, 1.0), description="Lowest and highest possible score: [0, 100] for ROUGE, [1, 10] for marks."
     )
+    documents: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
+        default=None,
+        description="Size of the first random sample of this task, or all for a single look at every document. "
+        "Default: evaluate.documents.",
+    )
     population: Population = Field(
         default="new questions",
         description="Population of the verdict: new questions on the same subjects, or new subjects as well.",
@@ -103,8 +109,8 @@ class Guard(PromptSettings):
         return self
 
     def content_key(self) -> object:
-        # Prompt settings are part of the key of the scores. The names do not affect a verdict.
-        excluded = {*PromptSettings.model_fields, "name", "mean_over"}
+        # Prompt settings and documents are part of the keys of the scores. The names do not affect a verdict.
+        excluded = {*PromptSettings.model_fields, "name", "mean_over", "documents"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in excluded}
 
     @property
@@ -155,7 +161,7 @@ class GateRule(BaseModel):
         "Typical for a merge and its parent: .05 to .20.",
     )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided confidence over all looks together.")
-    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is undecided.")
+    extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is inconclusive.")
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block", description="Consequence if the documents do not suffice to decide."
     )
@@ -209,12 +215,14 @@ class EvaluateSettings(EvaluationSettings, GateRule):
 
     @property
     def prompts_by_task(self) -> dict[str, str]:
-        """Description of the prompt settings of each guard that has its own, by task."""
-        return {
-            guard.name or guard.task: guard.own_prompt_settings.describe()
-            for guard in self.tasks
-            if guard.own_prompt_settings
-        }
+        """Description of the prompt settings and the sample of each guard that has its own, by task."""
+        described = {}
+        for guard in self.tasks:
+            parts = [guard.own_prompt_settings.describe()] if guard.own_prompt_settings else []
+            parts += [f"documents {guard.documents}"] if guard.documents else []
+            if parts:
+                described[guard.name or guard.task] = ", ".join(parts)
+        return described
 
     @property
     def gate_rule(self) -> GateRule:

@@ -53,8 +53,8 @@ class SkippedGuard(BaseModel):
 
     @property
     def word(self) -> str:
-        """Reason why there is no verdict: ``not run: decided by gsm8k``."""
-        return f"not run: decided by {self.decided_by}"
+        """Reason why there is no verdict: ``skipped: gsm8k had already failed``."""
+        return f"skipped: {self.decided_by} had already failed"
 
 
 class GateVerdict(StageValue):
@@ -78,9 +78,9 @@ class GateVerdict(StageValue):
         if not self.publishable:
             return self.reasons[0]
         if self.outcome != "pass":
-            return f"publishable although {self.outcome}: {self.reasons[0]}"
+            return f"{self.outcome}, but publishable: {self.reasons[0]}"
         if self.suites:
-            return f"{self.suites[0].tasks} tasks together: {self.suites[0].word}"
+            return f"{self.suites[0].tasks} tasks passed"
         if self.guards:
             return "1 guard passed" if len(self.guards) == 1 else f"{len(self.guards)} guards passed"
         return "no drift" if self.drift else "; ".join(self.notes) or "nothing to judge"

@@ -28,11 +28,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard
+from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard, format_drop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
-from mergegate.tasks.stage import Outcome, verdict_word
+from mergegate.tasks.stage import Outcome
 
 
 class PooledDrop(BaseModel):
@@ -61,7 +61,7 @@ class SuiteVerdict(BaseModel):
     margin: float
     outcome: Outcome  # Outcome of the mean alone.
     reason: str
-    detectable_drop: float  # Smallest true mean drop that these documents show 4 times in 5.
+    detectable_drop: float  # Smallest true mean drop that these documents show with power 0.8.
     documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
     chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     look: InterimLook | None = None
@@ -69,8 +69,8 @@ class SuiteVerdict(BaseModel):
 
     @property
     def word(self) -> str:
-        """Verdict in a word, from :func:`verdict_word`."""
-        return verdict_word(self.outcome, shown_worse=self.low > 0)
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
+        return self.outcome
 
 
 class TaskDrop(NamedTuple):
@@ -260,18 +260,16 @@ def _format_counts(documents: dict[str, int]) -> str:
 
 
 def _sentence(verdict: SuiteVerdict) -> str:
-    """Return ``mean of 6 tasks: 0.4 points below [-0.3, 1.1], limit 2``."""
-    drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.max_drop
-    # A drop of 2.04 exceeds a limit of 2, so show enough digits to make this visible.
-    digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
-    direction = "below"
-    if drop < 0:
-        drop, low, high, direction = -drop, -high, -low, "above"
-    sentence = (
-        f"mean of {verdict.tasks} tasks: {drop:.{digits}f} points {direction} {verdict.reference} "
-        f"[{low:.{digits}f}, {high:.{digits}f}], limit {limit:.{digits}f}"
-    )
-    if verdict.outcome != "inconclusive":
-        return sentence
-    sentence += f": undecided after {verdict.documents:,} documents"
-    return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")
+    """Return ``mean of 6 tasks: drop of 0.4 points against base [-0.3, 1.1] is within max_drop 2 and margin 3``."""
+    limits = (verdict.max_drop, verdict.margin)
+    subject = f"mean of {verdict.tasks} tasks"
+    sentence = format_drop(subject, verdict.reference, verdict.drop, verdict.low, verdict.high, limits=limits)
+    max_drop, margin = f"max_drop {verdict.max_drop:g}", f"margin {verdict.margin:g}"
+    if verdict.outcome == "fail":
+        return f"{sentence} exceeds {max_drop}"
+    if verdict.outcome == "pass":
+        return f"{sentence} is within {max_drop} and {margin}"
+    sentence += f" is inconclusive after {verdict.documents:,} documents ({max_drop}, {margin})"
+    if verdict.documents_needed:
+        sentence += f". About {verdict.documents_needed:,} documents would decide"
+    return sentence

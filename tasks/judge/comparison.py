@@ -243,8 +243,8 @@ def _sentence(
     # A rate of 46.96 is below a limit of 47, so show enough digits to make this visible.
     digits = next((d for d in (1, 2) if (round(rate, d) < lowest) == (rate < lowest)), 3)
     interval = f"[{max(0.0, low):.{digits}f}, {min(100.0, high):.{digits}f}]"
-    sentence = f"judge: win rate {rate:.{digits}f} % against {reference} {interval}, limit {lowest:g}"
+    sentence = f"judge: win rate {rate:.{digits}f} % against {reference} {interval} (limit {lowest:g})"
     if outcome != "inconclusive":
         return sentence
-    hint = f"; about {prompts_needed:,} would decide it" if prompts_needed else ""
-    return f"{sentence}: undecided after {prompts:,} prompts{hint}"
+    hint = f". About {prompts_needed:,} would decide it" if prompts_needed else ""
+    return f"{sentence}: inconclusive after {prompts:,} prompts{hint}"

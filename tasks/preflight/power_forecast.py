@@ -28,7 +28,7 @@ def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
 
     If the profile turns off extension, only the first look is returned.
     """
-    planned = interim_looks(task.documents or 0, evidence.scoring.first_look)
+    planned = interim_looks(task.documents or 0, task.first_look(evidence.scoring))
     return planned if evidence.rule.extend else planned[:1]
 
 

@@ -17,25 +17,28 @@ from mergegate.tasks.serve import SERVED_AS_LORA
 # For each kind of obligation: what this release does about it, and what remains for anyone who redistributes the model.
 _DONE: dict[ObligationKind, str] = {
     "text": "The text is part of this release: {texts}.",
-    "notice": "It stands in [NOTICE](NOTICE).",
-    "display": "It stands at the top of this page.",
-    "use_policy": "It is passed on here.",
-    "changes": "It stands at the top of this page and in [MODIFICATIONS](MODIFICATIONS).",
-    "name_prefix": "The name was checked.",
+    "notice": "It is in [NOTICE](NOTICE).",
+    "display": "It is at the top of this page.",
+    "use_policy": "This release passes it on.",
+    "changes": "The statement is at the top of this page and in [MODIFICATIONS](MODIFICATIONS).",
+    "name_prefix": "mergegate checked the name of this model.",
     "cap": "",
 }
 _LEFT: dict[ObligationKind, str] = {
-    "display": "Show it, too, where people meet what you build with this model: website, interface, about page.",
-    "use_policy": "Read it, keep to it, and bind those to it to whom you pass the model on.",
-    "cap": "See whether you are above the threshold; if so, ask the licensor first.",
-    "name_prefix": "Begin the name of anything that you make from this model in the same way.",
+    "display": "Show it on the website, in the interface or on the about page of every product with this model.",
+    "use_policy": "Read and follow the policy. Require the same of everyone who receives the model from you.",
+    "cap": "Check whether you exceed the threshold. If you do, ask the licensor for permission first.",
+    "name_prefix": "Start the name of every model that you derive from this model in the same way.",
 }
 _AS_LORA = (
-    "vLLM has served it as LoRA before it was released: `--enable-lora --lora-modules NAME=DIRECTORY`, and a "
-    "`--max-lora-rank` that is not below its rank."
+    "vLLM served it as LoRA before the release. Start the server with `--enable-lora --lora-modules NAME=DIRECTORY` "
+    "and with a `--max-lora-rank` of at least its rank."
 )
-_NOT_AS_LORA = "vLLM has not served it as LoRA."
-_OPEN = "**Still to be done:** the text was not to be had. Put it beside the model before you pass it on."
+_NOT_AS_LORA = "This release was not tested as LoRA in vLLM."
+_OPEN = "**Open:** mergegate could not get this text. Add it to the model before you redistribute it."
+_LIMITS = """* mergegate tested this model only as shown above. Other abilities, safety and bias were not tested.
+* Each score is an estimate from the stated number of documents. Its interval shows how exact it is.
+* A merge can inherit the limits of every model that it was computed from. Read their model cards."""
 
 
 @dataclass(frozen=True)
@@ -64,48 +67,65 @@ def model_card(
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     # Lines that licenses require to be displayed, such as 'Built with Llama'.
     display_lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
+    is_adapter = metadata.get("library_name") == "peft"
     sections = [
         f"# {escape(content.name)}",
         *(f"**{escape(line)}**" for line in display_lines),
-        f"A merge made without training: {escape(content.method)}. It was checked, evaluated and gated by mergegate "
-        "before it was released. The evidence is in [report.html](report.html), where it comes from in "
-        "[provenance.json](provenance.json).",
-        "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
-        "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
+        f"This {'LoRA adapter' if is_adapter else 'model'} is a merge, computed without training: "
+        f"{escape(content.method)}. mergegate tested it before the release. The [report](report.html) shows every "
+        "result, and [provenance.json](provenance.json) identifies the inputs.",
+        "**Statement of changes.** The weights of this model are new. They were computed with the recipe below from "
+        "the models listed with it, and replace their weights. Configuration and tokenizer were copied or adapted.",
     ]
-    if metadata.get("library_name") == "peft":
-        sections.append(
-            "This is a LoRA adapter: it holds factors, not a model, and changes the model that `adapter_config.json` "
-            "names. PEFT loads it with `PeftModel.from_pretrained(model, …)`. "
-            + (_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
-        )
     address, is_signed = publication.address, publication.signed
     is_local = any(model.revision is None for model in content.parents)
     verify = f"mergegate verify {address}" + (" --key release.pub" if is_signed else "")
     reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if is_local else "")
-    commands = [f"{verify:<48} # every file, and what they say about each other"]
+    commands = [f"{verify:<48} # check all files and the provenance"]
     if is_signed:
         commands.append(
-            "model_signing verify key . --signature model.sig --public_key release.pub    # the same signature, by "
-            "OpenSSF's own tool"
+            "model_signing verify key . --signature model.sig --public_key release.pub    # check the signature with "
+            "the tool of OpenSSF"
         )
     commands += [
-        f"{'sha256sum --check SHA256SUMS':<48} # the bytes alone, in its directory",
-        f"{reproduce:<48} # the weights again, from recipe and parents, to the byte",
+        f"{'sha256sum --check SHA256SUMS':<48} # check the files only, in the directory of the release",
+        f"{reproduce:<48} # merge again and compare the weights byte by byte",
         *(line for line in content.reproduce if not line.startswith("mergegate reproduce")),
     ]
     libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
-    notes = f"Made with {libraries}, on {publication.device}."
-    notes += " DIR is what the paths in the recipe are relative to." if is_local else ""
+    notes = f"Built with {libraries} on {publication.device}."
+    notes += " Paths in the recipe are relative to DIR." if is_local else ""
     if is_signed:
-        notes += " The public key must come from the publisher by another way than this release."
+        notes += " Get the public key from the publisher, but not from this release."
     sections += [
-        f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
-        f"## Evidence\n\n{quality_section(content)}",
-        f"## Licence\n\n{_license(license, missing, files)}",
-        f"## Verify and reproduce\n\n{_fenced(chr(10).join(commands), 'sh')}\n\n{notes}",
+        f"## How to load it\n\n{_loading(content, publication, is_adapter=is_adapter)}",
+        f"## Evaluation\n\n{quality_section(content)}",
+        f"## Limits\n\n{_LIMITS}",
+        f"## How it was made\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
+        f"## License\n\n{_license(license, missing, files)}",
+        f"## How to verify it\n\n{_fenced(chr(10).join(commands), 'sh')}\n\n{notes}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _loading(content: ReportContent, publication: Publication, *, is_adapter: bool) -> str:
+    is_path = publication.address == "."
+    place = " Run this in the directory of the release." if is_path else ""
+    if is_adapter:
+        code = (
+            "from peft import AutoPeftModelForCausalLM\n\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{publication.address}")'
+        )
+        served = _AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA
+        note = f"`adapter_config.json` names the base model, which PEFT loads first.{place} {served}"
+    else:
+        code = (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'model = AutoModelForCausalLM.from_pretrained("{publication.address}", dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{publication.address}")'
+        )
+        note = place.strip()
+    return _fenced(code, "python") + (f"\n\n{note}" if note else "")
 
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:
@@ -113,18 +133,18 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
         f"| {escape(model.ref)} | {model.role} | {escape(model.licence)} | `{model.revision or model.digest[:16]}` |"
         for model in content.parents
     ]
-    head = "| model | role | licence | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
+    head = "| model | role | license | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
     parts = [head + "\n".join(rows)]
     if license.ancestors:
         rows = [
             f"| {escape(model.name)} | {escape(model.license)} | {f'`{model.revision}`' if model.revision else ''} |"
             for model in license.ancestors
         ]
-        head = "Models that these were made from, as far as their cards say, with what they are licensed under:\n\n"
-        parts.append(head + "| model | licence | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
+        head = "These models were derived from the following models, as far as their model cards say:\n\n"
+        parts.append(head + "| model | license | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
     if license.unread:
         names = ", ".join(f"{escape(name)} ({escape(reason)})" for name, reason in license.unread.items())
-        parts.append(f"Named by those cards, but not to be read: {names}.")
+        parts.append(f"mergegate could not read the following models, which those cards name: {names}.")
     return "\n\n".join(parts)
 
 
@@ -145,12 +165,13 @@ def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
             links = ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
             outcome = f"{_DONE[item.kind].format(texts=links)} | {_LEFT.get(item.kind, '')}"
         rows.append(f"| {escape(item.text)} | {escape(', '.join(item.because))} | {outcome} |")
-    head = "| what is asked | by | done here | left to you |\n| :-- | :-- | :-- | :-- |\n"
-    parts.append(head + "\n".join(rows) if rows else "No obligations.")
+    head = "| requirement | license | in this release | your part |\n| :-- | :-- | :-- | :-- |\n"
+    parts.append(head + "\n".join(rows) if rows else "The license has no further requirements.")
     if accepted := [reason for reason in combination.reasons if reason.accepted]:
         settled = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
         parts.append(
-            f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), settled, 0)}"
+            "The publisher accepted these open questions about the license:\n\n"
+            f"{markdown_table(('question', 'accepted (model: name: reason)'), settled, 0)}"
         )
     return "\n\n".join(parts)
 

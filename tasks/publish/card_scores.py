@@ -21,7 +21,7 @@ _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
 
 
 def quality_section(content: ReportContent) -> str:
-    """Return the text under 'Evidence': the verdict in one sentence, its reasons, and the tables that are not empty."""
+    """Return the text under 'Evaluation': the verdict, its reasons, and the tables that are not empty."""
     verdict = content.verdict
     parts = [f"**{wording.title(verdict)}.** {escape(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
@@ -39,17 +39,18 @@ def quality_section(content: ReportContent) -> str:
         parts.append(f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}")
         if drift is not None:
             parts.append(
-                f"{wording.TIMES} {wording.format_ratio(drift)} of {escape(drift.reference)}, the better parent; "
-                f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
+                f"The perplexity of this merge is {escape(wording.format_ratio(drift))} times that of "
+                f"{escape(drift.reference)}, the better parent. The limit is {wording.plain(drift.max_ratio)}. "
+                f"Verdict: {drift.outcome}."
             )
     lines = []
     if content.judge is not None:
-        lines.append(f"* Answers, judged by {escape(content.judge.model)}: {escape(content.judge.reason)}")
+        lines.append(f"* Judge {escape(content.judge.model)}: {escape(content.judge.reason)}")
     if content.served:
         passed = sum(check.outcome == "pass" for check in content.served)
-        server = f" by {escape(content.server)}" if content.server else ""
-        mode = f" It was {escape(content.served_as)}." if content.served_as else ""
-        lines.append(f"* Served{server}: {passed} of {len(content.served)} checks passed.{mode}")
+        server = f" with {escape(content.server)}" if content.server else ""
+        mode = f" The model was {escape(content.served_as)}." if content.served_as else ""
+        lines.append(f"* Serving test{server}: {passed} of {len(content.served)} checks passed.{mode}")
     parts += ["\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
@@ -107,7 +108,7 @@ def _scores(content: ReportContent) -> str:
             row.append(shown + interval)
         rows.append(row)
     columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
-    note = "Score with its 95 % interval; in points (0 to 100) where it is a share of right answers."
+    note = "The brackets contain 95 % intervals. Shares of correct answers are in points (0 to 100)."
     return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
 
 
@@ -119,15 +120,20 @@ def _guards(content: ReportContent) -> str:
     guards = content.verdict.guards
     if not guards:
         return ""
-    rows = [
-        (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.word)
-        for guard in guards
-    ]
-    table = markdown_table(("task", "compared with", "documents", "drop", "limit", "verdict"), rows, 4)
-    confidence = f"{100 * guards[0].confidence:g}"
+    rows = []
+    for suite in content.verdict.suites:
+        limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
+        start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.suite_change(suite))
+        rows.append((*start, *limits, suite.outcome))
+    for guard in guards:
+        upper = wording.plain(guard.margin) if guard.limit is None else f"{wording.plain(guard.limit)} per task"
+        limits = (wording.plain(guard.max_drop), upper)
+        rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.outcome))
+    table = markdown_table(("task", "reference", "documents", "drop", "max_drop", "margin", "verdict"), rows, 5)
     note = (
-        f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
-        "drop is a loss."
+        "The drop is the score of the reference minus the score of this merge, in points, on the same documents. A "
+        f"positive drop is a loss. The brackets contain an interval ({100 * guards[0].confidence:g} % on each side). "
+        "A guard passes if the upper bound is below the margin. It fails if the drop is shown to be larger than "
+        "max_drop. Otherwise it is inconclusive."
     )
-    suites = "".join(f"\n\n{escape(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
-    return f"### Verdicts\n\n{table}{suites}\n\n{note}"
+    return f"### Verdicts\n\n{table}\n\n{note}"

@@ -50,11 +50,11 @@ def eval_results(content: ReportContent) -> dict[str, str]:
         version, scoring = scores.lm_eval_version if scores else "", content.scoring
         notes = [f"lm-eval {version}, task {score.task}, {score.metric}, {score.n} documents"]
         if scoring is not None:
-            shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
+            shots = "few-shot setting of the task" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
             template = "with" if scoring.chat_template else "without"
             notes.append(f"{shots}, {template} chat template, {scoring.dtype}, backend {scoring.backend}")
         if settings := content.asked.get(score.task):
-            notes.append(f"of this task: {settings}")
+            notes.append(f"task settings: {settings}")
         error = f"standard error {100 * score.stderr:.2f}"
         notes.append(f"{error}; measured by the publisher with mergegate before release")
         entry = EvalResultEntry(

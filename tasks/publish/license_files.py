@@ -34,10 +34,10 @@ _NOTICE_FILE = re.compile(r"notice(\.(md|txt|rst))?", re.IGNORECASE)
 _RULE = "=" * 80
 _MAX_NAME_LENGTH = 100
 _MAX_TEXT_BYTES = 16 << 20
-_STATE_CARD = """# No model
+_STATE_CARD = """# Not a model
 
-What the optimizer of a server keeps from one round of clients to the next, in the shape of their model. It was made of
-them, so it is under the licence of what was released with it.
+This directory contains the state of a server optimizer between two rounds of client models. The state was computed from
+their weights, so it has the license of the release that it belongs to.
 """
 
 
@@ -81,10 +81,10 @@ def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) 
     if any(item.kind == "changes" for item in obligations):
         names = "\n".join(f"  {parent.ref}" for parent in parents)
         files["MODIFICATIONS"] = (
-            "The files of this model are not those of any model that it was made from.\n\n"
-            f"Its weights were computed by merging the weights of\n\n{names}\n\n"
-            "as recipe.yaml says; no weight file of theirs is among them. "
-            "Configuration and tokenizer files were written\nanew or adapted. provenance.json names the exact inputs.\n"
+            "The files of this model differ from the files of the models that it was computed from.\n\n"
+            f"The weights were computed with recipe.yaml by merging the weights of\n\n{names}\n\n"
+            "This release contains none of their weight files. Configuration and tokenizer files were\n"
+            "rewritten or adapted. provenance.json identifies the exact inputs.\n"
         )
     return tuple(written_file(name, text) for name, text in files.items())
 

@@ -24,7 +24,8 @@ from mergegate.tasks.report.content import (
     ReportedServing,
     StoredArtifact,
 )
-from mergegate.tasks.report.ending import EndedRun, EndedStage, render_ending
+from mergegate.tasks.report.ending import EndedRun, EndedStage, add_stages, render_ending
+from mergegate.tasks.report.explanation_text import recipe_diff
 from mergegate.tasks.report.history.archive import ArchivedPage, archive_run, file_name
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
@@ -56,6 +57,7 @@ from mergegate.tasks.report.sweep.wording import (
     sweep_title,
 )
 from mergegate.tasks.report.table import (
+    DECISION_COLUMNS,
     CostTable,
     Row,
     ScoreTable,
@@ -70,6 +72,7 @@ from mergegate.tasks.report.wording import cut_off_answers
 
 __all__ = [
     "ARM_COLUMNS",
+    "DECISION_COLUMNS",
     "HISTORY",
     "ArchivedPage",
     "CostTable",
@@ -107,6 +110,7 @@ __all__ = [
     "StoredArtifact",
     "SweepContent",
     "SweepFacts",
+    "add_stages",
     "archive_run",
     "arm_cells",
     "as_markdown",
@@ -122,6 +126,7 @@ __all__ = [
     "mend_history",
     "outcome_of_status",
     "read_history",
+    "recipe_diff",
     "render",
     "render_ending",
     "render_history",

@@ -64,6 +64,8 @@ class ReportedAttempt(_Part):
     outcome: Outcome
     reason: str  # the most severe reason; empty if the attempt passed
     digest: str = ""  # 64 hex digits; digest of the merged checkpoint
+    # Changes from the first recipe, as lines that start with '-' or '+'.
+    diff: Annotated[tuple[str, ...], Field(exclude_if=lambda lines: not lines)] = ()
 
 
 class ReportedJudge(_Part):
@@ -147,7 +149,7 @@ class ReportContent(_Part):
     versions: tuple[Library, ...]
     reproduce: tuple[str, ...]  # shell commands
     explanation: Explanation | None = None
-    attempts: tuple[ReportedAttempt, ...] = ()  # in the order of execution; this report is about the last one
+    attempts: tuple[ReportedAttempt, ...] = ()  # in the order of execution
     judge: ReportedJudge | None = None
     served: tuple[ReportedCheck, ...] = ()  # in the order of execution; empty if the merge was not served
     server: str = ""  # 'vllm 0.33.0'
@@ -158,7 +160,7 @@ class ReportContent(_Part):
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
     ensemble: Likelihoods | None = None  # ensemble of the parents, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
-    # Overrides of profile settings for this run, as KEY=VALUE.
+    # Profile settings that this run overrides, as KEY=VALUE.
     overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
     # Recipe keys and parameters that were ignored, one sentence each.
     recipe_warnings: Annotated[tuple[str, ...], Field(exclude_if=lambda warnings: not warnings)] = ()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from mergegate.tasks.explain import CHANCE, Explanation, relative_movement
+import yaml
+
+from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.parsing import flow_yaml
+from mergegate.merge_core.recipe import apply_overrides
+from mergegate.tasks.explain import CHANCE, Explanation, Remedy, relative_movement
 from mergegate.tasks.perplexity import ensemble_gain_share
 from mergegate.tasks.report.content import ReportContent, ReportedJudge
 from mergegate.tasks.report.wording import NONE, interval, number, plain
@@ -34,57 +41,85 @@ def why(explanation: Explanation) -> tuple[str, ...]:
 
     ratio = relative_movement(total)
     if ratio is not None and ratio < _UNMOVED:
-        sentences.append(f"In the weights that could be compared the merge is {explanation.origin}: it moved nowhere.")
+        sentences.append(f"The compared weights of the merge are those of {explanation.origin}: it did not move.")
     elif ratio is not None:
         farthest = names[max(range(total.vectors), key=total.norm)]
         far = f"The merge moved {number(ratio, 2)} times as far from {explanation.origin} as {farthest}"
-        far += ", the parent that moved farthest" if len(names) > 1 else ""
+        sentences.append(f"{far}, the parent that moved farthest." if len(names) > 1 else f"{far}.")
         distances = [total.merge_distance(index) or 0.0 for index in range(total.vectors)]
         nearest = min(range(len(names)), key=distances.__getitem__)
         remotest = max(range(len(names)), key=distances.__getitem__)
         if distances[remotest] > 1.05 * distances[nearest]:
-            far += f"; it is nearest to {names[nearest]} and farthest from {names[remotest]}"
-        sentences.append(f"{far}.")
+            sentences.append(f"It is closest to {names[nearest]} and farthest from {names[remotest]}.")
 
     if total.conflict is not None and total.vectors >= 2:
-        share = f"{100 * total.conflict:.0f} % are moved in opposite directions"
-        chance = f"{100 * CHANCE:.0f} %"
-        if total.vectors == 2:
-            sentences.append(
-                f"Of the weights that both {names[0]} and {names[1]} move noticeably, {share}; for parents that have "
-                f"nothing to do with each other it would be {chance}."
-            )
-        else:
+        sentences.append(
+            f"The sign conflict is {100 * total.conflict:.0f} %, the share of common changes that have opposite "
+            f"directions. Unrelated parents would have {100 * CHANCE:.0f} %."
+        )
+        if total.vectors > 2:
             pairs = {pair: total.pair_conflict(*pair) or 0.0 for pair in total.pairs}
             first, second = max(pairs, key=lambda pair: pairs[pair])
-            sentences.append(
-                f"Of the weights that two or more parents move noticeably, {share}. The pair that conflicts most is "
-                f"{names[first]} and {names[second]}, with {100 * pairs[first, second]:.0f} %, where {chance} would be "
-                "chance."
-            )
+            share = f"{100 * pairs[first, second]:.0f} %"
+            sentences.append(f"{names[first]} and {names[second]} conflict most ({share}).")
 
     by_layer = {layer: tally.conflict for (_, layer), tally in interference.layers().items()}
     measured = {layer: conflict for layer, conflict in by_layer.items() if conflict is not None}
     ranked = sorted(measured, key=lambda layer: (-measured[layer], layer))
     if len(ranked) >= 2 and measured[ranked[0]] - measured[ranked[-1]] < _EQUAL_CONFLICT:
-        sentences.append(f"The conflict is much the same in all {len(measured)} layers.")
+        sentences.append(f"All {len(measured)} layers have about the same sign conflict.")
     elif len(ranked) >= 2:
-        *worst, last = [f"{layer} ({100 * measured[layer]:.0f} %)" for layer in ranked[: min(3, len(ranked) - 1)]]
-        strongest = f"layers {', '.join(worst)} and {last}" if worst else f"layer {last}"
+        *others, last = [f"{layer} ({100 * measured[layer]:.0f} %)" for layer in ranked[: min(3, len(ranked) - 1)]]
+        strongest = f"layers {', '.join(others)} and {last}" if others else f"layer {last}"
         weakest = f"layer {ranked[-1]} ({100 * measured[ranked[-1]]:.0f} %)"
-        sentences.append(f"The conflict is strongest in {strongest}, and weakest in {weakest}.")
+        sentences.append(f"It is highest in {strongest} and lowest in {weakest}.")
 
+    if not explanation.origin_is_base:
+        sentences.append(
+            f"The recipe has no base, so mergegate measures task vectors from its first model, {explanation.origin}."
+        )
     sentences += [
-        f"Task vectors are the differences of the parents to {explanation.origin}, the base of the recipe."
-        if explanation.origin_is_base
-        else f"The recipe names no base: differences are measured from its first model, {explanation.origin}.",
-        *(
-            f"{skipped.tensors} tensor{'s were' if skipped.tensors > 1 else ' was'} left out: "
-            f"{skipped.reason} ({skipped.example})."
-            for skipped in interference.skipped
-        ),
+        f"{skipped.tensors} tensor{'s are' if skipped.tensors > 1 else ' is'} not compared: "
+        f"{skipped.reason} ({skipped.example})."
+        for skipped in interference.skipped
     ]
     return tuple(sentences)
+
+
+def recipe_diff(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return the changed settings of a recipe in plain data: removed lines with '-', then added lines with '+'.
+
+    The result is empty if nothing changed, or if a recipe has several documents and therefore is None.
+    """
+    if before is None or after is None:
+        return ()
+    old, new = _setting_lines(before), _setting_lines(after)
+    return (
+        *(f"- {line}" for line in old if line not in new),
+        *(f"+ {line}" for line in new if line not in old),
+    )
+
+
+def remedy_diff(content: ReportContent, remedy: Remedy) -> tuple[str, ...]:
+    """Return the changes that a remedy makes to the recipe of the report. See ``recipe_diff``."""
+    try:
+        recipe = yaml.safe_load(content.recipe)
+        return recipe_diff(recipe, apply_overrides(recipe, remedy.change, "the proposed remedy"))
+    except (yaml.YAMLError, MergegateError):  # a recipe of several documents
+        return ()
+
+
+def _setting_lines(recipe: Mapping[str, Any]) -> list[str]:
+    """Return one line per setting, per parameter and per item of a list, as 'parameters.lambda: 0.5'."""
+    lines = []
+    for key, value in recipe.items():
+        if isinstance(value, Mapping):
+            lines += [f"{key}.{name}: {flow_yaml(inner)}" for name, inner in value.items()]
+        elif isinstance(value, list):
+            lines += [f"{key}: {flow_yaml(item)}" for item in value]
+        else:
+            lines.append(f"{key}: {flow_yaml(value)}")
+    return lines
 
 
 def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
@@ -119,13 +154,13 @@ def ensemble_sentence(content: ReportContent) -> str:
     ensemble = content.ensemble
     if ensemble is None or ensemble.perplexity is None or merge is None or not members:
         return ""
-    start = f"The mean of the parents' probabilities, token by token, has perplexity {ensemble.perplexity:.3f}"
+    start = f"An ensemble that averages the token probabilities of all parents has perplexity {ensemble.perplexity:.3f}"
     share = ensemble_gain_share(members, ensemble, merge)
     if share is None:
-        return f"{start}, no better than the better parent: on this text they have nothing to give each other."
+        return f"{start}. This is no better than the better parent, so on this text the parents have nothing to share."
     if share <= 0:
-        return f"{start}; the merge keeps nothing of that gain over the better parent."
-    return f"{start}; the merge keeps {100 * share:.0f} % of that gain over the better parent."
+        return f"{start}. The merge keeps none of this gain over the better parent."
+    return f"{start}. The merge keeps {100 * share:.0f} % of this gain over the better parent."
 
 
 def expert_sentences(content: ReportContent) -> tuple[str, ...]:
@@ -134,9 +169,10 @@ def expert_sentences(content: ReportContent) -> tuple[str, ...]:
     The donor is the model that provides the layout of the merged model.
     """
     return tuple(
-        f"{row.model}: expert by expert its weights have a mean cosine of {row.diagonal:.3f} with those of the model "
-        f"that gives the layout ({row.best:.3f} in the best order, which is another in {row.moved} of {row.layers} "
-        f"layers); its routers, as they were merged, {row.routers:.3f}, and are up to {100 * row.distance:.0f} % apart."
+        f"{row.model}: its experts have a mean cosine of {row.diagonal:.3f} with the experts of the donor at the same "
+        f"position. In the best order the cosine is {row.best:.3f}, and that order differs in {row.moved} of "
+        f"{row.layers} layers. Its merged routers have a cosine of {row.routers:.3f} and differ by up to "
+        f"{100 * row.distance:.0f} %."
         for row in content.experts
     )
 

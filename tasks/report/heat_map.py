@@ -1,11 +1,14 @@
 """Draw a heat map of the conflicts between task vectors, with one cell per layer and kind of tensor.
 
-Rows run from the input of the network to its output. Tensors outside the layers have their own bars.
+Rows run from the input of the network to its output. The rows of a deep network are groups of neighboring layers, and a
+table has every layer. Tensors outside the layers have their own bars.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.analysis import Interference
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 
 # Smallest range of values that the colors span, so that small differences look small.
 _LEAST_SPAN = 0.1
-_MANY = 48  # with more rows, numbers no longer fit
+_MAX_LAYERS = 12  # more layers than this are drawn in groups of neighbors
+_GROUPS = 8  # number of groups
 _STEPS = 6  # steps of the color scale
 _FAINT, _FULL = 0.05, 0.6  # opacity; text stays readable on it in light mode and dark mode
 
@@ -38,15 +42,30 @@ class _Format:
 
 
 _WIDE = _Format("wide", width=920, left=110, row=24, font=12, narrowest=30)
-_NARROW = _Format("narrow", width=350, left=62, row=22, font=10.5, narrowest=24)
+_NARROW = _Format("narrow", width=350, left=70, row=22, font=10.5, narrowest=24)
 
 
 @dataclass(frozen=True)
 class _Row:
     """One layer with its cells, or one part outside the layers with a single cell."""
 
-    label: str
+    name: str  # name of the stack of layers, or of the part
     cells: tuple[tuple[int, int, float | None], ...]  # first column, number of columns, value
+    layers: tuple[int, ...] = ()  # empty for a part outside the layers
+
+    @property
+    def label(self) -> str:
+        if len(self.layers) < 2:
+            return " ".join((self.name, *map(str, self.layers)))
+        return f"{self.name}s {self.layers[0]}\N{EN DASH}{self.layers[-1]}"
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """Every layer of a network as text. It has no rows if the heat map already shows every layer."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,7 @@ def interference_plot(content: ReportContent) -> tuple[str, ...]:
     if explanation is None or explanation.interference is None:
         return ()
     heat_map = _map(explanation.interference)
+    heat_map = replace(heat_map, rows=_grouped(heat_map.rows))
     label = f"{heat_map_caption(explanation)}. " + " ".join(
         f"{row.label}: {_average(row)}." for row in heat_map.rows if _average(row)
     )
@@ -75,32 +95,71 @@ def interference_plot(content: ReportContent) -> tuple[str, ...]:
 def heat_map_caption(explanation: Explanation) -> str:
     """Return the caption, which explains the numbers in the cells."""
     if explanation.interference is not None and explanation.interference.vectors < 2:
-        return "Distance of the parents, in per cent of the weights' norm"
-    return "Weights moved in opposite directions, in per cent of those that two or more parents move"
+        return "Distance between the parents, in percent of the norm of the weights"
+    return "Sign conflict between the parents, in percent"
+
+
+def layer_table(explanation: Explanation) -> LayerTable:
+    """Return a table of all layers, for a network with too many layers for the heat map."""
+    if explanation.interference is None:
+        return LayerTable((), ())
+    heat_map = _map(explanation.interference)
+    if _grouped(heat_map.rows) == heat_map.rows:
+        return LayerTable((), ())
+    rows = []
+    for row in heat_map.rows:
+        values = {first: value for first, _, value in row.cells}
+        texts = (values.get(at) if row.layers else None for at in range(len(heat_map.columns)))
+        if row.layers:
+            rows.append((row.label, tuple(NONE if value is None else _percent(value) for value in texts)))
+    return LayerTable(tuple(kind.replace("_", "+") for kind in heat_map.columns), tuple(rows))
 
 
 def _map(interference: Interference) -> _Map:
     kinds = {group.kind for group in interference.spots if group.layer is not None}
     columns = tuple(kind for kind in KINDS if kind in kinds) or ("other",)
     several = len({group.stack for group in interference.spots if group.layer is not None}) > 1
-    rows: dict[str, list[tuple[int, int, float | None]]] = {}
+    rows: dict[tuple[str, int | None], list[tuple[int, int, float | None]]] = {}
     for group in interference.spots:
         value = group.tally.conflict if group.tally.vectors > 1 else group.tally.length(0)
         if group.layer is None:
             outside = "final norm" if group.kind == "norm" else str(group.kind)
-            rows.setdefault(outside, []).append((0, len(columns), value))
+            rows.setdefault((outside, None), []).append((0, len(columns), value))
         else:
             parts = [part for part in group.stack.split(".") if part not in ("model", "layers", "blocks")]
-            label = f"{parts[-1]} {group.layer}" if several and parts else f"layer {group.layer}"
-            rows.setdefault(label, []).append((columns.index(group.kind), 1, value))
+            name = parts[-1] if several and parts else "layer"
+            rows.setdefault((name, group.layer), []).append((columns.index(group.kind), 1, value))
     values = [value for cells in rows.values() for _, _, value in cells if value is not None] or [0.0]
     low = min(values) if interference.vectors > 1 else 0.0
     return _Map(
         columns=columns,
-        rows=tuple(_Row(label, tuple(cells)) for label, cells in rows.items()),
+        rows=tuple(
+            _Row(name, tuple(cells), () if layer is None else (layer,)) for (name, layer), cells in rows.items()
+        ),
         low=low,
         high=max(*values, low + (_LEAST_SPAN if interference.vectors > 1 else 1e-12)),
     )
+
+
+def _grouped(rows: tuple[_Row, ...]) -> tuple[_Row, ...]:
+    """Return the rows with neighboring layers joined, each cell as the mean of their cells, if there are many."""
+    count = sum(bool(row.layers) for row in rows)
+    if count <= _MAX_LAYERS:
+        return rows
+    size, result = math.ceil(count / _GROUPS), []
+    for (name, is_layer), neighbors in groupby(rows, key=lambda row: (row.name, bool(row.layers))):
+        members = list(neighbors)
+        if not is_layer:
+            result += members
+            continue
+        for start in range(0, len(members), size):
+            group = members[start : start + size]
+            cells: dict[tuple[int, int], list[float]] = {}
+            for first, span, value in (cell for row in group for cell in row.cells):
+                cells.setdefault((first, span), []).extend([] if value is None else [value])
+            means = tuple((*place, sum(found) / len(found) if found else None) for place, found in cells.items())
+            result.append(_Row(name, means, tuple(layer for row in group for layer in row.layers)))
+    return tuple(result)
 
 
 def _average(row: _Row) -> str:
@@ -116,9 +175,7 @@ def _percent(value: float) -> str:
 def _draw(plot: str, heat_map: _Map, form: _Format, label: str) -> str:
     from matplotlib.figure import Figure
 
-    crowded = len(heat_map.rows) > _MANY
-    row = 10 if crowded else form.row
-    head, foot = 52, 4
+    row, head, foot = form.row, 52, 4
     height = head + len(heat_map.rows) * row + foot
     with drawing(plot):
         figure: Any = Figure(figsize=(form.width / 72, height / 72), dpi=72)
@@ -131,19 +188,18 @@ def _draw(plot: str, heat_map: _Map, form: _Format, label: str) -> str:
         axes.set_ylim(height - head, -head)
         muted = TextStyle(ink=Ink.MUTED, align="center")
         column = (form.width - form.left) / len(heat_map.columns)
-        numbers = not crowded and column >= form.narrowest
+        numbers = column >= form.narrowest
         for index, kind in enumerate(heat_map.columns):
             _text(axes, (form.left + (index + 0.5) * column, -10), kind.replace("_", "+"), form, muted)
         for index, line in enumerate(heat_map.rows):
             middle = (index + 0.5) * row
-            if not crowded or index % 4 == 0 or len(line.cells) == 1:
-                _text(axes, (0, middle), line.label, form, replace(muted, align="left"))
+            _text(axes, (0, middle), line.label, form, replace(muted, align="left"))
             for first, count, value in line.cells:
                 x, width = form.left + first * column, count * column
                 if value is not None:
                     share = (value - heat_map.low) / (heat_map.high - heat_map.low)
                     _fill(axes, (x + 1, index * row + 1, width - 2, row - 2), share)
-                if numbers or (count > 1 and not crowded):
+                if numbers or count > 1:
                     text = NONE if value is None else _percent(value)
                     style = muted if value is None else TextStyle(align="center")
                     _text(axes, (x + width / 2, middle), text, form, style)

@@ -1,4 +1,4 @@
-"""Plot guards, perplexity and the judge's win rate against their limits.
+"""Plot guards, the perplexity ratio and the judge's win rate against their limits.
 
 Each plot is drawn twice, for a wide page and for a phone, because text must not shrink with the plot. The style sheet
 shows the version that fits.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.rows import Dot, Line, draw_dots, draw_intervals
-from mergegate.tasks.report.table import compares_per_byte, likelihood
+from mergegate.tasks.report.rows import Line, draw_intervals
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
@@ -19,11 +18,11 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         return ()
     lines = [
         Line(
-            label=f"mean of {suite.tasks}",
+            label=f"mean of {suite.tasks} tasks",
             detail=f"against {suite.reference}",
             numbers=wording.suite_change(suite),
             outcome=suite.outcome,
-            word=suite.word,
+            word=suite.outcome,
             estimate=suite.drop,
             low=suite.low,
             high=suite.high,
@@ -38,22 +37,23 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
             detail=f"against {guard.reference}",
             numbers=wording.drop(guard),
             outcome=guard.outcome,
-            word=guard.word,
+            word=guard.outcome,
             estimate=guard.drop,
             low=guard.low,
             high=guard.high,
-            fail_limit=guard.max_drop if guard.limit is None else guard.limit,
+            fail_limit=guard.max_drop,
             soft_limit=guard.margin if guard.limit is None else guard.limit,
         )
         for guard in guards
     ]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
-        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, limit {wording.limit(guard)}, {guard.word}."
+        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {wording.limits(guard)}, {guard.outcome}."
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
-    names = ("zero", "limit", "margin") if has_margin else ("zero", "limit and margin")
-    return draw_intervals("guards", lines, 0.0, names, "points lost", label)
+    upper = "margin or per-task limit" if content.verdict.suites else "margin"
+    names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
+    return draw_intervals("guards", lines, 0.0, names, "drop in points", label)
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
         detail=f"against {drift.reference}",
         numbers=wording.format_ratio(drift),
         outcome=drift.outcome,
-        word="warning" if drift.warning and drift.outcome == "pass" else drift.word,
+        word=drift.outcome,
         estimate=drift.ratio,
         low=drift.low,
         high=drift.high,
@@ -106,24 +106,3 @@ def judge_plot(content: ReportContent) -> tuple[str, ...]:
         f"{wording.plain(judge.max_shortfall)}, {judge.outcome}."
     )
     return draw_intervals("judge", [line], 0.0, ("even", "limit"), "points below even", label)
-
-
-def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
-    """Return the plots of all models' perplexities, or of their bits per byte if tokenizers differ.
-
-    The result is empty if no perplexity was measured.
-    """
-    per_byte = compares_per_byte(content.models, content.verdict.drift)
-    measured = [(model.name, model.likelihoods, model.role == "merge") for model in content.models]
-    if content.ensemble is not None:
-        measured.insert(-1, ("parents' ensemble", content.ensemble, False))
-    dots = [
-        Dot(name, value.bits_per_byte if per_byte else value.perplexity, likelihood(value, per_byte), is_merge)
-        for name, value, is_merge in measured
-        if value is not None
-    ]
-    if not dots:
-        return ()
-    unit = "Bits per byte" if per_byte else "Perplexity"
-    label = f"{unit} of each model. " + " ".join(f"{dot.name}: {dot.text}." for dot in dots)
-    return draw_dots("perplexity", dots, unit.lower(), label)

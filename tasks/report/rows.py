@@ -1,4 +1,4 @@
-"""Draw plots with one row per value: intervals against their limits, or dots on lines.
+"""Draw plots with one row per value: its interval against its limits.
 
 Matplotlib draws them. One unit of a drawing is one pixel of the page at its natural width.
 """
@@ -60,16 +60,6 @@ class Line:
     soft_limit: float  # margin or warning
 
 
-@dataclass(frozen=True)
-class Dot:
-    """Perplexity of one model, as a value to draw and as text."""
-
-    name: str
-    value: float | None  # None: not finite
-    text: str
-    merged: bool
-
-
 def draw_intervals(
     plot: str, lines: Sequence[Line], neutral: float, names: tuple[str, ...], unit: str, label: str
 ) -> tuple[str, ...]:
@@ -121,33 +111,6 @@ def draw_intervals(
                 handletextpad=0.5,
                 columnspacing=1.6,
             )
-            plots.append(inline(figure, f"{plot}-{form.name}", label))
-    return tuple(plots)
-
-
-def draw_dots(plot: str, dots: Sequence[Dot], unit: str, label: str) -> tuple[str, ...]:
-    """Return a plot of ``dots``, one line each, as a wide and a narrow ``<svg>`` element. See ``draw_intervals``."""
-    finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
-    low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
-    plots = []
-    for full in (WIDE, NARROW):
-        form = replace(full, row=full.row * 2 // 3, band=(0.1, 0.5) if full.stacked else full.band)
-        with drawing(f"{plot}-{form.name}"):
-            figure, axes = _canvas(form, len(dots), head=6)
-            _ruler(axes, form, (low, high), logarithmic, unit)
-            for row, dot in enumerate(dots):
-                y, ends = row + sum(form.band) / 2, (low, high)
-                axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
-                if dot.value is None:
-                    axes.plot([high], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
-                else:
-                    face = Ink.TEXT.value if dot.merged else Ink.PAPER.value
-                    edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
-                    axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
-                name, style = shorten(dot.name, form.label_length), TextStyle(size=13, bold=dot.merged)
-                left, right = ((0, -8), (0, -8)) if form.stacked else ((-form.left, 0), (form.right - 132, 0))
-                _write(axes, (0, row), left, name, style)
-                _write(axes, (1, row), right, dot.text, replace(style, align="right"))
             plots.append(inline(figure, f"{plot}-{form.name}", label))
     return tuple(plots)
 

@@ -23,7 +23,7 @@ class Report(StageValue):
         return f"{PAGE}: {self.headline.partition(':')[0]}"
 
 
-@stage("report", version=4)
+@stage("report", version=5)
 def write_report(out: Path, content: ReportContent) -> Report:
     """Write the report to ``out``. The bytes depend only on the stage's key.
 

@@ -44,6 +44,7 @@ class TaskRow:
     higher_is_better: bool
     cells: tuple[Cell, ...]
     guard: GuardVerdict | None
+    in_points: bool = True  # whether scores are shown in points
 
     @property
     def label(self) -> str:
@@ -57,6 +58,7 @@ class Row:
 
     cells: tuple[str, ...]
     outcome: Outcome | None = None
+    reference_score: str = ""  # score of the model in the column "reference"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class ScoreTable:
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    note: str = ""
 
 
 def evaluated_models(content: ReportContent) -> tuple[ReportedModel, ...]:
@@ -110,7 +113,7 @@ def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
                 share = value if value is not None and in_points and 0 <= value <= 1 else None
                 cells.append(Cell() if value is None else Cell(_measure(value, in_points), stderr, is_best, share))
             documents = row_guard.n if row_guard else max((score.n for score in by_model.values()), default=0)
-            rows.append(TaskRow(task, metric, documents, higher, tuple(cells), row_guard))
+            rows.append(TaskRow(task, metric, documents, higher, tuple(cells), row_guard, in_points))
     return tuple(rows)
 
 
@@ -120,48 +123,66 @@ def _measure(value: float, in_points: bool) -> str:
     return wording.number(100 * value, 1) if in_points else wording.number(value, 3)
 
 
+DECISION_COLUMNS = ("reference", "drop", "max_drop", "margin", "verdict")
+
+
 def final_table(content: ReportContent) -> ScoreTable:
-    """Return the table that ends a run: one line per task, one for all tasks together and one for perplexity."""
-    models = evaluated_models(content)
-    rows = task_rows(content)
+    """Return the table that ends a run: one line per task, one for the mean of all tasks and one for perplexity.
+
+    The columns are the task, one per model, and ``DECISION_COLUMNS``.
+    """
+    models, rows, verdict = evaluated_models(content), task_rows(content), content.verdict
     shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
+    no_scores = ("",) * len(shown)
     lines = []
     for row in rows:
         cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
         label = row.task if sum(other_row.task == row.task for other_row in rows) == 1 else row.label
         if (guard := row.guard) is None:
-            lines.append(Row((label, *cells, "", "", "")))
+            lines.append(Row((label, *cells, "", "", "", "", "")))
             continue
-        change, limit = wording.drop(guard), wording.plain(guard.limit or guard.max_drop)
-        # Within its own limit, a single task of a suite does not decide anything, so it is listed without a color.
-        uncolored = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
-        lines.append(Row((label, *cells, change, limit, guard.word), None if uncolored else guard.outcome))
-    verdict = content.verdict
+        limits = (wording.plain(guard.max_drop), wording.upper_limit(guard))
+        lines.append(
+            Row(
+                (label, *cells, guard.reference, wording.drop(guard), *limits, guard.outcome),
+                guard.outcome,
+                _measure(guard.reference_score, row.in_points),
+            )
+        )
     for left_out in verdict.not_run:
-        lines.append(Row((left_out.task, *("" for _ in shown), "", wording.plain(left_out.limit), left_out.word)))
-    total_label = "tasks run" if verdict.not_run else "all tasks"
+        lines.append(Row((left_out.task, *no_scores, left_out.reference, "", "", "", left_out.word)))
     for suite in verdict.suites:
-        label = total_label if suite is verdict.suites[0] else f"against {suite.reference}"
-        change, limit = wording.suite_change(suite), wording.plain(suite.max_drop)
-        lines.append(Row((label, *("" for _ in shown), change, limit, suite.word), suite.outcome))
-    if not verdict.suites and verdict.overall_drop is not None and len(verdict.guards) > 1:
+        reference = suite.reference if len({guard.reference for guard in verdict.guards}) == 1 else ""
+        if suite is not verdict.suites[0]:
+            reference = suite.reference  # the anchor
+        limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
+        cells = (f"mean of {suite.tasks}", *no_scores, reference, wording.suite_change(suite), *limits, suite.outcome)
+        lines.append(Row(cells, suite.outcome))
+    tasks = len({guard.task for guard in verdict.guards})
+    if not verdict.suites and verdict.overall_drop is not None and tasks > 1:
         change = wording.number(verdict.overall_drop, 1)
         if verdict.overall_low is not None and verdict.overall_high is not None:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
-        lines.append(Row((total_label, *("" for _ in shown), change, "", "")))
+        lines.append(Row((f"mean of {tasks}", *no_scores, "", change, "", "", "")))
     if verdict.drift is not None or any(model.likelihoods for model in shown):
         per_byte = compares_per_byte(shown, verdict.drift)
         label = "bits per byte" if per_byte else "perplexity"
         values = tuple(likelihood(model.likelihoods, per_byte) for model in shown)
         if (drift := verdict.drift) is None:
-            lines.append(Row((label, *values, "", "", "")))
+            lines.append(Row((label, *values, "", "", "", "", "")))
         else:
-            change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
-            word = f"{drift.word}, warning" if drift.warning and drift.outcome == "pass" else drift.word
-            cells = (label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", word)
-            lines.append(Row(cells, drift.outcome))
-    columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
-    return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
+            change = f"{wording.TIMES}{wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
+            limit = f"{wording.TIMES}{wording.plain(drift.max_ratio)}"
+            warned = drift.warning and drift.outcome == "pass"
+            word = f"pass: warning above {wording.TIMES}{wording.plain(drift.warn_ratio)}" if warned else drift.outcome
+            by_name = {model.name: value for model, value in zip(shown, values, strict=True)}
+            cells = (label, *values, drift.reference, change, limit, limit, word)
+            lines.append(Row(cells, drift.outcome, by_name.get(drift.reference, "")))
+    note = ""
+    if any(guard.limit is not None for guard in verdict.guards):
+        note = "/task: per-task limit. The mean decides, but one lost task also fails the merge."
+    columns = ("task", *(model.name for model in shown), *DECISION_COLUMNS)
+    return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines), note)
 
 
 def compares_per_byte(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
@@ -192,7 +213,8 @@ def as_markdown(content: ReportContent) -> str:
             *cells, verdict = row.cells
             word = f"{wording.GLYPHS[row.outcome]} {verdict}" if row.outcome else verdict
             lines.append("| " + " | ".join(literally(cell) for cell in (*cells, word)) + " |")
-        lines += ["", "Scores and drops in points; a positive drop is a loss. \\* the best parent."]
+        lines += ["", "Scores in points (0 to 100). A positive drop is a loss. \\* marks the best parent."]
+        lines += [table.note] if table.note else []
     for section in content.sections:
         lines += ["", f"### {literally(section.title)}", "", *(literally(sentence) for sentence in section.sentences)]
         if section.rows:

@@ -38,7 +38,8 @@ def guard_decimals(guard: GuardVerdict) -> int:
 
     A bound of 3.04 is not displayed as 3.0 if the limit is 3. A proven loss is not displayed as zero.
     """
-    pairs = [(bound, limit) for bound in (guard.drop, guard.high) for limit in (guard.max_drop, guard.margin)]
+    limits = (guard.max_drop, guard.margin if guard.limit is None else guard.limit)
+    pairs = [(bound, limit) for bound in (guard.drop, guard.high) for limit in limits]
     shown_worse = [(guard.low, 0.0)] * (guard.low > 0)
     return _decimals_that_keep_order([*pairs, *shown_worse], fewest=1, most=3)
 
@@ -60,19 +61,22 @@ def _decimals_that_keep_order(pairs: list[tuple[float, float]], *, fewest: int, 
     return most
 
 
-def drop(guard: GuardVerdict) -> str:
+def drop(guard: GuardVerdict, unit: str = "") -> str:
     """Return the drop on a guard in points: '4.1 [2.3, 5.9]'. It is negative if the merge is better."""
     decimals = guard_decimals(guard)
-    return f"{number(guard.drop, decimals)} {interval(guard.low, guard.high, decimals)}"
+    return f"{number(guard.drop, decimals)} {unit}{interval(guard.low, guard.high, decimals)}"
 
 
-def limit(guard: GuardVerdict) -> str:
-    """Return the limit for a guard: '3', '3, margin 4' if the two differ, or '11 alone' for a task in a suite."""
-    if guard.limit is not None:
-        return f"{plain(guard.limit)} alone"
-    if guard.margin == guard.max_drop:
-        return plain(guard.max_drop)
-    return f"{plain(guard.max_drop)}, margin {plain(guard.margin)}"
+def limits(verdict: GuardVerdict | SuiteVerdict) -> str:
+    """Return both limits of a decision: 'max_drop 3, margin 4', or with the per-task limit for a task of a suite."""
+    task_limit = verdict.limit if isinstance(verdict, GuardVerdict) else None
+    upper = f"margin {plain(verdict.margin)}" if task_limit is None else f"per-task limit {plain(task_limit)}"
+    return f"max_drop {plain(verdict.max_drop)}, {upper}"
+
+
+def upper_limit(guard: GuardVerdict) -> str:
+    """Return the limit of the upper bound of a guard: its margin, or in a suite the per-task limit, as '11/task'."""
+    return plain(guard.margin) if guard.limit is None else f"{plain(guard.limit)}/task"
 
 
 def format_ratio(drift: DriftVerdict) -> str:
@@ -103,21 +107,47 @@ def _scientific(value: float) -> str:
 
 def title(verdict: GateVerdict) -> str:
     """Return the headline of a verdict: one word."""
-    return {"pass": "Passed", "fail": "Refused", "inconclusive": "Undecided"}[verdict.outcome]
+    return {"pass": "Passed", "fail": "Failed", "inconclusive": "Inconclusive"}[verdict.outcome]
 
 
 def consequence(content: ReportContent) -> str:
     """Return a sentence about publication. Empty if nothing was merged and the verdict is clear."""
     verdict = content.verdict
-    if not content.recipe and verdict.outcome != "inconclusive":
-        return ""
     if verdict.outcome == "inconclusive":
-        word = {"block": "blocks it", "warn": "lets it through with a warning", "pass": "lets it through"}
+        effect = {"block": "blocks", "warn": "allows, with a warning,", "pass": "allows"}[verdict.on_inconclusive]
+        rule = f"he profile {effect} inconclusive merges (on_inconclusive: {verdict.on_inconclusive})."
         if not content.recipe:
-            return f"on_inconclusive of the profile {word[verdict.on_inconclusive]}."
-        may = "may be published" if verdict.publishable else "will not be published"
-        return f"This merge {may}: on_inconclusive of the profile {word[verdict.on_inconclusive]}."
-    return "This merge may be published." if verdict.publishable else "This merge will not be published."
+            return f"T{rule}"
+        return f"The merge {'may' if verdict.publishable else 'will not'} be published, because t{rule}"
+    if not content.recipe:
+        return ""
+    return "The merge may be published." if verdict.publishable else "The merge will not be published."
+
+
+def recommended_action(content: ReportContent) -> str:
+    """Return what a reader should do after this verdict. Empty if there is nothing to do."""
+    verdict, explanation = content.verdict, content.explanation
+    if verdict.outcome == "pass" or not content.recipe:
+        return ""
+    if verdict.drift is not None and verdict.drift.broken:
+        return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
+    if explanation is not None and explanation.remedies:
+        return "Apply the first change under “What to try”, or let mergegate try all of them: " + _AUTO
+    judgments: tuple[SuiteVerdict | GuardVerdict, ...] = (*verdict.suites, *verdict.guards)
+    needed = [
+        judged.documents_needed for judged in judgments if judged.outcome == "inconclusive" and judged.documents_needed
+    ]
+    if verdict.outcome == "inconclusive" and needed:
+        return f"Evaluate more documents: about {max(needed):,} would decide. Raise evaluate.documents in the profile."
+    if content.judge is not None and content.judge.outcome != "pass" and not verdict.guards:
+        return "Read the judged answers, then change the recipe."
+    return (
+        "Read the samples that the merge lost, then change the recipe. "
+        "If you can accept this drop, raise max_drop of the guard."
+    )
+
+
+_AUTO = "run it again with --remedy auto."
 
 
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
@@ -135,36 +165,38 @@ def licence(content: ReportContent) -> str:
     """Return the words before the license's name. A merge that is not published only *would* carry a license."""
     if content.verdict.publishable:
         return "The merge may be published under"
-    return "By the licences of its parents the merge would carry"
+    return "According to the licenses of its parents, the merge would carry"
 
 
 def sentence(content: ReportContent) -> str:
     """Return the reason for the verdict: the most severe reason, or the guard that passed most narrowly."""
     verdict = content.verdict
     if verdict.reasons:
-        return verdict.reasons[0]
+        return f"{verdict.reasons[0].removesuffix('.')}."
     sentences = []
     if verdict.suites and verdict.guards:
-        sentences = [
-            f"The mean of {suite.tasks} tasks loses at most {number(suite.high, 1)} points against {suite.reference}; "
-            f"{plain(suite.margin)} are allowed, and no task has fallen far."
-            for suite in verdict.suites
-        ]
+        for suite in verdict.suites:
+            change = f"drop of {number(suite.drop, 1)} points {interval(suite.low, suite.high, 1)}"
+            sentences.append(
+                f"The mean of {suite.tasks} tasks shows a {change} against {suite.reference} ({limits(suite)})."
+            )
+        task_limits = sorted({plain(guard.limit) for guard in verdict.guards if guard.limit is not None})
+        sentences.append(f"No task exceeds its per-task limit ({', '.join(task_limits)}).")
     elif verdict.guards:
         closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
-        loss = f"loses at most {number(closest.high, guard_decimals(closest))} points against {closest.reference}"
-        count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
-        several = f"{count} guards hold. The closest is {closest.task}, which {loss}"
-        start = f"{closest.task} {loss}" if len(verdict.guards) == 1 else several
-        sentences.append(f"{start}; {plain(closest.margin)} are allowed.")
+        change = f"a drop of {drop(closest, 'points ')} against {closest.reference} ({limits(closest)})"
+        if len(verdict.guards) == 1:
+            sentences.append(f"{closest.task} passed with {change}.")
+        else:
+            count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
+            sentences.append(f"{count} guards passed. The closest is {closest.task}, with {change}.")
     elif not verdict.notes:
-        sentences.append("No task is guarded.")
+        sentences.append("No task has a guard.")
     sentences += [f"{note}." for note in verdict.notes]
     drift = verdict.drift
     if drift is not None and drift.ratio is not None:
         value = number(drift.ratio, drift_decimals(drift))
-        bound = f"{plain(drift.max_ratio)} is the limit"
-        sentences.append(f"Perplexity is {value} times that of the better parent; {bound}.")
+        sentences.append(f"Perplexity is {value} times that of {drift.reference} (limit {plain(drift.max_ratio)}).")
     return " ".join(sentences)
 
 
@@ -192,10 +224,11 @@ def documents_saved(verdict: GateVerdict) -> str:
         return ""
     share = 100 * remaining / (evaluated + remaining)
     tasks = len({left_out.task for left_out in verdict.not_run})
-    method = "looking at a part of them first"
-    if tasks:
-        method += f" and leaving out {tasks} task{'' if tasks == 1 else 's'} that could change nothing"
-    return f"{evaluated:,} of {evaluated + remaining:,} documents were asked; {method} saved {share:.0f} %."
+    skipped = f", and skipping {tasks} task{'' if tasks == 1 else 's'}," if tasks else ""
+    return (
+        f"mergegate evaluated {evaluated:,} of {evaluated + remaining:,} documents. "
+        f"Deciding early{skipped} saved {share:.0f} %."
+    )
 
 
 def suite_change(suite: SuiteVerdict) -> str:

@@ -72,9 +72,9 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
             return ServerKind(f"{distribution.replace('_', '-')} {version}", python, on_cpu)
     raise InvalidInput(
         "serve.python" if settings.python else "serve",
-        found=f"vLLM is not installed in the environment of {python}",
+        found=f"vLLM not found at {python}",
         expected="the interpreter of an environment in which vLLM is installed",
-        remedy="run 'make serve-env', or set serve.command for another server",
+        remedy="set serve.python, or (source checkout) run make serve-env; serve.command starts another server",
     )
 
 

@@ -87,6 +87,13 @@ class ArmComparison(BaseModel):
     reason: str
 
 
+_FINDINGS = {
+    "more errors": "the candidate fails more often",
+    "fewer errors": "the candidate fails less often",
+    "not told apart": "no difference is shown",
+}
+
+
 def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confidence: float = 0.95) -> ArmComparison:
     """Compare the errors and the latency of two arms.
 
@@ -108,8 +115,9 @@ def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confiden
         low=low,
         high=high,
         outcome=outcome,
-        reason=f"{_rate_text('the candidate', ours.errors)}, {_rate_text('the parent', theirs.errors)}: {outcome} "
-        f"({100 * low:+.2f} to {100 * high:+.2f} points, {100 * confidence:g} % confidence at all looks)",
+        reason=f"{_rate_text('the candidate', ours.errors)}, {_rate_text('the parent', theirs.errors)}; "
+        f"{_FINDINGS[outcome]} (difference {100 * low:+.2f} to {100 * high:+.2f} points with {100 * confidence:g} % "
+        "confidence)",
     )
 
 

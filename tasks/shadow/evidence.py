@@ -129,24 +129,26 @@ def decide_shadow(evidence: ShadowEvidence, hours_watched: float, rule: ShadowRu
     summary = f"the win rate over {evidence.pairs:,} pairs is {percent(evidence.win_rate)}"
     confidence = f"{100 * rule.confidence:.4g} % confidence"
     if evidence.log_e_rollback >= rule.log_threshold:
-        text = f"{summary}; with {confidence} it is below {percent(evidence.high)}, worse than even"
+        text = f"{summary}; with {confidence} it is below {percent(evidence.high)}, so the parent's answers are better"
         return ShadowDecision("roll back", text)
     minima = []
     if evidence.pairs < rule.minimum_pairs:
-        minima.append(f"{evidence.pairs:,} of at least {rule.minimum_pairs:,} pairs are judged")
+        minima.append(f"only {evidence.pairs:,} of at least {rule.minimum_pairs:,} pairs are judged")
     if hours_watched < rule.minimum_hours:
-        minima.append(f"{math.floor(10 * hours_watched) / 10:g} of at least {rule.minimum_hours:g} hours are watched")
+        hours = f"{math.floor(10 * hours_watched) / 10:g}"
+        minima.append(f"the test has run for only {hours} of at least {rule.minimum_hours:g} hours")
     missing = " and ".join(minima)
     if evidence.log_e_promote >= rule.log_threshold:
         text = (
-            f"{summary}; with {confidence} it is above {percent(evidence.low)}, within {rule.margin:g} points of even"
+            f"{summary}; with {confidence} it is above {percent(evidence.low)}, at most {rule.margin:g} points below "
+            "50 %"
         )
         return ShadowDecision("wait", f"{text}, but {missing}") if missing else ShadowDecision("promote", text)
     if not evidence.pairs:
-        return ShadowDecision("wait", "no pair is judged yet")
-    interval = f"{summary}, in an interval from {percent(evidence.low)} to {percent(evidence.high)}"
-    requirement = f"a promotion requires that it is above {percent(rule.bound)}"
-    return ShadowDecision("wait", f"{interval}; {requirement}" + (f". Also, {missing}" if missing else ""))
+        return ShadowDecision("wait", "no pair has been judged yet")
+    interval = f"{summary} (interval {percent(evidence.low)} to {percent(evidence.high)})"
+    requirement = f"promotion requires a lower end above {percent(rule.bound)}"
+    return ShadowDecision("wait", f"{interval}; {requirement}" + (f". In addition, {missing}" if missing else ""))
 
 
 def _outcome_masks(scores: Sequence[float]) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:

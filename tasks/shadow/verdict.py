@@ -52,7 +52,7 @@ class ShadowVerdict(BaseModel):
             publishable=outcome == "pass",
             reasons=() if outcome == "pass" else (self.reason,),
             evidence=self,
-            section=Section(title="On users' traffic", sentences=(self.reason, self.arms.reason)),
+            section=Section(title="Live traffic", sentences=(self.reason, self.arms.reason)),
         )
 
 
@@ -84,8 +84,8 @@ def shadow_verdict(
         if outcome == "promote" and consistency is not None and consistency < MIN_CONSISTENCY:
             outcome = "wait"
             reason = (
-                f"the judge agrees with itself on {100 * consistency:.0f} % of the pairs when they are swapped, and a "
-                f"promotion requires {100 * MIN_CONSISTENCY:.0f} %; {reason}"
+                f"the judge gives the same judgment in both orders for only {100 * consistency:.0f} % of the pairs, "
+                f"and promotion requires {100 * MIN_CONSISTENCY:.0f} %; {reason}"
             )
     return ShadowVerdict(
         candidate=candidate,

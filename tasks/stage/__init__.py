@@ -50,7 +50,6 @@ from mergegate.tasks.stage.verdict import (
     Verdict,
     combine_verdicts,
     severity,
-    verdict_word,
     worst_verdict,
 )
 
@@ -108,7 +107,6 @@ __all__ = [
     "store",
     "store_quota",
     "value_stage",
-    "verdict_word",
     "versions",
     "worst_verdict",
 ]

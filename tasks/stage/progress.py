@@ -119,7 +119,15 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
 
 
 class StageEnd(NamedTuple):
-    """End of a stage call, as reported to ``Watcher.on_end``."""
+    """End of a stage call.
+
+    Attributes:
+        stage: Name of the stage.
+        subject: Model or task of the call. May be empty.
+        status: ``made`` or ``rebuilt`` if the stage ran, ``cached`` if it did not, ``refused`` or ``failed``.
+        seconds: Duration of the call.
+        summary: Result in a few words.
+    """
 
     stage: str
     subject: str

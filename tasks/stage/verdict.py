@@ -57,17 +57,6 @@ def severity(outcome: Outcome) -> int:
     return _SEVERITY.index(outcome)
 
 
-def verdict_word(outcome: Outcome, *, shown_worse: bool) -> str:
-    """Return the word for an outcome: ``worse``, ``undecided``, ``no worse`` or ``a little worse``.
-
-    ``shown_worse`` states whether the whole confidence interval is on the worse side. A pass is then called ``a little
-    worse``.
-    """
-    if outcome == "pass":
-        return "a little worse" if shown_worse else "no worse"
-    return {"fail": "worse", "inconclusive": "undecided"}[outcome]
-
-
 def combine_verdicts(verdicts: Sequence[Verdict]) -> JointVerdict:
     """Return the most severe outcome and all reasons, with those of the most severe verdict first.
 

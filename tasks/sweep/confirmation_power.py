@@ -37,22 +37,23 @@ class ConfirmationPower(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     documents: int  # of all tasks together
-    detectable: float  # smallest true gain that is confirmed 4 times in 5
+    detectable: float  # smallest true gain that is confirmed with 80 % probability
     chances: tuple[GainChance, ...]
     confidence: float
     correlation: float
     in_points: bool  # whether gains are shares
 
     def brief(self) -> str:
-        """Return ``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5``."""
-        return f"{self.documents:,} held-out documents confirm a gain of {self._format(self.detectable)} 4 times in 5"
+        """Return ``1,200 held-out documents confirm a true lead of 2.1 points 80 % of the time``."""
+        lead = self._format(self.detectable)
+        return f"{self.documents:,} held-out documents confirm a true lead of {lead} {100 * POWER:g} % of the time"
 
     def sentence(self) -> str:
         """Return :meth:`brief` with the chances of other gains and the assumed correlation.
 
-        Example: ``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5 (of 1.0 points in 31 %, ...)``.
+        Example: ``1,200 held-out documents confirm a true lead of 2.1 points 80 % of the time (1.0 points: 31 %)``.
         """
-        chances = ", ".join(f"of {self._format(item.gain)} in {100 * item.chance:.0f} %" for item in self.chances)
+        chances = ", ".join(f"{self._format(item.gain)}: {100 * item.chance:.0f} %" for item in self.chances)
         assumption = f"the scores of winner and hand-written recipe have a correlation of {self.correlation:g}"
         return f"{self.brief()} ({chances}), if {assumption}"
 

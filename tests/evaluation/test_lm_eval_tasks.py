@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 from benchmark_scripts import load_benchmark
 
-from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model_cache import unload_models
@@ -302,28 +302,26 @@ def test_other_data_are_another_task(tmp_path: Path) -> None:
     assert pinned("gsm8k", data).digest != before.digest
 
 
-def test_examples_in_the_documentation_are_valid(tmp_path: Path) -> None:
-    page = (PROJECT / "docs" / "evaluation.md").read_text()
-    said = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    sections = [block for block in said if block.startswith(("evaluate:", "perplexity:", "judge:"))]
-    for block in sections:
-        (tmp_path / "p.yaml").write_text(f"name: nightly\nrecipe: r.yaml\n{block}")
-        load_profile(tmp_path / "p.yaml")
-    own = [block for block in said if block.startswith("task:")]
-    (several,) = (block for block in said if "task_list:" in block)
-    assert (len(sections), len(own)) == (8, 2)
+def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
+    page = (PROJECT / "docs" / "how-to" / "gate-on-your-own-task.md").read_text()
+    blocks = re.findall(r"```(?:yaml|python)\n(.*?)```", page, re.DOTALL)
+    capitals, named = (block for block in blocks if re.search(r"^task: ", block, re.MULTILINE))
+    (several,) = (block for block in blocks if "task_list:" in block)
+    (scoring,) = (block for block in blocks if "def overlap" in block)
     for name in ("capitals", "old"):
         write(tmp_path / f"{name}.jsonl", {"country": "France", "capital": "Paris"})
-    (tmp_path / "scoring.py").write_text("def overlap(doc, results):\n    return {'overlap': 0.5}\n")
-    for name, block in zip(("capitals", "named"), own, strict=True):
+    (tmp_path / "scoring.py").write_text(scoring)
+    for name, block in {"capitals": capitals, "named": named}.items():
         (tmp_path / f"{name}.yaml").write_text(block)
         assert pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db")).name == name
         require_supported(f"{name}.yaml", tmp_path)
+    score = runpy.run_path(str(tmp_path / "scoring.py"))["overlap"]
+    assert score({"capital": "New Delhi"}, ["Delhi"]) == {"overlap": 0.5}
     (tmp_path / "several.yaml").write_text(several)
     require_supported("several.yaml", tmp_path)
     assert [leaf.name for leaf in read_definition(tmp_path / "several.yaml").leaves] == [
-        "capitals_of_old",
-        "capitals_told",
+        "capitals_old",
+        "capitals_asked",
     ]
 
 

@@ -87,13 +87,17 @@ def test_a_lost_document_is_shown_with_its_prompt(
         document = documents[flip.doc_id]
         assert flip.prompt == document["word"]
         assert flip.target == document["choices"][document["right"]]
+    (won,) = found.won_examples
+    assert (won.doc_id, won.reference, won.merge, won.prompt) == (1, 0.0, 1.0, documents[1]["word"])
+    stored = (tmp_path / "out" / FLIPS).read_text().splitlines()
+    assert [json.loads(line)["doc_id"] for line in stored] == [7, 9]
     assert found.summary() == "letters: 2 documents lost, 1 won"
 
 
-def test_five_examples_are_shown_and_all_are_kept(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+def test_ten_examples_are_shown_and_all_are_stored(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
     wrong = set(range(3, 15))
     found = lost(task, tmp_path / "out", [scored("a", set())], [scored("merge", wrong)])
-    assert (found.lost, len(found.examples)) == (12, 5)
+    assert (found.lost, len(found.examples)) == (12, 10)
     kept = [json.loads(line) for line in (tmp_path / "out" / FLIPS).read_text().splitlines()]
     assert {line["doc_id"] for line in kept} == wrong
     assert all(line["prompt"] and line["target"] for line in kept)

@@ -31,12 +31,15 @@ class Project:
     root: Path
     runner: CliRunner = field(default_factory=CliRunner)
 
-    def mergegate(self, *arguments: str) -> Result:
-        """Run a mergegate command in this process and in this project. An unexpected exception fails the test."""
+    def mergegate(self, *arguments: str, columns: int = 1000) -> Result:
+        """Run a mergegate command in this process and in this project. An unexpected exception fails the test.
+
+        By default, lines are too long to wrap, so that they match the expected text.
+        """
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.root)
             patch.setenv("MERGEGATE_HOME", str(self.home))
-            patch.setenv("COLUMNS", "120")
+            patch.setenv("COLUMNS", str(columns))
             result = self.runner.invoke(app, list(arguments))
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception

@@ -110,7 +110,7 @@ def sometimes_wrong(name: str, task: str, doc: int) -> bool:
     return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
 
 
-def test_only_the_undecided_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+def test_only_the_inconclusive_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     result, bench = judged(sometimes_wrong, guards=(COPY, REVERSE))
     assert result.verdict.value.outcome == "pass"
     assert [guard.n for guard in result.verdict.value.guards] == [500, 1000]
@@ -141,7 +141,7 @@ def test_when_a_task_is_lost_those_to_come_are_not_run(
     assert (verdict.outcome, verdict.publishable, verdict.suites) == ("fail", False, ())
     assert [guard.task for guard in verdict.guards] == ["copy", "reverse"]
     assert [(one.task, one.word, one.documents) for one in verdict.not_run] == [
-        ("sort", "not run: decided by reverse", SIZE)
+        ("sort", "skipped: reverse had already failed", SIZE)
     ]
     assert all(part.value.tasks[0].task != "sort" for parts in result.scores.values() for part in parts)
 

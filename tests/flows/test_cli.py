@@ -35,7 +35,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     [
         (["--version"], {}, 0, "mergegate 0."),
         (["--help"], {}, 0, "Check, merge, evaluate"),
-        ([], {}, 2, "Commands"),
+        ([], {}, 2, "Release:"),
         (["run", "nowhere.yaml"], {}, 2, "No such file"),
         (["check", "nowhere.yaml"], {}, 2, "No such file"),
         (["merge", "nowhere.yaml", "out"], {}, 2, "nowhere.yaml"),

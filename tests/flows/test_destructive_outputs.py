@@ -40,7 +40,7 @@ def of_the_user(root: Path) -> dict[Path, bytes]:
         *((command, "o.partial/notes.txt") for command in COMMANDS if command not in ("merge --share", "schema")),
         *((command, "o/notes.txt") for command in COMMANDS if command != "schema"),
         *(("merge --share", f"o/{name}") for name in SHARED),
-        ("schema", "o/profile.md"),
+        ("schema", "o/reference/profile.md"),
         ("schema", "o/schema/recipe.json"),
     ],
 )

@@ -103,7 +103,7 @@ def _said(mistake: Mistake, place: Path, url: str) -> Said:
             _reach(url, patch, place.parent / "cache")
         patch.chdir(place)
         patch.setenv("MERGEGATE_HOME", str(place.parent / "home"))
-        patch.setenv("COLUMNS", "120")
+        patch.setenv("COLUMNS", "1000")  # lines that do not wrap match the expected text
         if mistake.kind == "target":
             patch.delenv("HF_HUB_OFFLINE", raising=False)  # The missing token is reported before any request is sent.
         result = CliRunner().invoke(app, list(mistake.command))

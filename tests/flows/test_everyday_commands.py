@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from demo_project import PROFILES, Printed, Project
+from rich.cells import cell_len
 
 from mergegate.flows.cli.json_events import EventLines
 
@@ -91,7 +92,7 @@ def test_a_past_run_is_explained_in_lines(released: tuple[Project, Printed]) -> 
     done = released[0].mergegate("explain", "demo")
     assert done.exit_code == 0, done.output
     assert "demo: released" in done.output
-    assert "reverse: +0.5 points lost against reverser" in done.output
+    assert "reverse: drop 0.5 [-0.3, 1.5] points against reverser, max_drop 3, margin 4" in done.output
     assert "merged    ties of 2 over base" in done.output
 
 
@@ -119,3 +120,39 @@ def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
         "seconds": 1.5,
         "summary": "copy 100.0",
     }
+
+
+PLAIN = (
+    "status",
+    "history",
+    "explain demo",
+    "check profiles/demo.yaml",
+    "check profiles/demo-forbidden.yaml",
+    "plan profiles/demo.yaml",
+    "run profiles/demo.yaml",
+    "run profiles/demo.yaml --dry-run",
+    "verify releases/demo/latest",
+    "verify nosuch",
+    "open nosuch",
+    "explain nosuch",
+    "store ls",
+    "store du",
+    "store gc --dry-run",
+    "methods",
+    "doctor",
+)
+
+
+def test_no_line_is_wider_than_80_columns_and_no_word_is_broken(released: tuple[Project, Printed]) -> None:
+    project, _ = released
+    project.mergegate("run", "profiles/demo.yaml")
+    (project.root / "schedules.yaml").write_text("profiles:\n  - {profile: profiles/demo.yaml, schedule: every 6 h}\n")
+    for command in PLAIN:
+        wide, narrow = (project.mergegate(*command.split(), columns=columns).output for columns in (1000, 80))
+        for line in narrow.splitlines():
+            # Only a word that is wider than the terminal may pass its end.
+            assert cell_len(line.rstrip()) <= 80 or max(map(cell_len, line.split())) > 60, (command, line)
+        assert narrow.count("…") == wide.count("…"), command
+        # Numbers, and the age of the measured speeds, change from call to call.
+        new = {word for word in set(narrow.split()) - set(wide.split()) if not re.search(r"\d", word)}
+        assert new <= {"ago;", "just", "now;", "s"}, command

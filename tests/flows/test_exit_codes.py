@@ -62,6 +62,7 @@ def test_ctrl_c_ends_a_run_with_a_line_a_state_and_a_place_in_the_history(
     result = project.mergegate("run", "profiles/demo.yaml")
     assert result.exit_code == 130
     assert [line for line in result.output.splitlines() if "interrupted" in line] == [INTERRUPTED]
+    assert "  next     mergegate run profiles/demo.yaml" in result.output.splitlines()
     (record,) = read_history(project.home / "reports").records
     assert record.status == "interrupted"
 
@@ -73,9 +74,14 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mergegate.flows.cli.check.is_recipe", interrupted)
     said = CliRunner().invoke(app, ["check", "profile.yaml"])
-    assert (said.exit_code, said.output.strip()) == (130, INTERRUPTED)
+    message = "interrupted; to resume, run: mergegate check profile.yaml"
+    assert (said.exit_code, said.output.strip()) == (130, message)
     told = CliRunner().invoke(app, ["check", "profile.yaml", "--json"])
-    assert json.loads(told.stdout) == {"status": "interrupted", "message": INTERRUPTED, "findings": []}
+    assert json.loads(told.stdout) == {
+        "status": "interrupted",
+        "message": f"{message} --json",
+        "findings": [],
+    }
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ PASSING = (
     | {f"overall_{part}" for part in ("drop", "low", "high")}
     | {"detectable_drop", "loglik", "pooled", "chance_left"}
     | {"moved", "opposed", "pair_moved", "pair_opposed"}
-    | {"measured", "seen", "when", "machine", "url", "examples", "characters", "identical"}
+    | {"measured", "seen", "when", "machine", "url", "examples", "won_examples", "characters", "identical"}
 )
 
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from mergegate.flows.cli.init import directory_for_new_files, prompt, write_new_files
 from mergegate.merge_core.errors import InvalidInput
 
-NAME, WHO, TEXT = "name of the release", "who accepts this and why", "held-out text"
+NAME, WHO, TEXT = "name of the release", "accept these license gaps?", "held-out text"
+TASKS = "tasks that the merge must not lose"
 MODELS = ("models/base", "models/sums", "models/verse")
 
 
@@ -42,7 +43,7 @@ def files_in(place: Path) -> dict[str, str]:
 def test_enter_accepts_the_default(root: Path) -> None:
     shutil.copy(root / "models/base/README.md", root / "models/verse/README.md")
     with terminal(root, "init", *MODELS, "--out", "asked") as screen:
-        for question, proposed in ((NAME, "[sums-verse]: "), (TEXT, "[sample]: ")):
+        for question, proposed in ((NAME, "[sums-verse]: "), (TEXT, "[sample]: "), (TASKS, "[none]: ")):
             screen.see(question)
             screen.see(proposed)
             screen.type("\n")
@@ -62,8 +63,9 @@ def test_an_invalid_answer_is_prompted_again(root: Path) -> None:
     (root / "own.txt").write_text("A text.\n\nAnother one.\n")
     answers = {
         NAME: {"a/b": "letters, digits", "taken": "it exists", "mine": ""},
-        WHO: {"me": "'who: why'", "alice: we made it": ""},
+        WHO: {"me": "'name: reason'", "alice: we made it": ""},
         TEXT: {"nowhere.txt": "no such file", "models": "a directory", "empty.txt": "an empty file", "own.txt": ""},
+        TASKS: {"nosuch_task": "nosuch_task", "gsm8k:nobody": "best parent", "gsm8k:sums, hellaswag": ""},
     }
     with terminal(root, "init", *MODELS) as screen:
         for question, typed in answers.items():
@@ -79,14 +81,16 @@ def test_an_invalid_answer_is_prompted_again(root: Path) -> None:
     profile = (root / "mine.yaml").read_text()
     assert "alice: we made it" in profile
     assert "documents: own.txt" in profile
+    assert "{task: gsm8k, guarded_by: sums, max_drop: 3}" in profile
+    assert "{task: hellaswag, guarded_by: best parent, max_drop: 3}" in profile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", [NAME, WHO, TEXT])
+@pytest.mark.parametrize("last", [NAME, WHO, TEXT, TASKS])
 def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) -> None:
     before = set(root.iterdir())
     with terminal(root, "init", *MODELS, "--out", "new/place") as screen:
-        for question in (NAME, WHO, TEXT):
+        for question in (NAME, WHO, TEXT, TASKS):
             screen.see(question)
             screen.see(": ")
             if question == last:
@@ -100,10 +104,10 @@ def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) 
 @pytest.mark.slow
 def test_flags_answer_on_a_terminal_too(root: Path) -> None:
     (root / "own.txt").write_text("A text.\n")
-    flags = ("--name", "mine", "--accept", "alice: ours", "--documents", "own.txt")
+    flags = ("--name", "mine", "--accept", "alice: ours", "--data", "own.txt", "--task", "gsm8k:sums")
     with terminal(root, "init", *MODELS, *flags) as screen:
         assert screen.end() == 0, screen.shown
-    assert not [question for question in (NAME, WHO, TEXT) if question in screen.shown]
+    assert not [question for question in (NAME, WHO, TEXT, TASKS) if question in screen.shown]
 
 
 def test_a_prompt_repeats_until_the_answer_is_valid() -> None:

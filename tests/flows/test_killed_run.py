@@ -48,7 +48,7 @@ DIES = """
 
 def environment(project: Project) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return {**kept, "MERGEGATE_HOME": str(project.home), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+    return {**kept, "MERGEGATE_HOME": str(project.home), "COLUMNS": "1000", "HF_HUB_OFFLINE": "1"}
 
 
 def files_of(release: Path) -> dict[str, bytes]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import io
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer.main
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from typer.testing import CliRunner
 
 from mergegate.flows.cli import progress
 from mergegate.flows.cli.app import app
+from mergegate.flows.cli.console import FittingConsole, wrap_line
 from mergegate.flows.cli.progress import TerminalProgress, fit_text
 from mergegate.flows.cli.score_table import print_scores, print_table
-from mergegate.tasks.report import Row, ScoreTable
+from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
 from mergegate.tasks.stage import Pulse
 
 WIDTHS = (80, 100, 120, 200)
@@ -29,7 +34,7 @@ DROP = "12.5 [0.7, 13.3]"
 
 def printed(width: int, draw: object, *, terminal: bool = False) -> list[str]:
     """Return the lines that a terminal of the given width receives."""
-    console = Console(file=io.StringIO(), width=width, soft_wrap=True, force_terminal=terminal, color_system=None)
+    console = FittingConsole(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
     draw(console)  # type: ignore[operator]
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
@@ -41,15 +46,18 @@ def score_table(models: int) -> ScoreTable:
             (
                 task,
                 *(f"{10 * at + number}.5{' *' if number == 1 else ''}" for number in range(models)),
+                names[0],
                 DROP,
-                "11",
+                "3",
+                "11/task",
                 word,
-            )
+            ),
+            reference_score=f"{10 * at}.5",
         )
-        for at, (task, word) in enumerate(zip(TASKS, ("no worse", "worse", "undecided", "no worse"), strict=True))
+        for at, (task, word) in enumerate(zip(TASKS, ("pass", "fail", "inconclusive", "pass"), strict=True))
     ]
-    left_out = Row(("reverse", *("",) * models, "", "11", f"not run: decided by {TASKS[1]}"))
-    return ScoreTable("t", ("task", *names, "drop", "limit", "verdict"), (*rows, left_out))
+    left_out = Row(("reverse", *("",) * models, names[0], "", "3", "", f"skipped: {TASKS[1]} had already failed"))
+    return ScoreTable("t", ("task", *names, *DECISION_COLUMNS), (*rows, left_out))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -64,16 +72,15 @@ def test_the_score_table_shows_every_task_whole(width: int, models: int) -> None
     assert text.count(DROP) == len(TASKS)
     for at in range(len(TASKS)):
         assert f"{10 * at + models - 1}.5" in text  # The score of the merge.
-    assert f"reverse not run: decided by {TASKS[1]}" in lines
+    assert f"reverse skipped: {TASKS[1]} had already failed" in lines
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_model_is_named_while_there_is_room(width: int) -> None:
+def test_every_row_names_its_reference_and_all_models_while_there_is_room(width: int) -> None:
     lines = printed(width, lambda console: print_scores(console, score_table(5)))
-    text = "\n".join(lines)
-    assert all(model in text for model in MODELS)
-    # The widest layout has room for all names, so it needs no letters.
-    assert (lines[0].split()[:2] == ["task", MODELS[0]]) is (width == 200)
+    assert sum(MODELS[0] in line for line in lines) == len(TASKS) + 1 + (width == 200)
+    assert all(model in lines[0] for model in MODELS) is (width == 200)
+    assert ("Only the reference of each row is shown. The report has all models." in lines) is (width < 200)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -87,7 +94,7 @@ def test_another_table_that_is_too_wide_is_a_list(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool) -> None:
+def test_a_stage_has_its_time_in_a_column_and_a_long_result_below_itself(width: int, terminal: bool) -> None:
     def draw(console: Console) -> None:
         shown = TerminalProgress(console)
         shown.headline("support-assistant-of-the-north · ties of 3 over HuggingFaceTB/SmolLM2-135M", "profile p.yaml")
@@ -102,11 +109,43 @@ def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool)
     stages = [line for line in lines if "stage-" in line]
     assert len(stages) == 3
     assert all(line.endswith("12.2 s") for line in stages)
-    if terminal:
-        assert {cell_len(line) for line in stages} == {min(width, 100)}
-    else:  # A log gets the full text.
+    assert {cell_len(line) for line in stages[:2]} == {min(width, 100)}
+    wrapped = lines[lines.index(stages[1]) : lines.index(stages[2])]
+    results = [line[16 : min(width, 100) - 6].strip() for line in wrapped]
+    assert " ".join(results) == ("a long text · " * 20).strip()  # no word is cut or broken
+    if terminal:  # a longer line would disturb the cursor
+        assert max(map(cell_len, lines)) <= width
+    else:  # a log gets the full text
         assert "one-word" * 40 in stages[2]
-    assert len(lines) == 3 + (1 if width >= 100 else 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("✓ power: copy: a drop of 3.1 points", ["✓ power: copy: a drop of 3.1", "  points"]),
+        ("last  demo released today at noon", ["last  demo released today at", "      noon"]),
+        ("    remedy:   choose another one", ["    remedy:   choose another", "              one"]),
+        ("  report  a/path/that/is/longer/than/the/line", ["  report  a/path/that/is/longer/than/the/line"]),
+        ("see a/path/that/is/longer/than/the/line", ["see", "  a/path/that/is/longer/than/the/line"]),
+        ("fits", ["fits"]),
+    ],
+)
+def test_a_long_line_continues_below_its_text(text: str, lines: list[str]) -> None:
+    assert [line.plain for line in wrap_line(Text(text), 28)] == lines
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 200])
+def test_a_table_that_is_too_wide_shrinks_at_words_or_becomes_a_list(width: int) -> None:
+    rows = [("compat", "c76244f3f46b", "the last release of the demo"), ("merge", "efb1d7d4328a", "not needed")]
+    table = Table("stage", "key", "kept because", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console = FittingConsole(file=io.StringIO(), width=width)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(cell_len, lines)) <= width
+    words = set(" ".join(lines).split())
+    assert words >= {word for row in rows for cell in row for word in cell.split()}
 
 
 def test_long_text_is_cut_at_a_part_or_a_word() -> None:
@@ -188,17 +227,53 @@ def described(command: object) -> Iterator[tuple[str, object]]:
         yield from ((f"{name} {inner}", one) for inner, one in described(below))
 
 
-def test_help_speaks_in_whole_sentences_and_names_what_is_to_be_given() -> None:
-    root = typer.main.get_command(app)
-    assert "-h" in root.context_settings["help_option_names"]
-    for name, command in described(root):
-        assert command.short_help[0].isupper(), name  # type: ignore[attr-defined]
-        assert command.short_help.endswith("."), name  # type: ignore[attr-defined]
-        assert "..." not in command.short_help, name  # type: ignore[attr-defined]
+HELP_GROUPS = ("Release", "Merge", "Evaluate", "Inspect", "Operate", "Watch")
+VERBS = (
+    "Approve Check Compare Explain Extract Fetch Find Forecast Give Judge List Merge Open Print Promote Rebuild "
+    "Release Remove Return Run Search Send Serve Show Start Test Update Verify Write"
+)
+COMMANDS = dict(described(typer.main.get_command(app)))
+LEAVES = {name: command for name, command in COMMANDS.items() if not hasattr(command, "commands")}
+
+
+def test_the_help_lists_every_command_in_one_of_six_groups() -> None:
+    shown = CliRunner().invoke(app, ["-h"]).output
+    listing = shown[shown.index("Release:") :]
+    titles = [line.removesuffix(":") for line in listing.splitlines() if line and not line.startswith(" ")]
+    assert tuple(titles) == HELP_GROUPS
+    listed = [line.split()[0] for line in listing.splitlines() if line.startswith("  ")]
+    assert sorted(listed) == sorted(name for name in COMMANDS if " " not in name)
+    for name, command in COMMANDS.items():
+        if " " not in name:
+            assert command.rich_help_panel in HELP_GROUPS, name  # type: ignore[attr-defined]
+
+
+def test_a_summary_starts_with_a_verb_and_fits_its_line() -> None:
+    for name, command in COMMANDS.items():
+        summary = command.short_help  # type: ignore[attr-defined]
+        assert summary.split()[0].rstrip(",") in VERBS.split(), name
+        assert summary.endswith("."), name
+        assert len(summary) <= 60, name
         arguments = [one for one in command.params if one.param_type_name == "argument"]  # type: ignore[attr-defined]
         assert all(one.metavar.isupper() or "=" in one.metavar for one in arguments), name
-    shown = CliRunner().invoke(app, ["history", "-h"])
-    assert shown.exit_code == 0
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_help_of_a_command_ends_with_examples_that_parse(name: str) -> None:
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(cell_len, shown.splitlines())) <= 80
+    command: Any = LEAVES[name]
+    examples = command.epilog.splitlines()
+    assert 1 <= len(examples) <= 3
+    assert shown.rstrip().endswith("\n".join(f"  {example}" for example in examples))
+    for example in examples:
+        program, *words = shlex.split(example.partition(" > ")[0])
+        assert program == "mergegate"
+        tail = words[len(name.split()) :] if words[: len(name.split())] == name.split() else words[1:]  # shadow PROFILE
+        command.make_context(name, tail)  # an unknown option or a missing argument raises an error
+    for option in (one for one in command.params if one.param_type_name == "option" and not one.hidden):
+        assert option.help[0].isupper(), (name, option.name)
+        assert option.help.endswith("."), (name, option.name)
 
 
 def test_the_list_of_commands_agrees_with_the_help_of_each_command() -> None:

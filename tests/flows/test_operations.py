@@ -158,7 +158,7 @@ def missing_in(texts: list[str]) -> list[str]:
     assert all(len(text) < 400 and "/runs/flow-run/" in text for text in texts)
     wanted = [
         "✓ demo-approved: released demo-approved ",
-        "✗ demo-refused refused: reverse: 22.2 points below reverser",
+        "✗ demo-refused refused: reverse: drop of 22.2 points",
         "✗ demo-approved refused: rejected by the tester: not tonight",
         "? demo-approved waits for approval: mergegate approve demo-approved",
     ]

@@ -79,10 +79,10 @@ def test_nothing_is_promised_before_there_is_a_rate_or_when_all_is_done(clock: C
 
 
 def test_a_stage_that_looks_twice_has_said_what_it_said_last(clock: Clock, shown: TerminalProgress) -> None:
-    for status, words in (("refused", "undecided after 100"), ("made", "no worse")):
+    for status, words in (("refused", "inconclusive after 100"), ("made", "3 tasks passed")):
         shown.on_start("gate", "")
         shown.on_end("gate", "", status, 0.1, words)  # type: ignore[arg-type]
-    assert line(shown).split()[:4] == ["✓", "gate", "no", "worse"]
+    assert line(shown).split()[:4] == ["✓", "gate", "3", "tasks"]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released)
     result = project.mergegate("run", "profiles/demo-refused.yaml")
     assert result.exit_code == 3
     sentence = re.search(
-        r"reverse: ([\d.]+) points below reverser \[([\d.]+), ([\d.]+)\], shown to be more than 3", result.output
+        r"reverse: drop of ([\d.]+) points against reverser \[([\d.]+), ([\d.]+)\] exceeds max_drop 3", result.output
     )
     assert sentence, result.output
     drop, low, high = (float(group) for group in sentence.groups())

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from demo_project import Project, make_project
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 
 from mergegate.flows.outcome import RunOutcome, StoppedRun, conclude_flow, flow_outcome
 from mergegate.flows.outcome.archive import prefect_page
@@ -46,10 +50,17 @@ def write(out: Path, size: int) -> Checked:
     return Checked(forbidden=False)
 
 
-def run_of(story: Callable[[], RunOutcome], name: str = "demo") -> State[RunOutcome]:
+def run_of(story: Callable[[], RunOutcome], name: str = "demo", *, deployed: bool = True) -> State[RunOutcome]:
+    """Conclude a story in a flow run, as a worker does (``deployed``) or as a command does."""
+
     @flow(name="release")
     def run() -> object:
-        return conclude_flow(story, name)
+        with pytest.MonkeyPatch.context() as patch:
+            if deployed:
+                context = FlowRunContext.get()
+                assert context is not None
+                patch.setattr(context.flow_run, "deployment_id", uuid4())
+            return conclude_flow(story, name)
 
     state: State[RunOutcome] = run(return_state=True)
     return state
@@ -63,6 +74,11 @@ def refused() -> RunOutcome:
 
 def invalid() -> RunOutcome:
     raise InvalidInput("demo.yaml: recepe", found="unknown key <b>", expected="recipe", remedy="did you mean 'recipe'?")
+
+
+def invalid_weights() -> RunOutcome:
+    write(1000)
+    raise InvalidInput("model.safetensors", found="NaN", expected="finite numbers")
 
 
 def crashed() -> RunOutcome:
@@ -107,6 +123,19 @@ class TestEveryEnding:
             assert isinstance(outcome, RunOutcome)
             assert (outcome.exit_code, outcome.report) == (code, home() / "reports" / "demo.html")
             assert ended.message == outcome.text
+
+    def test_a_usage_error_of_an_attended_run_is_not_recorded(self) -> None:
+        run_of(passed, deployed=False)
+        page = (home() / "reports" / "demo.html").read_bytes()
+        assert run_of(invalid, deployed=False).name == "Invalid"
+        assert run_of(invalid, "another", deployed=False).name == "Invalid"
+        assert [record.status for record in read_history(home() / "reports").records] == ["passed"]
+        assert (home() / "reports" / "demo.html").read_bytes() == page
+        assert not (home() / "reports" / "another.html").exists()
+
+    def test_invalid_weights_are_recorded_even_if_a_user_watches(self) -> None:
+        run_of(invalid_weights, deployed=False)
+        assert [record.status for record in read_history(home() / "reports").records] == ["invalid"]
 
     def test_a_refusal_without_evidence_is_not_recorded_as_judged(self) -> None:
         for story, judged in ((refused, False), (invalid, False), (passed, True)):
@@ -196,11 +225,14 @@ class TestPrefectsPage:
         assert page.count("````") == 2
 
 
+LONG = "a-profile-whose-name-is-quite-long"
+
+
 class TestTheCommand:
     @pytest.fixture
     def project(self, tmp_path: Path) -> Project:
         project = Project(tmp_path)
-        for number, profile in enumerate(("demo", "a-profile-whose-name-is-quite-long", "demo")):
+        for number, profile in enumerate(("demo", LONG, "demo")):
             record = RunRecord(
                 run=str(number),
                 flow="release",
@@ -214,12 +246,13 @@ class TestTheCommand:
             archive_run(project.home / "reports", record, PAGE)
         return project
 
-    def test_fits_eighty_columns_the_newest_first(self, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "80")
-        lines = project.mergegate("history").stdout.splitlines()
-        assert all(len(line) <= 80 for line in lines[:4]), lines
-        assert ["demo" in line for line in lines[1:4]] == [True, False, True]
-        assert all("nothing new" in line and "1 h 06 m" in line for line in lines[1:4])
+    def test_fits_eighty_columns_the_newest_first(self, project: Project) -> None:
+        text = project.mergegate("history", columns=80).stdout
+        assert all(len(line) <= 80 for line in text.splitlines()), text
+        words = text.split()
+        assert [word for word in words if word in ("demo", LONG)] == ["demo", LONG, "demo"]
+        assert words.count("nothing") == 3
+        assert text.count("1 h 06 m") == 3
 
     def test_of_one_profile_as_json(self, project: Project) -> None:
         said = json.loads(project.mergegate("history", "demo", "--json").stdout)
@@ -243,13 +276,40 @@ class TestTheCommand:
         empty.root.mkdir()
         assert "no run has finished here yet" in empty.mergegate("history").output
 
-    def test_an_unreadable_profile_gets_a_report_page(self, project: Project) -> None:
-        (project.root / "broken.yaml").write_text("name: support\nrecepe: x\n")
-        result = project.mergegate("run", "broken.yaml")
-        assert result.exit_code == 2
-        last = read_history(project.home / "reports").records[-1]
-        assert (last.profile, last.status) == ("support", "invalid")
-        page = (project.home / "reports" / "support.html").read_text(encoding="utf-8").replace("<wbr>", "")
-        assert "unknown key &#39;recepe&#39;" in page
-        assert project.mergegate("run", "nowhere.yaml").exit_code == 2
-        assert len(read_history(project.home / "reports").records) == 4, "a file that is not there is no run"
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "run typing-error.yaml",
+            "run recipe.yaml",
+            "run nowhere.yaml",
+            "run demo.yaml --set evaluate.documens=5",
+            "run demo.yaml --set evaluate.documents=twenty",
+            "run demo.yaml --set recipe=nowhere.yaml",
+            "run demo.yaml --set 'evaluate.tasks=[{task: nowhere.yaml, guarded_by: base}]'",
+            "run demo.yaml --set publish.path=/dev/null/x",
+            "compare nowhere demo/models/base --profile demo.yaml",
+            "compare demo/models/base demo/models/base --profile typing-error.yaml",
+            "sweep demo.yaml",
+            "sweep typing-error.yaml",
+            "tune demo-refused.yaml",
+            "shadow evaluate demo.yaml",
+        ],
+    )
+    def test_a_usage_error_leaves_history_and_reports_unchanged(self, tmp_path: Path, command: str) -> None:
+        project = make_project(tmp_path)
+        profiles = project.root / "profiles"
+        (profiles / "typing-error.yaml").write_text("name: demo\nrecepe: x\n")
+        shutil.copy(profiles / "demo" / "recipes" / "ties.yaml", profiles / "recipe.yaml")
+        record = RunRecord(
+            run="1", flow="release", profile="demo", ended=1_790_000_000.0, seconds=4000, status="nothing new",
+            message="m", version="0123456789abcdef",
+        )  # fmt: skip
+        reports = project.home / "reports"
+        archive_run(reports, record, PAGE)
+        before = {path: path.read_bytes() for path in reports.rglob("*") if path.is_file()}
+        files = {path.name for path in profiles.iterdir()}
+        words = [
+            f"profiles/{word}" if word in files or word.startswith("demo/") else word for word in shlex.split(command)
+        ]
+        assert project.mergegate(*words).exit_code == 2
+        assert {path: path.read_bytes() for path in reports.rglob("*") if path.is_file()} == before

@@ -44,16 +44,17 @@ def test_check_forecasts_the_power_of_each_guard(released: Released) -> None:
     project, _ = released
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
     lines = [line for line in checked if line.startswith("power: ")]
-    assert "published in" in lines[0]
+    assert "passes" in lines[0]
     assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
     assert all(
-        re.search(r"from the (merge of the last run|merges of the last \d runs) on ", line) for line in lines[1:4]
+        re.search(r"from how the (merge of the last run|merges of the last \d runs) differed on ", line)
+        for line in lines[1:4]
     )
     planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json")
     assert planned.exit_code == 0, planned.output
     power = json.loads(planned.stdout)["power"]
     assert [task["documents"] for task in power["tasks"]] == [400, 400, 400]
-    assert all("from the merge" in task["basis"] for task in power["tasks"])
+    assert all("the merge" in task["basis"] for task in power["tasks"])
     shown = " ".join(project.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
     assert all(line in shown for line in lines)
 
@@ -64,7 +65,7 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
     assert "have not been counted yet" in planned.stdout
     assert project.artifacts("documents") == set()
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
-    assert sum("10 % of answers differ (an assumption)" in line for line in checked) == 3
+    assert sum("10 % of answers differ (assumed, see evaluate.discordance)" in line for line in checked) == 3
 
 
 @pytest.mark.slow
@@ -100,10 +101,63 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released
     before = scored(project)
     result = project.mergegate("run", "profiles/early.yaml")
     assert result.exit_code == 3, result.output
-    assert "not run: decided by shift" in result.output
+    assert "skipped: shift had already failed" in result.output
     assert len(scored(project) - before) == 2  # The merge on copy and shift; no parent.
-    assert "\ntasks run " in result.output
-    assert "\nall tasks " not in result.output
+    assert "\nmean of 2 " in result.output
     page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
-    assert "not run: decided by shift" in page
-    assert "800 of 1,200 documents were asked; looking at a part of them first and leaving out 1 task that" in page
+    assert "skipped: shift had already failed" in page
+    assert "mergegate evaluated 800 of 1,200 documents. Deciding early, and skipping 1 task, saved 33 %." in page
+
+
+def dry_run(project: Project, *settings: str, profile: str = "profiles/demo.yaml") -> dict[str, Any]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    found: dict[str, Any] = json.loads(project.mergegate("run", profile, "--dry-run", "--json", *words).stdout)
+    assert found["status"] == "ready", found
+    return found
+
+
+def missing(planned: dict[str, Any]) -> dict[str, int]:
+    """Return the number of documents to evaluate for each model and task."""
+    return {stage["subject"]: stage["missing"] for stage in planned["stages"] if stage["stage"] == "evaluate"}
+
+
+def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(released: Released) -> None:
+    project, _ = released
+    cached = dry_run(project)
+    assert set(missing(cached).values()) == {0}
+    assert cached["further_documents"] == 0
+    assert "has nothing to do" in cached["message"]
+    sampled_anew = ("evaluate.seed=1", "evaluate.documents=50")
+    planned = dry_run(project, *sampled_anew)
+    assert set(missing(planned).values()) == {50}
+    assert planned["further_documents"] == 3 * 4 * 350
+    assert "evaluates up to 4,200 more documents over all models" in planned["message"]
+    assert dry_run(project, *sampled_anew, "evaluate.extend=false")["further_documents"] == 0
+    assert dry_run(project, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
+
+
+def test_a_guard_has_its_own_number_of_documents(released: Released) -> None:
+    project, _ = released
+    guard = "task: demo/tasks/copy.yaml,"
+    for documents, first in (("100", 100), ("all", 400)):
+        profile = project.edit("demo.yaml", guard, f"{guard} documents: {documents},")
+        planned = dry_run(project, "evaluate.seed=1", "evaluate.documents=50", profile=profile)
+        looked_at = missing(planned)
+        assert {count for subject, count in looked_at.items() if subject.endswith("copy")} == {first}
+        assert {count for subject, count in looked_at.items() if not subject.endswith("copy")} == {50}
+        assert planned["further_documents"] == 4 * ((400 - first) + 2 * 350)
+    # Scores of the same documents are reused, so another sample size does not change a key.
+    assert set(missing(dry_run(project, profile=profile)).values()) == {0}
+
+
+@pytest.mark.long
+def test_the_forecast_uses_the_keys_of_the_evaluation(released: Released) -> None:
+    project, _ = released
+    guard = "task: demo/tasks/copy.yaml,"
+    profile = project.edit("demo.yaml", guard, f"{guard} documents: 20, system_instruction: Copy the word.,")
+    settings = ("evaluate.extend=false", "evaluate.on_inconclusive=pass", "publish=null")
+    looked_at = missing(dry_run(project, *settings, profile=profile))
+    assert {subject.split(", ")[1] for subject, count in looked_at.items() if count} == {"copy"}
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert project.mergegate("run", profile, *words).exit_code == 0
+    assert set(missing(dry_run(project, *settings, profile=profile)).values()) == {0}

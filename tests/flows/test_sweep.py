@@ -47,7 +47,7 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_confirmed_winner_is_released(swept: Swept) -> None:
     _, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
-    assert "held-out documents confirm a gain of" in printed["first"].output  # Announced before the search.
+    assert "held-out documents confirm a true lead of" in printed["first"].output  # Announced before the search.
     assert "confirmed: the winner is" in printed["first"].output
     assert f"released {small_sweeps.NAME}" in printed["first"].output
     assert scored == 10 + 2  # Ten recipes, and two of them on the confirmation documents.
@@ -173,7 +173,7 @@ def test_a_profile_without_a_sweep_section_is_rejected_with_an_example(project: 
     result = project.mergegate("sweep", "profiles/demo.yaml")
     assert result.exit_code == 2
     assert "no section 'sweep'" in result.output
-    assert "docs/sweep.md" in result.output
+    assert "docs/how-to/search-a-recipe.md" in result.output
 
 
 def sweep_by_name(project: Project) -> str:

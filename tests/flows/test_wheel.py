@@ -28,9 +28,8 @@ def tracked(*places: str) -> set[str]:
 @pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    wanted = tracked(
-        *FLOORS, "profiles", "mergegate/__init__.py", "mergegate/__main__.py", "pyproject.toml", "README.md", "LICENSE"
-    )
+    public = {f"mergegate/{name}" for name in ("__init__.py", "__main__.py", "api.py", "results.py", "py.typed")}
+    wanted = tracked(*FLOORS, "profiles", *public, "pyproject.toml", "README.md", "LICENSE")
     for file in wanted:
         (source / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(PROJECT / file, source / file)
@@ -46,7 +45,7 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
             (member,) = (one for one in inside if one.endswith(f".data/data/share/mergegate/{name}"))
             assert archive.read(member) == (PROJECT / name).read_bytes(), name
     assert {f"mergegate/{file}" for file in wanted if file.partition("/")[0] in FLOORS} - inside == set()
-    assert {"mergegate/__init__.py", "mergegate/__main__.py"} <= inside
+    assert public <= inside
     # No other package is importable, so a user's own `flows` or `tasks` package cannot collide with ours.
     assert {name.partition("/")[0] for name in inside if name.endswith(".py") and ".data/" not in name} == {"mergegate"}
     # Installing the wheel leaves an existing package called `tasks` unchanged.

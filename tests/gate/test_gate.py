@@ -25,10 +25,10 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
     verdict = gate_verdict([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
     assert (verdict.outcome, verdict.publishable) == ("fail", False)
     assert [reason.split(" [")[0] for reason in verdict.reasons] == [
-        "reverse: 14.3 points below reverser",
-        "reverse: level with reverser",
+        "reverse: drop of 14.3 points against reverser",
+        "reverse: drop of 0.0 points against reverser",
     ]
-    assert "14.3 points below reverser [10.8, 18.0], limit 3.0" in verdict.reasons[0]
+    assert "against reverser [10.8, 18.0] exceeds max_drop 3" in verdict.reasons[0]
     assert verdict.refuses()
     assert verdict.refusal() is None  # the report is written before the flow stops
 
@@ -110,14 +110,14 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
-    assert verdict.summary().startswith("reverse: 15.0 points below reverser")
+    assert verdict.summary().startswith("reverse: drop of 15.0 points against reverser")
 
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
     verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GatePlan(GateRule()))
     assert (verdict.outcome, verdict.guards) == ("fail", ())
-    assert verdict.reasons[0].startswith("perplexity: 148 times base's")
+    assert verdict.reasons[0].startswith("perplexity: 148 times that of base")
 
 
 def test_scores_of_different_lm_eval_versions_are_rejected(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 from benchmark_scripts import load_benchmark
-from gate_samples import GUARD, judge_guard, table_in_the_document
+from gate_samples import GUARD, judge_guard, table_in_docs
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
@@ -142,7 +142,7 @@ def test_too_few_clusters_are_rejected_with_a_remedy() -> None:
     check_clusters([str(i % 14) for i in range(140)], "task", "mmlu")
 
 
-# --- The table in docs/gates.md
+# --- The tables in docs/benchmarks
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "graded"])
@@ -183,13 +183,14 @@ def test_the_table_decides_like_the_interval_of_a_single_sample(script: ModuleTy
 
 
 def test_the_cluster_table_in_the_docs_matches_the_script(script: ModuleType) -> None:
-    rows = table_in_the_document("clusters")
-    half = len(rows) // 2
-    assert [row[0] for row in rows[1:half]] == [name for name in script.SIZES for _ in range(2)]
-    assert rows[half][0] == "equal"
-    cells = [cell.split(" · ")[0] for row in rows[1:half] for cell in row[3:]]
+    rows = table_in_docs("graded-and-clustered-error-rates.md", "clusters at the margin")
+    equal = table_in_docs("graded-and-clustered-power.md", "clusters equal")
+    assert [row[0] for row in rows[1:]] == [name for name in script.SIZES for _ in range(2)]
+    assert [row[:3] for row in equal[1:]] == [row[:3] for row in rows[1:]]
+    assert (rows[0][0], equal[0][0]) == ("at the margin", "equal")
+    cells = [cell.split(" · ")[0] for row in rows[1:] for cell in row[3:]]
     assert len(cells) == 2 * len(script.SIZES) * (1 + len(script.EFFECTS) * len(script.SPREADS))
-    for row in rows[1:half]:
+    for row in rows[1:]:
         assert (row[3].startswith("refused")) == (float(row[1]) < 14)
     assert max(float(cell) for cell in cells if cell != "refused") <= 5.0 + 2 * 0.154  # the error stated in the table
 

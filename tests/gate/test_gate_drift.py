@@ -29,13 +29,13 @@ def test_drift_passes_warns_and_fails_at_its_limits(increase: float, outcome: st
 
 def test_drift_is_reported_in_a_sentence() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.003)), LIMITS, 0.95)
-    assert verdict.reason == "perplexity: 1.003 times base's [1.002, 1.004], limit 1.05"
+    assert verdict.reason == "perplexity: 1.003 times that of base [1.002, 1.004] is within the limit 1.05"
 
 
-def test_noisy_documents_leave_drift_undecided() -> None:
+def test_noisy_documents_leave_drift_inconclusive() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.06), noise=1.5), LIMITS, 0.95)
     assert verdict.outcome == "inconclusive"
-    assert "undecided after 500 documents" in verdict.reason
+    assert "inconclusive after 500 documents (limit 1.05)" in verdict.reason
 
 
 def test_the_better_parent_is_the_reference() -> None:
@@ -55,7 +55,7 @@ def test_a_broken_parent_is_not_a_reference() -> None:
 def test_one_nonfinite_document_breaks_the_merge(bad: float) -> None:
     verdict = judge_drift({"base": PARENT}, likelihoods([2.0] * 499 + [bad]), LIMITS, 0.95)
     assert (verdict.broken, verdict.outcome, verdict.ratio) == (True, "fail", None)
-    assert verdict.reason == "perplexity: not finite, the merge is broken"
+    assert verdict.reason == "perplexity: not finite, so the merge is broken"
 
 
 def test_more_than_double_the_perplexity_is_broken() -> None:
@@ -66,7 +66,7 @@ def test_more_than_double_the_perplexity_is_broken() -> None:
 def test_models_with_different_tokenizers_are_compared_by_bytes() -> None:
     verdict = judge_drift({"base": PARENT}, worse(0.0, vocabulary="other"), LIMITS, 0.95)
     assert verdict.unit == "byte"
-    assert "times base's per byte" in verdict.reason
+    assert "times that of base per byte" in verdict.reason
 
 
 def test_different_windows_are_rejected() -> None:

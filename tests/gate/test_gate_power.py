@@ -96,7 +96,9 @@ def test_discordance_is_that_of_the_nearest_model_without_the_difference_in_skil
     far = [0.0] * 20 + [1.0] * 40 + [1.0] * 15 + [0.0] * 24
     found = estimate_discordance(guard, known(tmp_path, {"own": own, "far": far, "near": near}), 0.3)
     assert found.share == pytest.approx((2 * 4 + 0.5) / 100)
-    assert str(found) == "8.5 % of answers differ (from own and near on 99 documents, without the difference in skill)"
+    assert str(found) == (
+        "8.5 % of answers differ (estimated from how own and near disagree on 99 documents, net of their skill gap)"
+    )
     best = Guard(task="t", guarded_by="best parent")
     assert estimate_discordance(best, known(tmp_path / "b", {"far": far, "near": near, "own": own}), 0.3) == found
 
@@ -117,7 +119,10 @@ def test_merges_of_recent_runs_are_preferred_to_parents() -> None:
     found = find_past_discordance(guard, [*nights, *others])
     assert found is not None
     assert found.share == pytest.approx(20.5 / 501)
-    assert str(found) == "4.1 % of answers differ (from the merges of the last 5 runs on 500 documents)"
+    assert (
+        str(found)
+        == "4.1 % of answers differ (estimated from how the merges of the last 5 runs differed on 500 documents)"
+    )
     assert find_past_discordance(guard, others) is None
     assert find_past_discordance(guard, [PastGuardOutcome("t", "own", 10, 1)]) is None
 
@@ -130,7 +135,7 @@ def test_without_shared_documents_the_assumption_is_used(tmp_path: Path) -> None
     for scores in ({}, one, one | other, few, known(tmp_path / "4", {"a": [1.0] * 50}) | {"b": []}):
         found = estimate_discordance(guard, scores, 0.3)
         assert (found.share, found.documents) == (0.3, 0)
-        assert str(found) == "30 % of answers differ (an assumption)"
+        assert str(found) == "30 % of answers differ (assumed, see evaluate.discordance)"
 
 
 def test_graded_scores_that_differ_little_count_little(tmp_path: Path) -> None:
@@ -145,6 +150,7 @@ def test_the_forecast_has_a_line_per_task() -> None:
     power = gate_power(tasks, GateRule())
     together, alone, more = power.lines()
     assert together == f"power: {power.sentence()}"
-    assert alone.startswith("power: t0: a drop of ")
-    assert alone.endswith("with 164 documents, if 20 % of answers differ (an assumption)")
-    assert more == f"power: about {power.documents_wanted:,} documents instead of 164 would publish it 4 times in 5"
+    assert alone.startswith("power: t0: with 164 documents, a true drop of ")
+    assert alone.endswith("is caught 80 % of the time, if 20 % of answers differ (an assumption)")
+    documents = f"power: with about {power.documents_wanted:,} documents (now 164), "
+    assert more == f"{documents}such a merge would pass 80 % of the time"

@@ -118,7 +118,7 @@ def test_a_clear_loss_fails_with_a_reason() -> None:
     found = verdict(many(20, 100, 80))
     assert found.outcome == "fail"
     assert found.reason.startswith("judge: win rate 35.0 % against base [31.")
-    assert found.reason.endswith("limit 47")
+    assert found.reason.endswith("(limit 47)")
     assert not found.publishable
 
 
@@ -134,7 +134,7 @@ def test_too_few_prompts_are_inconclusive_with_the_number_needed() -> None:
     assert found.outcome == "inconclusive"
     assert found.prompts_needed is not None
     assert found.prompts_needed > 80
-    assert f"undecided after 80 prompts; about {found.prompts_needed:,} would decide it" in found.reason
+    assert f"inconclusive after 80 prompts. About {found.prompts_needed:,} would decide it" in found.reason
 
 
 def test_the_needed_number_of_ties_decides() -> None:

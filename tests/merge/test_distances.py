@@ -154,7 +154,7 @@ def test_outliers_and_broken_models_are_left_out(clients: Path, prepare: Home, m
     more = {"parameters": {"weight": 0.2}} if method == "task_arithmetic" else {}
     recipe = recipe_of(clients, *HONEST, "turned", "broken", merge_method=method, leave_out_beyond=5, **more)
     checkpoints = {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()}
-    with pytest.raises(InvalidInput, match="distances between the models have not been measured"):
+    with pytest.raises(InvalidInput, match="distances between the models are missing"):
         require_prepared(plan_merge(recipe, checkpoints))
     found = prepare(recipe)
     require_prepared(plan_merge(found, checkpoints))

@@ -138,7 +138,7 @@ def test_importance_is_included_in_the_forecast_and_in_the_record(root: Path) ->
 def test_an_unprepared_merge_is_refused(root: Path) -> None:
     loaded = load_recipe(recipe())
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
-    with pytest.raises(InvalidInput, match="have not read their texts"):
+    with pytest.raises(InvalidInput, match="on their texts are missing"):
         merge_weights(plan, root / "out", seed=0)
 
 

@@ -473,7 +473,7 @@ def test_regmean_solves_experts_that_are_stored_inputs_first(turned: Path, scale
 
 
 def test_an_unprepared_merge_is_refused(root: Path) -> None:
-    with pytest.raises(InvalidInput, match="have not read their texts"):
+    with pytest.raises(InvalidInput, match="on their texts are missing"):
         merged(planned(root, regmean_recipe()))
 
 

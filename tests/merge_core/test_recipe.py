@@ -283,7 +283,7 @@ def test_the_message_lists_every_fault_and_warning_and_can_be_pickled() -> None:
     with pytest.raises(InvalidFile) as caught:
         load_recipe(recipe, "r")
     text = str(caught.value)
-    assert re.match(r"r: \d+ faults and \d+ warnings\n", text)
+    assert re.match(r"r: \d+ problems and \d+ warnings\n", text)
     assert all(f"\n  {place}: " in text.replace("warning: ", "") for place in FAULTS)
     copied = pickle.loads(pickle.dumps(caught.value))
     assert (str(copied), copied.findings) == (text, caught.value.findings)

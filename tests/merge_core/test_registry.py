@@ -120,12 +120,11 @@ def test_a_method_of_another_package_is_used_like_our_own(family: Path, installe
 
 def test_the_method_in_the_guide_merges(family: Path, installed: list[Point]) -> None:
     guide = (PROJECT / "docs" / "how-to" / "extend-mergegate.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert code
+    code, recipe = (re.findall(rf"```{language}\n(.*?)```", guide, re.DOTALL)[0] for language in ("python", "text"))
     names: dict[str, object] = {}
-    exec(code[1], names)
+    exec(code, names)
     installed.append(Point(names["LOUDER"]))
-    merge_text("merge_method: louder\nmodels: [{model: a}]\nparameters: {factor: 2.0}", family)
+    merge_text(recipe, family)
     for name, tensor in load(family / "out").items():
         source = load(family / "a")[name]
         np.testing.assert_allclose(tensor, 2 * source / np.abs(source).mean(), rtol=1e-6)

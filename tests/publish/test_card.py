@@ -145,10 +145,10 @@ def test_required_notices_are_at_the_top_of_the_card(tmp_path: Path) -> None:
     assert verdict.combination.status == "allowed"
     card = card_of(tmp_path, verdict=verdict)
     page = card.split("---\n", 2)[2]
-    assert page.index("**Built with Llama**") < page.index("A merge made without training")
-    assert "| Built with Llama | llama3.1 | It stands at the top of this page. | Show it, too," in page
-    assert "It stands in [NOTICE](NOTICE)." in page
-    assert "bind those to it to whom you pass the model on" in page
+    assert page.index("**Built with Llama**") < page.index("is a merge, computed without training")
+    assert "| Built with Llama | llama3.1 | It is at the top of this page. | Show it on the website," in page
+    assert "It is in [NOTICE](NOTICE)." in page
+    assert "Require the same of everyone who receives the model from you." in page
     assert "**Statement of changes.**" in page
 
 
@@ -175,10 +175,10 @@ def test_a_missing_license_text_is_an_open_task(tmp_path: Path) -> None:
     (asked,) = (item for item in verdict.combination.obligations if item.kind == "text")
     metadata = card_metadata(content(), parents(tmp_path), verdict.combination)
     card = model_card(content(), metadata, verdict, (asked,), ("LICENSE",), HERE)
-    assert "| ship the text of apache-2.0 | apache-2.0 |  | **Still to be done:**" in card
+    assert "| ship the text of apache-2.0 | apache-2.0 |  | **Open:**" in card
     whole = model_card(content(), metadata, verdict, (), ("LICENSE", "licenses/apache-2.0.txt"), HERE)
     assert "[licenses/apache-2.0.txt](licenses/apache-2.0.txt)" in whole
-    assert "Still to be done" not in whole
+    assert "**Open:**" not in whole
 
 
 def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:

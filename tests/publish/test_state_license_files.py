@@ -27,4 +27,4 @@ def test_the_same_release_gives_the_same_files(tmp_path: Path) -> None:
     verdict = license_verdict("apache-2.0", "mit")
     made = [state_license_files(parents(tmp_path / name), verdict) for name in ("one", "two")]
     assert made[0] == made[1]
-    assert "No model" in dict(made[0])["README.md"]
+    assert "Not a model" in dict(made[0])["README.md"]

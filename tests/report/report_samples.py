@@ -301,7 +301,17 @@ def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")
         ),
         Flip(task="reversing", doc_id=231, reference=1.0, merge=0.0, prompt=None, target=None),
     )
-    flips = Flips(task="reversing", metric="acc,none", lost=75, won=3, examples=examples)
+    won = Flip(
+        task="reversing",
+        doc_id=4,
+        reference=0.0,
+        merge=1.0,
+        prompt="reverse: otter >",
+        target="retto",
+        reference_answer="rett",
+        merge_answer="retto",
+    )
+    flips = Flips(task="reversing", metric="acc,none", lost=75, won=3, examples=examples, won_examples=(won,))
     return Explanation(
         origin="base",
         origin_is_base=True,

@@ -24,7 +24,7 @@ from mergegate.tasks.report.sweep.content import (
 from mergegate.tasks.sweep import Trial
 
 LIKELIHOOD = ReportedObjective(
-    title="log-likelihood of the answers", terms=("copy", "reverse", "shift"), unit="nats a token"
+    title="log-likelihood of the answers", terms=("copy", "reverse", "shift"), unit="nats per token"
 )
 EXACT = ReportedObjective(title="exact match", terms=("reverse", "shift"), unit="points", factor=100)
 FIVE = (
@@ -135,7 +135,7 @@ def confirmed() -> SweepContent:
         method="ties of 2 over base",
         parameters=FIVE,
         objectives=(LIKELIHOOD,),
-        constraints=("A candidate may be at most 2 points of exact match below base on copy.",),
+        constraints=("Constraint: on copy, the drop from base may be at most 2 points (exact match).",),
         trials=trials,
         winner=winner,
         reference=0,
@@ -154,7 +154,8 @@ def confirmed() -> SweepContent:
             confidence=0.95,
             documents=1200,
         ),
-        power="Said before the sweep: 1,200 documents confirm a gain of 0.0012 nats a token four times in five.",
+        power="Forecast before the sweep: 1,200 held-out documents confirm a true lead of 0.0012 nats per token "
+        "80 % of the time.",
         sets=SETS,
         racing=ReportedRacing(rule="paired", error=0.05, looks=(0.125, 0.25, 0.5, 1.0)),
         budget=ReportedBudget(trials=62, hours=0.5, cost=2.0, spent_hours=0.0028, spent_cost=0.0034),
@@ -257,7 +258,7 @@ def unconfirmed() -> SweepContent:
             "confirmation": ReportedConfirmation(
                 confirmed=False, gain=0.0025, low=-0.0098, high=0.0148, p=0.37, confidence=0.95, documents=400
             ),
-            "power": "Said before the sweep: 400 documents confirm a gain of 4.1 points four times in five.",
+            "power": "Forecast before the sweep: 400 held-out documents confirm a lead of 4.1 points 80 % of the time.",
             "recipe": "",
             "sampler": "random",
         }

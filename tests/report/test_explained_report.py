@@ -15,8 +15,9 @@ from mergegate.tasks.gate.sequential import InterimLook
 from mergegate.tasks.merge import RouterDistance
 from mergegate.tasks.report import explanation_text
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.heat_map import heat_map_caption, interference_plot
+from mergegate.tasks.report.heat_map import heat_map_caption, interference_plot, layer_table
 from mergegate.tasks.report.table import as_markdown
+from mergegate.tasks.report.wording import NONE
 
 
 def text_of(html: str) -> str:
@@ -30,26 +31,24 @@ def page() -> str:
     return text_of(page_of(samples.explained()))
 
 
-def test_sections_follow_a_fixed_order(page: str) -> None:
-    titles = [
-        "Refused", "What was tried", "Regression guards", "What was lost", "Scores", "Perplexity", "Judged answers",
-        "What the weights say", "What to try", "What was merged", "Licence", "Files of the merge",
-        "Evidence in the store", "How to reproduce",
+def test_sections_follow_a_fixed_order() -> None:
+    assert re.findall(r"<h2>(.*?)</h2>", page_of(samples.explained())) == [
+        "Attempts", "Guards", "What to try", "Samples", "Scores", "Perplexity", "Judged answers", "Weights",
+        "Merged models", "License", "Reproduce", "How to read this page",
     ]  # fmt: skip
-    places = [page.index(title) for title in titles]
-    assert places == sorted(places)
 
 
 def test_every_attempt_shows_its_change_and_its_worst_reason(page: str) -> None:
-    assert "1. linear of 2 as written ✗ fail reversing falls 31.2 points" in page
+    assert "1. linear of 2 recipe of the profile ✗ fail reversing falls 31.2 points" in page
     assert "2. ties of 2 over base merge_method: ties, density: 0.3 ✗ fail reversing falls 14.4" in page
 
 
 def test_lost_documents_are_shown_with_question_and_answer(page: str) -> None:
-    assert "reversing 75 documents on which reverser is better, 3 on which the merge is" in page
-    assert "reverse: kidnap > wanted pandik reverser pandik the merge <pandki> Document 17:" in page
+    assert "reversing 75 lost, 3 won against reverser Lost: 2 of 75" in page
+    assert "reverse: kidnap > expected pandik reverser pandik merge <pandki> Document 17:" in page
     assert "reverser scores 1, the merge 0." in page
-    assert "Document 231: reverser scores 1, the merge 0. Its text is no longer to be had." in page
+    assert "Document 231: reverser scores 1, the merge 0. Its text is no longer available." in page
+    assert "Won: 1 of 3 reverse: otter > expected retto reverser rett merge rett o Document 4:" in page
 
 
 def test_router_distances_of_mixtures_are_shown() -> None:
@@ -57,9 +56,9 @@ def test_router_distances_of_mixtures_are_shown() -> None:
         model="org/other", layers=24, experts=64, moved=3, diagonal=0.4, best=0.99, routers=0.412, distance=0.25
     )
     text = text_of(page_of(samples.explained().model_copy(update={"experts": (one,)})))
-    assert "org/other: expert by expert its weights have a mean cosine of 0.400" in text
-    assert "0.990 in the best order, which is another in 3 of 24 layers" in text
-    assert "its routers, as they were merged, 0.412, and are up to 25 % apart." in text
+    assert "org/other: its experts have a mean cosine of 0.400 with the experts of the donor" in text
+    assert "In the best order the cosine is 0.990, and that order differs in 3 of 24 layers." in text
+    assert "Its merged routers have a cosine of 0.412 and differ by up to 25 %." in text
 
 
 def test_document_text_is_escaped() -> None:
@@ -77,13 +76,26 @@ def test_document_text_is_escaped() -> None:
 def test_remedies_can_be_copied_into_a_profile(page: str) -> None:
     assert "44 % of the weights" in page
     assert "remedies: - {merge_method: ties, density: 0.3}" in page
-    assert "Perplexity rose over the limit. remedies: - {lambda: 0.7}" in page
+    change = "+ parameters.lambda: 0.7 YAML for the profile remedies: - {lambda: 0.7}"
+    assert f"Perplexity rose over the limit. {change}" in page
+
+
+def test_a_diff_of_recipes_has_only_the_changed_settings() -> None:
+    before = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], "dtype": "float32"}
+    after = {**before, "merge_method": "ties", "parameters": {"lambda": 0.22}}
+    assert explanation_text.recipe_diff(before, after) == (
+        "- merge_method: linear",
+        "+ merge_method: ties",
+        "+ parameters.lambda: 0.22",
+    )
+    assert explanation_text.recipe_diff(before, before) == ()
+    assert explanation_text.recipe_diff(None, after) == ()
 
 
 def test_the_judge_is_reported_with_interval_consistency_and_length(page: str) -> None:
     assert "win rate 53.8 % [46.1, 61.4]" in page
     assert "Won, tied, lost 31, 24, 25" in page
-    assert "Same in both orders 84 %" in page
+    assert "Same judgment in both orders 84 %" in page
     assert "1.07 times reverser" in page
 
 
@@ -91,13 +103,13 @@ def test_the_ensemble_is_shown_with_the_kept_share_of_its_gain() -> None:
     content = samples.explained()
     html = page_of(content)
     # The share is ln(3.402 / 3.51) / ln(3.402 / 3.2), which is negative: the merge lost where the ensemble gained.
-    assert "the merge keeps nothing of that gain" in text_of(html)
-    assert html.count("parents' ensemble: 3.200.") + html.count("parents&#x27; ensemble: 3.200.") >= 2
+    assert "The merge keeps none of this gain" in text_of(html)
+    assert "ensemble of the parents 3.200" in text_of(html)
     better = tuple(
         model.model_copy(update={"likelihoods": samples.likelihoods(3.3)}) if model.role == "merge" else model
         for model in content.models
     )
-    assert "the merge keeps 50 % of that gain" in text_of(page_of(content.model_copy(update={"models": better})))
+    assert "The merge keeps 50 % of this gain" in text_of(page_of(content.model_copy(update={"models": better})))
 
 
 def test_artifacts_are_named_by_their_keys(page: str) -> None:
@@ -107,18 +119,16 @@ def test_artifacts_are_named_by_their_keys(page: str) -> None:
 def test_weights_are_explained_in_sentences() -> None:
     found = " ".join(explanation_text.why(samples.explanation()))
     assert found.startswith("The merge moved 0.68 times as far from base as sorter, the parent that moved farthest.")
-    assert "both reverser and sorter move noticeably" in found
-    assert "it would be 50 %" in found
+    assert "Unrelated parents would have 50 %." in found
     assert re.search(
-        r"The conflict is strongest in layers 3 \(\d\d %\), 2 \(\d\d %\) and 1 \(\d\d %\), and weakest in layer 0",
-        found,
+        r"It is highest in layers 3 \(\d\d %\), 2 \(\d\d %\) and 1 \(\d\d %\) and lowest in layer 0", found
     )
-    assert "2 tensors were left out: of another shape in some model (model.extra.weight)." in found
+    assert "2 tensors are not compared: of another shape in some model (model.extra.weight)." in found
 
 
 def test_the_most_conflicting_pair_of_parents_is_named() -> None:
     found = " ".join(explanation_text.why(samples.explanation(names=("a", "b", "c"))))
-    assert "The pair that conflicts most is b and c" in found
+    assert "b and c conflict most" in found
 
 
 def test_layers_with_similar_conflicts_are_not_ranked() -> None:
@@ -129,15 +139,15 @@ def test_layers_with_similar_conflicts_are_not_ranked() -> None:
     )
     even = explanation.interference.model_copy(update={"spots": spots})
     found = " ".join(explanation_text.why(explanation.model_copy(update={"interference": even})))
-    assert "The conflict is much the same in all 4 layers." in found
+    assert "All 4 layers have about the same sign conflict." in found
 
 
 def test_a_recipe_without_base_names_the_origin_of_task_vectors() -> None:
     plain = samples.explanation(names=("sorter",)).model_copy(update={"origin": "reverser", "origin_is_base": False})
     found = " ".join(explanation_text.why(plain))
-    assert "The recipe names no base: differences are measured from its first model, reverser." in found
+    assert "The recipe has no base, so mergegate measures task vectors from its first model, reverser." in found
     assert "opposite" not in found
-    assert heat_map_caption(plain).startswith("Distance of the parents")
+    assert heat_map_caption(plain).startswith("Distance between the parents")
 
 
 def test_incomparable_weights_are_reported() -> None:
@@ -146,7 +156,7 @@ def test_incomparable_weights_are_reported() -> None:
     blind = content.explanation.model_copy(update={"interference": None})
     found = text_of(page_of(content.model_copy(update={"explanation": blind})))
     assert "The weights of these models could not be compared." in found
-    assert "Task vector" not in found
+    assert "Cosine with" not in found
 
 
 def cells_of(svg: str) -> dict[float, list[float]]:
@@ -179,19 +189,23 @@ def test_the_heat_map_colors_each_layer_and_kind_by_conflict() -> None:
     ]  # fmt: skip
 
 
-def test_the_heat_map_of_a_deep_network_has_low_rows_without_numbers() -> None:
-    content = samples.explained().model_copy(update={"explanation": samples.explanation(layers=80)})
+def test_the_heat_map_of_a_deep_network_groups_layers_and_a_table_has_them_all() -> None:
+    explanation = samples.explanation(layers=80)
+    content = samples.explained().model_copy(update={"explanation": explanation})
     wide, _ = interference_plot(content)
-    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', wide)
-    assert box is not None
-    assert float(box[2]) < 1000
-    assert re.findall(r">(\d+)</text>", wide) == []
-    assert [len(row) for row in list(cells_of(wide).values())[1:]] == [1, *[8] * 80, 1, 1]
+    assert [len(row) for row in list(cells_of(wide).values())[1:]] == [1, *[8] * 8, 1, 1]
+    assert re.findall(rf">layers (\d+){NONE}(\d+)</text>", wide) == [(str(at), str(at + 9)) for at in range(0, 80, 10)]
+    assert explanation.interference is not None
+    conflicts = [spot.tally.conflict or 0 for spot in explanation.interference.spots if spot.layer in range(10)]
+    queries = conflicts[:: len(conflicts) // 10]
+    assert f">{100 * sum(queries) / 10:.0f}</text>" in wide
+    assert [label for label, _ in layer_table(explanation).rows] == [f"layer {at}" for at in range(80)]
+    assert layer_table(samples.explanation()).rows == ()
 
 
 def test_a_passed_merge_has_no_explanation() -> None:
     found = text_of(page_of(samples.released()))
-    for title in ("What was tried", "What was lost", "What the weights say", "What to try", "Judged", "store"):
+    for title in ("Attempts", "Samples", "Weights", "What to try", "Judged", "store"):
         assert title not in found
 
 
@@ -202,11 +216,11 @@ def test_a_sequential_verdict_names_its_interim_look() -> None:
     notes = ("The reference is the best of three parents.",)
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
-    assert "✗ worse limit 3 look 2 of 3" in found
-    assert "documents were asked" not in found  # no documents were left out
+    assert "✗ fail max_drop 3, margin 3 look 2 of 3" in found
+    assert "mergegate evaluated" not in found  # no documents were left out
     early = looked.model_copy(update={"documents_left": 3000})
     verdict = content.verdict.model_copy(update={"guards": (early,)})
-    saved = "1,000 of 4,000 documents were asked; looking at a part of them first saved 75 %."
+    saved = "mergegate evaluated 1,000 of 4,000 documents. Deciding early saved 75 %."
     assert saved in text_of(page_of(content.model_copy(update={"verdict": verdict})))
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found

@@ -146,19 +146,27 @@ class TestWhatChanged:
     @pytest.mark.parametrize(
         ("changes", "sentence"),
         [
-            ({}, "Parents, recipe, limits and scores are the same."),
+            ({}, "Parents, recipe, limits and scores are unchanged."),
             ({"status": "refused"}, "was released"),
             ({"version": "v2"}, "Version v1 → v2."),
-            ({"parents": (parent(revision="b" * 40, digest="f" * 16),)}, "math: revision aaaaaaaaaa → bbbbbbbbbb."),
-            ({"parents": (parent(revision=None, digest="f" * 16),)}, "math has other files than before"),
-            ({"parents": (parent(), parent("code"))}, "code is a new parent."),
-            ({"recipe": "merge_method: ties\ndensity: 0.3\n"}, "Recipe: density: 0.5 → density: 0.3."),
-            ({"recipe": "merge_method: ties\ndensity: 0.5\nlambda: 1\n"}, "Recipe: with lambda: 1."),
-            ({"scores": (score(max_drop=2.0),)}, "gsm8k: limit 3 → 2."),
-            ({"scores": (score(merge=68.5, drop=2.5),)}, "gsm8k: scores 70.0 → 68.5, drop against math 1.0 → 2.5."),
-            ({"scores": (score(drop=-1.0),)}, "gsm8k: scores 70.0, drop against math 1.0 → \N{MINUS SIGN}1.0."),
-            ({"scores": (score(), score("mmlu"))}, "mmlu is guarded now, against math."),
-            ({"scores": ()}, "gsm8k is not guarded against math any more."),
+            (
+                {"parents": (parent(revision="b" * 40, digest="f" * 16),)},
+                "Parent math: revision aaaaaaaaaa → bbbbbbbbbb.",
+            ),
+            ({"parents": (parent(revision=None, digest="f" * 16),)}, "Parent math: its files changed, digest"),
+            ({"parents": (parent(), parent("code"))}, "Parent code was added."),
+            ({"recipe": "merge_method: ties\ndensity: 0.3\n"}, "Recipe: density: 0.5 → 0.3."),
+            ({"recipe": "merge_method: ties\ndensity: 0.5\nlambda: 1\n"}, "Recipe: lambda: 1 was added."),
+            ({"recipe": "merge_method: ties\n"}, "Recipe: density: 0.5 was removed."),
+            (
+                {"recipe": "merge_method: ties\n# halved\ndensity: 0.5\n"},
+                "Recipe: only comments or the layout changed.",
+            ),
+            ({"scores": (score(max_drop=2.0),)}, "gsm8k: max_drop 3, margin 3 → max_drop 2, margin 2."),
+            ({"scores": (score(merge=68.5, drop=2.5),)}, "gsm8k: score 70.0 → 68.5, drop 1.0 → 2.5 (reference math)."),
+            ({"scores": (score(drop=-1.0),)}, "gsm8k: score 70.0, drop 1.0 → \N{MINUS SIGN}1.0 (reference math)."),
+            ({"scores": (score(), score("mmlu"))}, "mmlu: new guard, with math as the reference."),
+            ({"scores": ()}, "gsm8k: the guard with math as the reference was removed."),
         ],
     )
     def test_a_change_becomes_a_sentence(self, changes: dict[str, object], sentence: str) -> None:
@@ -168,14 +176,13 @@ class TestWhatChanged:
 
     def test_scores_equal_to_a_tenth_of_a_point_are_unchanged(self) -> None:
         said = changes_since([measured()], measured(run="now", scores=(score(merge=70.02, drop=1.04),)))
-        assert "are the same" in said[-1]
+        assert "are unchanged" in said[-1]
 
     def test_a_run_is_compared_with_the_last_run_that_has_scores(self) -> None:
         stopped = record(run="stopped", status="refused", message="licences: no")
         said = changes_since([measured(), stopped], measured(run="now", recipe="merge_method: ties\ndensity: 0.3\n"))
-        assert "the run before" in said[0]
-        assert "was refused" in said[0]
-        assert "Recipe: density: 0.5 → density: 0.3." in said
+        assert re.fullmatch(r"The previous run \(.*\) was refused\.", said[0])
+        assert "Recipe: density: 0.5 → 0.3." in said
 
     def test_the_version_is_compared_with_the_last_known_version(self) -> None:
         stopped = record(run="stopped", status="refused", message="licences: no")
@@ -183,14 +190,14 @@ class TestWhatChanged:
 
     def test_runs_of_other_profiles_and_flows_are_ignored(self) -> None:
         others = [measured(profile="other"), measured(flow="sweep")]
-        assert changes_since(others, measured()) == ("The first run of this profile that is known here.",)
+        assert changes_since(others, measured()) == ("This is the first recorded run of this profile.",)
 
     def test_a_refusal_for_another_reason_is_distinguished(self) -> None:
         before = record(status="refused", message="licences: no")
         again = record(run="2", status="refused", message="licences: no")
         other = record(run="3", status="refused", message="tokenizer: no")
-        assert "another reason" not in changes_since([before], again)[0]
-        assert "another reason" in changes_since([before], other)[0]
+        assert "different reason" not in changes_since([before], again)[0]
+        assert "different reason" in changes_since([before], other)[0]
 
 
 class TestThePages:
@@ -312,6 +319,39 @@ class TestThePages:
 
 
 class TestTheIndex:
+    def test_the_lead_names_the_profiles_that_need_attention(self) -> None:
+        runs = [record(profile=name, status=status) for name, status in (("a", "released"), ("b", "failed"))]
+        assert (
+            "1 of 2 profiles succeeded in their latest run. Check b (error)."
+            in Page(render_history(History(tuple(runs)))).text
+        )
+        assert "The latest run succeeded." in Page(render_history(History((record(),)))).text
+        assert "did not succeed: refused." in Page(render_history(History((record(status="refused"),)))).text
+        many = [record(profile=str(number), status="refused") for number in range(6)]
+        assert "0 of 6 profiles" in (text := Page(render_history(History(tuple(many)))).text)
+        assert "Check 5 (refused), 4 (refused), 3 (refused) and 3 more." in text
+
+    def test_every_link_inside_the_index_has_a_target(self) -> None:
+        page = Page(render_history(History(tuple(nights()))))
+        targets = {href.removeprefix("#") for href in page.attributes("href") if href.startswith("#")}
+        assert {"reading", "how-drop", "how-outcome"} <= targets <= set(page.attributes("id"))
+
+    def test_a_task_has_the_same_color_in_both_charts_and_limits_are_named(self) -> None:
+        scores = (
+            score("a").model_copy(update={"merge": None}),
+            score("b"),
+            score("b").model_copy(update={"reference": "c", "margin": 4.0}),
+        )
+        page = render_history(History(tuple(measured(run=str(number), scores=scores) for number in range(2))))
+        colors = re.findall(r"var\(--series-(\d)\)[^>]*>(?:</path>)?</svg> (?:<wbr>)?([ab])", page)
+        assert len({color for color, task in colors if task == "b"}) == 1
+        assert len({color for color, task in colors}) == 2
+        assert "The limits differ between the guards" in page
+        one = tuple(item.model_copy(update={"margin": 4.0}) for item in scores)
+        page = Page(render_history(History(tuple(measured(run=str(number), scores=one) for number in range(2))))).text
+        assert "max_drop 3" in page
+        assert "margin 4" in page
+
     def test_untrusted_text_is_escaped(self) -> None:
         evil = [
             record(
@@ -447,13 +487,13 @@ def test_a_page_shows_the_facts_of_its_run_and_release() -> None:
         "ended": "1970-01-01 00:00 UTC, after 1 m 01 s on build-7, 2 cores",
         "release": "3573902a24b3",
         "published to": "releases/my demo/3573902a24b3",
-        "to reproduce": "mergegate reproduce 'releases/my demo/3573902a24b3'",
+        "reproduce with": "mergegate reproduce 'releases/my demo/3573902a24b3'",
         "Prefect": "https://prefect.example/runs/flow-run/7f",
     }
     found = record.model_copy(update={"flow": "sweep", "status": "passed", "version": "", "location": "my winner.yaml"})
     assert {name: said for name, said in run_facts(found) if name not in ("ended", "Prefect")} == {
         "recipe": "my winner.yaml",
-        "to merge it": "mergegate merge 'my winner.yaml' OUT",
+        "merge it with": "mergegate merge 'my winner.yaml' OUT",
     }
     hostile = [("x", "https://a/<script>"), ("y", "<b>"), *run_facts(record)]
     page = add_links("<style></style><main><header></header></main>", "demo/a.html", NeighborPages(), (), hostile)

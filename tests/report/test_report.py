@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -18,9 +17,10 @@ from pages import Page, page_of
 
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.page import marked_answers, render, score_bars
+from mergegate.tasks.report.ending import EndedStage, add_stages
+from mergegate.tasks.report.page import marked_answers, render
 from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.table import as_markdown, evaluated_models, final_table, task_rows
+from mergegate.tasks.report.table import as_markdown, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES
 from mergegate.tasks.store.keys import stage_key
 
@@ -86,10 +86,10 @@ def test_the_report_page_has_no_scripts_or_external_resources(content: ReportCon
 
 
 def test_the_verdict_comes_first_with_its_reason() -> None:
-    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Refused")):
+    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Failed")):
         page = Page(page_of(content))
         assert word in "".join(page.texts["h1"])
-        assert page.text.index(word) < page.text.index("Regression guards")
+        assert page.text.index(word) < page.text.index("Guards")
     refused = samples.refused()
     assert all(reason in Page(page_of(refused)).text for reason in refused.verdict.reasons)
 
@@ -105,7 +105,7 @@ def test_all_numbers_of_a_guard_are_in_the_table_and_the_plot() -> None:
         assert f"[{low}, {high}]" in cells
     for score in ("98.6", "84.2", "99.6", "97.2"):
         assert score in " ".join(page.texts["span"])
-    assert "limit 3, margin 2" in cells
+    assert "max_drop 3, margin 2" in cells
     assert "1.032 [1.024, 1.040]" in plot
     assert "8.4" in page.text
     assert "[6.8, 10.0]" in page.text
@@ -114,12 +114,14 @@ def test_all_numbers_of_a_guard_are_in_the_table_and_the_plot() -> None:
 def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
     page = Page(page_of(samples.refused()))
     words = [text.strip() for text in page.texts["text"]]
-    for expected in ("reversing", "against reverser", "✗ worse", "? undecided", "limit", "margin", "✓ warning"):
+    for expected in ("reversing", "against reverser", "✗ fail", "? inconclusive", "max_drop", "margin", "✓ pass"):
         assert words.count(expected) >= 2, expected
     labels = page.attributes("aria-label")
-    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, worse." in label for label in labels)
+    assert any(
+        "reversing against reverser: 14.4 [11.7, 17.1], max_drop 3, margin 3, fail." in label for label in labels
+    )
     assert any("warning above 1.02, limit 1.05" in label for label in labels)
-    assert any("merge: 3.510." in label for label in labels)
+    assert "3.510" in page.texts["td"]
 
 
 def test_an_interval_is_drawn_between_its_bounds_on_the_scale_of_the_ticks() -> None:
@@ -208,7 +210,7 @@ def test_stage_writes_page_and_data_that_follow_from_the_key_alone(tmp_path: Pat
         (tmp_path / name).mkdir()
         report = write_report.work(tmp_path / name, value)
         assert "\n" not in report.summary()
-        assert report.headline.startswith("passed: Both guards hold.")
+        assert report.headline.startswith("passed: Both guards passed.")
         assert report.summary() == "report.html: passed"
     for file in ("report.html", "report.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
@@ -237,9 +239,22 @@ def test_final_table_has_a_cell_for_each_column_and_the_outcome_of_each_guard(co
 
 def test_the_final_table_shows_the_order_of_the_run() -> None:
     rows = {row.cells[0]: row.cells for row in final_table(samples.refused()).rows}
-    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "worse")
-    assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "")
-    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "a little worse, warning")
+    assert rows["reversing"] == (
+        "reversing",
+        "2.0",
+        "98.6 *",
+        "2.4",
+        "84.2",
+        "reverser",
+        "14.4 [11.7, 17.1]",
+        "3",
+        "3",
+        "fail",
+    )
+    assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "", "", "")
+    assert rows["perplexity"][5:] == (
+        "reverser", f"{TIMES}1.032 [1.024, 1.040]", f"{TIMES}1.05", f"{TIMES}1.05", f"pass: warning above {TIMES}1.02",
+    )  # fmt: skip
 
 
 def test_the_lowest_parent_is_best_if_less_is_better() -> None:
@@ -265,8 +280,8 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     assert drift is not None
     per_byte = content.verdict.model_copy(update={"drift": drift.model_copy(update={"unit": "byte"})})
     page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
-    assert "Bits per byte of each model" in page.text
-    assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes per token
+    assert "Bits per byte" in page.texts["th"]
+    assert "0.442" in page.texts["td"]  # log2(3.41) / 4 bytes per token
 
 
 def test_the_page_names_the_evaluation_data() -> None:
@@ -277,7 +292,7 @@ def test_the_page_names_the_evaluation_data() -> None:
     guards = (first, second.model_copy(update={"data": data}))
     page = render(content.model_copy(update={"verdict": content.verdict.model_copy(update={"guards": guards})}))
     assert f"sorting {'d' * 12} (acme/sorting at {'c' * 12})" in page
-    assert "What was asked" not in render(content)
+    assert "Digests of the evaluated data" not in render(content)
 
 
 def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> None:
@@ -298,18 +313,44 @@ def test_a_refused_merge_is_never_described_as_publishable() -> None:
     assert "may be published under" in " ".join(Page(page_of(samples.released())).text.split())
 
 
-def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
-    content = samples.released()
-    models, rows = evaluated_models(content), task_rows(content)
-    bars = score_bars(rows, models)
-    assert [(task.name, [bar.text for bar in task.bars]) for task in bars] == [
-        (row.task, [cell.text for cell in row.cells]) for row in rows
-    ]
-    many = [replace(rows[0], task=f"{'ab'[at % 2]}_{at}") for at in range(12)]
-    grouped = score_bars([*many, replace(rows[0], task="alone")], models)
-    assert [group.name for group in grouped] == ["a: mean of 6 tasks", "b: mean of 6 tasks", "alone"]
-    assert [len(group.tasks) for group in grouped] == [6, 6, 0]
-    assert [bar.text for bar in grouped[0].bars] == [bar.text for bar in bars[0].bars]  # the mean of equal scores
+def test_the_table_of_contents_links_to_every_section(content: ReportContent) -> None:
+    html = page_of(content)
+    links = re.findall(r'<li><a href="#([\w-]+)">', html)
+    assert links == re.findall(r'<section id="([\w-]+)">', html)
+    assert {"guards", "reading"} <= set(links)
+
+
+def test_every_link_inside_the_page_has_a_target(content: ReportContent) -> None:
+    page = Page(page_of(content))
+    targets = {href.removeprefix("#") for href in page.attributes("href") if href.startswith("#")}
+    assert targets <= set(page.attributes("id"))
+
+
+def test_the_lead_says_what_to_do_next() -> None:
+    def lead(content: ReportContent) -> str:
+        html = page_of(content)
+        return " ".join(Page(html[html.index("<header") : html.index("</header>") + 9]).text.split())
+
+    assert "Next: Read the samples that the merge lost" in lead(samples.refused())
+    assert "Next: Apply the first change under “What to try”" in lead(samples.explained())
+    assert "Next: Check the recipe" in lead(samples.broken())
+    assert "Next" not in lead(samples.released())
+
+
+def test_stages_and_their_times_are_added_to_a_finished_page() -> None:
+    stages = (
+        EndedStage(name="merge", subject="", status="made", seconds=4.2, summary="29 <tensors>"),
+        EndedStage(name="evaluate", subject="base", status="cached", seconds=0.0, summary="copy 100.0"),
+        EndedStage(name="evaluate", subject="merge", status="made", seconds=8.0, summary="copy 99.0"),
+    )
+    html = add_stages(page_of(samples.released()), stages)
+    page = Page(html)
+    assert "Stages of this run" in page.text
+    assert "✓ built" in " ".join(page.text.split())
+    assert "29 &lt;tensors&gt;" in html
+    assert {"evaluate", "2 calls, 1 cached", "8.0 s"} <= {*page.texts["th"], *page.texts["td"]}
+    assert '<li><a href="#stages">Stages of this run</a></li>' in html
+    assert add_stages("<p>page of an older version</p>", stages) == "<p>page of an older version</p>"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_serving_costs_list_the_merge_below_its_parents(page: str) -> None:
 
 
 def test_serving_costs_name_the_day_and_the_machine(page: str) -> None:
-    assert "Measured 2026-11-20, 2 cores of AMD EPYC 9B14, where nothing else is said." in page
+    assert "Measured 2026-11-20, 2 cores of AMD EPYC 9B14, unless a row shows another date or machine." in page
     assert "reverser 2026-11-02, 16 cores of Intel Xeon Platinum 8481C 18 s 12 ms 388" in page
 
 
@@ -60,7 +60,7 @@ def test_the_reason_for_an_unserved_parent_is_shown(page: str) -> None:
 def test_every_check_shows_the_observed_and_the_expected_value(page: str) -> None:
     assert "greedy twice ✓ pass 192 tokens after 4 prompts equal token ids both times" in page
     assert f"chat {NONE} not offered the checkpoint has no chat template" in page
-    assert "Not offered: the server, or what is known of the model, does not allow to ask. That is no pass." in page
+    assert "“Not offered” means that the server or the checkpoint does not support this check." in page
 
 
 def test_a_failed_check_shows_its_location_and_remedy() -> None:
@@ -111,8 +111,8 @@ def test_the_terminal_summary_ends_with_serving_costs() -> None:
     assert "measured 2026-11-20, 2 cores of AMD EPYC 9B14" in said
 
 
-def test_a_comparison_speaks_of_no_recipe_and_no_license() -> None:
+def test_a_comparison_mentions_no_recipe_and_no_license() -> None:
     said = text_of(page_of(samples.compared()))
-    assert "What was compared" in said
-    for absent in ("What was merged", "Recipe", "Licence", "licence", "published"):
+    assert "Compared models" in said
+    for absent in ("Merged models", "Recipe", "License", "license", "published"):
         assert absent not in said

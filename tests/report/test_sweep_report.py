@@ -100,9 +100,9 @@ def test_untrusted_names_are_escaped() -> None:
         (
             "confirmed",
             "Confirmed",
-            f"it is 0.0016 nats a token [0.0010, 0.0022] better than the hand-written recipe ties.yaml, p < 1e{MINUS}6",
+            f"over the hand-written recipe ties.yaml is 0.0016 nats per token [0.0010, 0.0022], p < 1e{MINUS}6.",
         ),
-        ("not confirmed", "No candidate confirmed", f"it is 0.2 points [{MINUS}1.0, 1.5] better than"),
+        ("not confirmed", "No candidate confirmed", f"is 0.2 points [{MINUS}1.0, 1.5]"),
         ("stopped", "Not finished", "It was stopped after 7 of 62 trials."),
         ("lonely", "No candidate confirmed", "1 candidate was tried. It has no score."),
     ],
@@ -112,22 +112,22 @@ def test_the_verdict_comes_first_in_one_sentence_with_numbers(name: str, title: 
     assert page.texts["h1"][-1].strip() == title or title in " ".join(page.texts["h1"])
     text = text_of(page_of_sweep(name))
     assert told in text
-    assert text.index(told) < text.index("Recipes, searched and held out")
+    assert text.index(told) < text.index("Scores on search and held-out documents")
 
 
-def test_a_winner_that_is_worse_on_fresh_documents_is_called_worse() -> None:
+def test_a_winner_that_is_worse_on_fresh_documents_has_a_negative_lead() -> None:
     content = samples.unconfirmed()
     assert content.confirmation is not None
     turned = content.confirmation.model_copy(update={"gain": -0.01, "low": -0.022, "high": 0.002, "p": 0.93})
     said = wording.sweep_sentence(content.model_copy(update={"confirmation": turned}))
-    assert f"1.0 points [{MINUS}0.2, 2.2] worse than" in said
+    assert f"is {MINUS}1.0 points [{MINUS}2.2, 0.2]" in said
 
 
 def test_each_recipe_row_has_both_scores_and_their_difference() -> None:
     drawn = sweep_table(samples.confirmed())
-    assert drawn.columns == ("recipe", "search", "held-out", "optimism", "")
+    assert drawn.columns == ("recipe", "search", "held-out", "optimism", "result")
     by_name = {row.cells[0]: row.cells[1:] for row in drawn.rows}
-    assert by_name["ties.yaml"] == (f"{MINUS}0.0072", f"{MINUS}0.0071", f"{MINUS}0.0001", "best by hand")
+    assert by_name["ties.yaml"] == (f"{MINUS}0.0072", f"{MINUS}0.0071", f"{MINUS}0.0001", "best hand-written")
     winner = by_name["winner, trial 59"]
     assert winner == (f"{MINUS}0.0053", f"{MINUS}0.0055", "+0.0002", "confirmed")
     assert [row.cells[0] for row in drawn.rows] == ["ties.yaml", "linear.yaml", "random search", "winner, trial 59"]
@@ -141,12 +141,12 @@ def test_an_unmeasured_score_is_a_dash() -> None:
 @pytest.mark.parametrize(
     ("held_out", "said"),
     [
-        (0.955, "none of the lead was luck"),
-        (0.935, "67 % of the lead was luck"),
-        (0.9, "the whole lead was luck"),
+        (0.955, "None of the lead on the search documents is optimism."),
+        (0.935, "67 % of the lead on the search documents is optimism."),
+        (0.9, "All of the lead on the search documents is optimism."),
     ],
 )
-def test_the_share_of_luck_in_the_lead_is_shown(held_out: float, said: str) -> None:
+def test_the_share_of_optimism_in_the_lead_is_shown(held_out: float, said: str) -> None:
     """The reference scores 92.5 on both the search set and the held-out set. The winner leads by 3 points in search."""
     content = samples.unconfirmed()
     assert content.winner is not None
@@ -160,18 +160,19 @@ def test_the_share_of_luck_in_the_lead_is_shown(held_out: float, said: str) -> N
 
 def test_failed_dropped_and_infeasible_trials_are_counted_and_named() -> None:
     text = text_of(page_of_sweep("failing"))
-    assert "3 outside a constraint, 4 without a score" in text
+    assert "3 violate a constraint, 4 have no score" in text
     assert "trials 9, 17 and 33: the merge has NaN in model.layers.0.mlp" in text
     assert "trial 21: density 0 keeps nothing of reverser" in text
-    for key in ("dropped", "outside a constraint", "without a score", "farther down"):
+    for key in ("dropped early", "violates a constraint", "no score", "below the chart"):
         assert key in text
 
 
 def test_the_risk_and_the_saving_of_racing_are_shown() -> None:
     text = text_of(page_of_sweep("confirmed"))
-    assert "after 12.5, 25, 50 % of the documents; at most 5 % of those that are not worse are lost so" in text
+    assert "after 12.5, 25, 50 % of the documents if a paired test shows" in text
+    assert "The chance that this drops a candidate that is not worse is at most 5 %." in text
     asked = [one.documents for one in samples.confirmed().trials if one.origin != "hand-written"]
-    assert f"It asked {100 * sum(asked) / len(asked):.0f} % of the documents." in text
+    assert f"On average, a candidate was scored on {100 * sum(asked) / len(asked):.0f} % of the documents." in text
 
 
 def test_a_trial_without_a_score_cannot_win_or_raise_the_best() -> None:
@@ -215,9 +216,9 @@ def test_many_parameters_are_lines_instead_of_slices() -> None:
 def test_missing_parts_are_reported() -> None:
     assert "There are no importances: optuna is not installed" in text_of(page_of_sweep("by layer"))
     lonely = text_of(page_of_sweep("lonely"))
-    assert "Less than two candidates were tried: there is no course to draw." in lonely
+    assert "The chart needs at least two candidates." in lonely
     assert "No recipe has a score yet." in lonely
-    assert "indicative" in text_of(page_of_sweep("confirmed"))
+    assert "rough estimate" in text_of(page_of_sweep("confirmed"))
 
 
 def test_a_front_is_drawn_and_sorted_by_the_first_objective() -> None:

@@ -61,8 +61,8 @@ def test_displayed_bounds_stay_on_their_side_of_the_limit(estimate: float, half:
 
 def test_a_passed_verdict_names_its_closest_guard() -> None:
     assert wording.sentence(samples.released()) == (
-        "Both guards hold. The closest is reversing, which loses at most 1.6 points against reverser; 3 are allowed. "
-        "Perplexity is 1.002 times that of the better parent; 1.05 is the limit."
+        f"Both guards passed. The closest is reversing, with a drop of 0.6 points [{wording.MINUS}0.4, 1.6] against "
+        "reverser (max_drop 3, margin 3). Perplexity is 1.002 times that of reverser (limit 1.05)."
     )
 
 
@@ -80,4 +80,7 @@ def test_the_consequence_of_an_inconclusive_verdict_depends_on_the_profile() -> 
 def test_a_comparison_does_not_mention_publishing() -> None:
     assert wording.consequence(samples.refused().model_copy(update={"recipe": ""})) == ""
     undecided = samples.inconclusive().model_copy(update={"recipe": ""})
-    assert wording.consequence(undecided) == "on_inconclusive of the profile lets it through with a warning."
+    assert (
+        wording.consequence(undecided)
+        == "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
+    )

@@ -20,7 +20,7 @@ from mergegate.tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, ev
 RULE = ShadowRule()
 THRESHOLD = math.log(20)
 SCORES = st.lists(st.sampled_from([1.0, 0.5, 0.0]), max_size=60)
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "shadow.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "shadow-simulation.md"
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +89,21 @@ def test_each_decision_states_its_numbers() -> None:
     def said(scores: list[float], hours: float) -> str:
         return ": ".join(decide_shadow(evidence_of(scores, RULE), hours, RULE))
 
-    assert said([], 1) == "wait: no pair is judged yet"
+    assert said([], 1) == "wait: no pair has been judged yet"
     assert said([1, 0.5, 0.5, 0] * 500, 30) == (
         "promote: the win rate over 2,000 pairs is 50.0 %; with 95 % confidence it is above 47.5 %, "
-        "within 3 points of even"
+        "at most 3 points below 50 %"
     )
-    assert said([1, 0.5, 0.5, 0] * 500, 23.99).endswith("of even, but 23.9 of at least 24 hours are watched")
+    assert said([1, 0.5, 0.5, 0] * 500, 23.99).endswith(
+        "below 50 %, but the test has run for only 23.9 of at least 24 hours"
+    )
     assert said([0] * 20, 0.2) == (
-        "roll back: the win rate over 20 pairs is 0.0 %; with 95 % confidence it is below 33.2 %, worse than even"
+        "roll back: the win rate over 20 pairs is 0.0 %; with 95 % confidence it is below 33.2 %, "
+        "so the parent's answers are better"
     )
     assert said([1, 0] * 20, 30) == (
-        "wait: the win rate over 40 pairs is 50.0 %, in an interval from 29.7 % to 70.3 %; a promotion requires "
-        "that it is above 47.0 %. Also, 40 of at least 100 pairs are judged"
+        "wait: the win rate over 40 pairs is 50.0 % (interval 29.7 % to 70.3 %); promotion requires "
+        "a lower end above 47.0 %. In addition, only 40 of at least 100 pairs are judged"
     )
 
 

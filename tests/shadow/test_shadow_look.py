@@ -147,7 +147,7 @@ def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_a
         watch.record(traffic(watch, 100, worse=6), rows(watch.began, 100))
         result = watch.look("--json")
     assert (told(result)["status"], watch.routing.serving) == ("waiting", "watch")
-    assert "agrees with itself on 0 % of the pairs" in told(result)["message"]
+    assert "the same judgment in both orders for only 0 % of the pairs" in told(result)["message"]
 
 
 @pytest.mark.parametrize(

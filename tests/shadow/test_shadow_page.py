@@ -33,10 +33,25 @@ def test_the_shadow_page_is_well_formed_and_self_contained(name: str) -> None:
     read = Page(page(name))
     ids = read.attributes("id")
     assert len(ids) == len(set(ids))
+    assert {href.removeprefix("#") for href in read.attributes("href")} <= set(ids)
     assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "img", "iframe", "object", "image"})
     assert re.search(r"https?://|@import|url\((?!#)", page(name)) is None
     assert re.search(r"#[0-9a-f]{6}", "".join(read.attributes("style") + read.attributes("fill"))) is None
     assert all(value in " ".join(read.text.split()) for _, value in shadow_rows(content(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("watched", "No action is needed: each interim look"),
+        ("promoted", "use the rollback command"),
+        ("rolled back", "read the lost answers below"),
+        ("killed", "log of the candidate's server"),
+    ],
+)
+def test_the_lead_says_what_to_do_next(name: str, step: str) -> None:
+    text = " ".join(Page(page(name)).text.split())
+    assert step in text.partition("Quality of the answers")[0]
 
 
 def test_user_text_is_escaped_and_not_archived() -> None:

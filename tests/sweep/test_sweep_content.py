@@ -51,7 +51,7 @@ def test_the_content_has_every_parameter_trial_and_set(study: Study, content: Sw
     assert content.budget.trials == 40
     assert dict(content.seconds_by_part).keys() <= {"merge", "load", "score"}
     assert content.power.startswith(
-        "Said before the sweep: 800 held-out documents confirm a gain of 5.0 points 4 times in 5"
+        "Forecast before the sweep: 800 held-out documents confirm a true lead of 5.0 points 80 % of the time"
     )
 
 
@@ -116,4 +116,4 @@ def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
 def test_the_page_shows_that_the_time_limit_ended_the_search(study: Study) -> None:
     test = confirmed_by_toy(study, ToyModels())
     shown = sweep_content(replace(study, stop_reason="hours"), test, SweepFacts("toy", "ties of 2"))
-    assert shown.ending == "Its time was up after 40 of 40 trials."
+    assert shown.ending == "The time budget ended the search after 40 of 40 trials."

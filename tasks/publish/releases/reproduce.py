@@ -54,13 +54,25 @@ _SKIPPED_FOLDERS = frozenset({"node_modules", "site-packages", "__pycache__"})
 
 @dataclass(frozen=True)
 class ReproducedRelease:
-    """A release that was rebuilt byte for byte."""
+    """A release that was rebuilt byte for byte.
+
+    Attributes:
+        reference: Directory or URL of the release.
+        files: Names of the rebuilt files, all identical.
+        bytes: Size of these files in bytes.
+        seconds: Duration of the merge.
+        device: Device of the merge.
+    """
 
     reference: str
-    files: tuple[str, ...]  # rebuilt files, all identical
+    files: tuple[str, ...]
     bytes: int
     seconds: float
     device: str
+
+    def __str__(self) -> str:
+        head = f"rebuilt in {self.seconds:.1f} s on {self.device}; {len(self.files)} files, all identical"
+        return "\n".join((f"{self.reference}: {head}", *(f"  = {name}" for name in self.files)))
 
 
 def rebuild_release(

@@ -41,17 +41,31 @@ from mergegate.tasks.store import merkle
 Signed = Literal["valid", "not checked", "none"]
 Files = Mapping[str, tuple[int, str]]
 """Size in bytes and sha256 of each file, by name."""
+_SIGNATURES: Mapping[Signed, str] = {
+    "valid": "the signature is valid",
+    "not checked": "it is signed; pass the public key (--key) to check the signature",
+    "none": "it is not signed",
+}
+_NO_DIGEST = "its name is not a digest, so it is compared only with its own records"
 
 
 @dataclass(frozen=True)
 class VerifiedRelease:
-    """A release whose files and statements agree. ``version`` is None unless its name is a content hash."""
+    """A release whose files and statements agree.
+
+    Attributes:
+        reference: Directory or URL of the release.
+        listing: Size and sha256 of each file.
+        version: Version of the release. None unless its name is a content hash.
+        signed: Whether the signature is ``valid`` or ``not checked``, or ``none`` if there is none.
+        statement: Provenance of the release, an in-toto statement.
+    """
 
     reference: str
     listing: Files
     version: str | None
     signed: Signed
-    statement: Mapping[str, Any]  # provenance.json, an in-toto statement
+    statement: Mapping[str, Any]
 
     @property
     def files(self) -> int:
@@ -62,6 +76,11 @@ class VerifiedRelease:
     def bytes(self) -> int:
         """Size of all files in bytes."""
         return sum(size for size, _ in self.listing.values())
+
+    def __str__(self) -> str:
+        version = f"its content matches its version {self.version}" if self.version else _NO_DIGEST
+        head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, all as published"
+        return f"{head}\n  {version}\n  {_SIGNATURES[self.signed]}"
 
 
 def check_release(release: PublishedRelease, key: Path | None = None) -> VerifiedRelease:

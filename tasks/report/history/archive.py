@@ -114,10 +114,10 @@ def run_facts(record: RunRecord) -> list[tuple[str, str]]:
     if record.version:
         facts.append(("release", record.version))
     if record.location and record.flow == "sweep" and record.status == "passed":  # A recipe: nothing was released.
-        facts += [("recipe", record.location), ("to merge it", f"mergegate merge {shlex.quote(record.location)} OUT")]
+        facts += [("recipe", record.location), ("merge it with", f"mergegate merge {shlex.quote(record.location)} OUT")]
     elif record.location:
         facts.append(("published to" if record.status == "released" else "published at", record.location))
-        facts.append(("to reproduce", f"mergegate reproduce {shlex.quote(record.location)}"))
+        facts.append(("reproduce with", f"mergegate reproduce {shlex.quote(record.location)}"))
     if record.seen_at:
         facts.append(("Prefect", record.seen_at))
     elif record.run:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.history.record import RunRecord
+from mergegate.tasks.report.history.record import RunRecord, RunScore
 
 _MAX_SENTENCES = 5  # per kind of change; the tables show all of them
 
@@ -31,15 +31,18 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
     """
     runs = earlier_runs(records, record)
     if not runs:
-        return ("The first run of this profile that is known here.",)
-    last, status = runs[-1], record.status.capitalize()
+        return ("This is the first recorded run of this profile.",)
+    last, previous = runs[-1], f"the previous run ({format_run_time(runs[-1])})"
     if last.status != record.status:
-        verb = "found" if last.status == "nothing new" else "was"
-        sentences = [f"{status}; the run before, {format_run_time(last)}, {verb} {last.status}."]
-    elif last.message != record.message and record.status in ("refused", "invalid", "failed"):
-        sentences = [f"{status} like the run before, {format_run_time(last)}, but for another reason."]
+        verb = "found" if last.status == "nothing new" else "ended with" if last.status == "failed" else "was"
+        result = "an error" if last.status == "failed" else last.status
+        sentences = [f"{previous[0].upper()}{previous[1:]} {verb} {result}."]
     else:
-        sentences = [f"{status} like the run before, {format_run_time(last)}."]
+        reason = ""
+        if last.message != record.message and record.status in ("refused", "invalid", "failed"):
+            reason = ", but for a different reason"
+        status = "Error" if record.status == "failed" else record.status.capitalize()
+        sentences = [f"{status}, as in {previous}{reason}."]
     version = next((run.version for run in reversed(runs) if run.version), None)
     if version and record.version and version != record.version:
         sentences.append(f"Version {version} → {record.version}.")
@@ -47,8 +50,8 @@ def changes_since(records: Sequence[RunRecord], record: RunRecord) -> tuple[str,
     if reference is None or not record.parents:
         return tuple(sentences)
     changes = _content_changes(reference, record)
-    since = "" if reference is last else f" since {format_run_time(reference)}, when parents and scores were last known"
-    return (*sentences, *(changes or [f"Parents, recipe, limits and scores are the same{since}."]))
+    since = "" if reference is last else f" since {format_run_time(reference)}, the last run that has scores"
+    return (*sentences, *(changes or [f"Parents, recipe, limits and scores are unchanged{since}."]))
 
 
 def format_run_time(record: RunRecord) -> str:
@@ -56,58 +59,49 @@ def format_run_time(record: RunRecord) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended))
     except (OverflowError, ValueError, OSError):  # the clock was off by years
-        return "at no known time"
+        return "unknown time"
 
 
 def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
     """Return sentences about changes in parents, recipe, limits and scores, in this order."""
     before, after = ({item.name: item for item in run.parents} for run in (last, now))
-    sentences = [f"{name} is a new parent." for name in after if name not in before]
-    sentences += [f"{name} is no parent any more." for name in before if name not in after]
+    sentences = [f"Parent {name} was added." for name in after if name not in before]
+    sentences += [f"Parent {name} was removed." for name in before if name not in after]
     for name, parent in after.items():
         old = before.get(name)
         if old is None or old.digest == parent.digest:
             continue
         if old.revision and parent.revision and old.revision != parent.revision:
-            sentences.append(f"{name}: revision {old.revision[:10]} → {parent.revision[:10]}.")
+            sentences.append(f"Parent {name}: revision {old.revision[:10]} → {parent.revision[:10]}.")
         else:
-            sentences.append(f"{name} has other files than before: {old.digest[:10]} → {parent.digest[:10]}.")
+            sentences.append(f"Parent {name}: its files changed, digest {old.digest[:10]} → {parent.digest[:10]}.")
     changes = _limited(sentences, "parents")
 
     if last.recipe != now.recipe:
-        lines = [
-            line
-            for line in difflib.unified_diff(last.recipe.splitlines(), now.recipe.splitlines(), lineterm="", n=0)
-            if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].partition("#")[0].strip()
-        ]
-        removed, added = ([line[1:].strip() for line in lines if line[0] == sign] for sign in "-+")
-        shown = [f"{'without' if line[0] == '-' else 'with'} {line[1:].strip()}" for line in lines]
-        text = ", ".join(shown[:4]) + (f" and {len(shown) - 4} more lines" if len(shown) > 4 else "")
-        if len(removed) == len(added) == 1:
-            text = f"{removed[0]} → {added[0]}"
-        changes.append(f"Recipe: {text or 'written otherwise'}.")
+        sentences = [f"Recipe: {change}." for change in _recipe_changes(last.recipe, now.recipe)]
+        changes += _limited(sentences, "recipe lines") or ["Recipe: only comments or the layout changed."]
 
     guards_before, guards = ({(score.task, score.reference): score for score in run.scores} for run in (last, now))
     sentences = [
-        f"{guard[0]}: limit {guards_before[guard].limit} → {score.limit}."
+        f"{guard[0]}: {_limits(guards_before[guard])} → {_limits(score)}."
         for guard, score in guards.items()
         if guard in guards_before and guards_before[guard].limit != score.limit
     ]
     sentences += [
-        f"{task} is guarded now, against {reference}."
+        f"{task}: new guard, with {reference} as the reference."
         for task, reference in guards
         if (task, reference) not in guards_before
     ]
     # A run that was decided early evaluated fewer tasks. Only a successful run evaluated all of them.
     if now.status in ("released", "passed", "nothing new"):
         sentences += [
-            f"{task} is not guarded against {reference} any more."
+            f"{task}: the guard with {reference} as the reference was removed."
             for task, reference in guards_before
             if (task, reference) not in guards
         ]
     limits = (last.perplexity_limit, now.perplexity_limit)
     if None not in limits and limits[0] != limits[1]:
-        sentences.append(f"Perplexity: limit {_ratio(limits[0])} → {_ratio(limits[1])}.")
+        sentences.append(f"Perplexity: limit of the ratio {_ratio(limits[0])} → {_ratio(limits[1])}.")
     changes += _limited(sentences, "limits")
 
     by_size = []
@@ -118,15 +112,44 @@ def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
         points = ["" if score.merge is None else wording.number(score.merge, 1) for score in (old_score, new)]
         if points[0] == points[1] and f"{old_score.drop:.1f}" == f"{new.drop:.1f}":
             continue
-        drop = f"drop against {new.reference} {wording.number(old_score.drop, 1)} → {wording.number(new.drop, 1)}"
-        text = f"scores {' → '.join(dict.fromkeys(points))}, {drop}" if all(points) else drop
+        drop = f"drop {wording.number(old_score.drop, 1)} → {wording.number(new.drop, 1)} (reference {new.reference})"
+        text = f"score {' → '.join(dict.fromkeys(points))}, {drop}" if all(points) else drop
         size = max(abs((new.merge or 0.0) - (old_score.merge or 0.0)), abs(new.drop - old_score.drop))
         by_size.append((size, f"{new.task}: {text}."))
     sentences = [sentence for _, sentence in sorted(by_size, key=lambda change: -change[0])]
     ratios = (last.perplexity, now.perplexity)
     if ratios[0] is not None and ratios[1] is not None and _ratio(ratios[0]) != _ratio(ratios[1]):
-        sentences.append(f"Perplexity {_ratio(ratios[0])} → {_ratio(ratios[1])} of the better parent's.")
+        sentences.append(f"Perplexity: ratio to the better parent {_ratio(ratios[0])} → {_ratio(ratios[1])}.")
     return changes + _limited(sentences, "scores")
+
+
+def _recipe_changes(before: str, after: str) -> list[str]:
+    """Return the changed lines of a recipe: 'density: 0.5 → 0.3', 'lambda: 1 was added', 'lambda: 1 was removed'."""
+    old_lines, new_lines = before.splitlines(), after.splitlines()
+    changes = []
+    matcher = difflib.SequenceMatcher(None, old_lines, new_lines, autojunk=False)
+    for kind, old_start, old_end, new_start, new_end in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        removed, added = (
+            [line.strip() for line in lines if line.partition("#")[0].strip()]
+            for lines in (old_lines[old_start:old_end], new_lines[new_start:new_end])
+        )
+        for line in removed:
+            key, colon, value = line.partition(":")
+            successor = next((new for new in added if new.partition(":")[0] == key), None)
+            if successor is None:
+                changes.append(f"{line} was removed")
+                continue
+            added.remove(successor)
+            if successor != line:
+                changes.append(f"{key}{colon}{value} →{successor.partition(':')[2]}")
+        changes += [f"{line} was added" for line in added]
+    return changes
+
+
+def _limits(score: RunScore) -> str:
+    return f"max_drop {wording.plain(score.max_drop)}, margin {wording.plain(score.margin)}"
 
 
 def _ratio(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """Draw lines and bars over runs as inline SVG, composed as plain text because every run draws them at its end.
 
-The page's style sheet defines the colors. Each series also has its own dashes and its own name. The horizontal axis
-counts runs, not hours, so the distance between runs does not depend on clocks.
+``history.css`` defines the colors of the lines, which differ from the colors of the verdicts. Bars are shades of gray,
+because their parts are not the series of the lines. The horizontal axis counts runs, not hours, so the distance between
+runs does not depend on clocks.
 """
 
 from __future__ import annotations
@@ -14,17 +15,36 @@ from html import escape
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.svg import Ink
 
-_INKS = (Ink.ACCENT, Ink.TEXT, Ink.INCONCLUSIVE, Ink.PASS, Ink.FAIL, Ink.MUTED)
+MAX_COLORS, MAX_SERIES = 6, 12
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
-MAX_SERIES = 12
+_LIMIT_DASHES = "4 3"
+_SHADES = (1.0, 0.7, 0.48, 0.32, 0.2, 0.12)  # opacities of the parts of a bar, from its foot
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line in a chart, with one value per run. None means that the run has no value."""
+    """One line in a chart, or one part of all bars, with one value per run.
+
+    Args:
+        name: Name in the legend.
+        values: Value of each run. None means that the run has no value.
+        color: Number of the line's color, or of the shade of a bar.
+        dashes: Number of the line's pattern of dashes. 0 is solid.
+    """
 
     name: str
     values: tuple[float | None, ...]
+    color: int = 0
+    dashes: int = 0
+
+
+@dataclass(frozen=True)
+class LimitLine:
+    """A horizontal line that the values are compared with, in the color of the verdict behind it."""
+
+    name: str
+    value: float
+    ink: Ink
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,7 @@ def draw_lines(
     unit: str,
     *,
     from_zero: bool = False,
-    limit: float | None = None,
+    limits: Sequence[LimitLine] = (),
 ) -> str:
     """Return the lines with their axes as SVG. The result is empty if no series has a value.
 
@@ -78,19 +98,20 @@ def draw_lines(
         chart: Size of the drawing.
         unit: Unit of the values.
         from_zero: Whether the axis includes zero.
-        limit: Largest allowed value, drawn as a separate line.
+        limits: Values to compare with, drawn as dashed lines.
     """
     series = [line for line in series[:MAX_SERIES] if any(value is not None for value in line.values)]
     if not series:
         return ""
     values = [value for line in series for value in line.values if value is not None]
-    values += [0.0] * from_zero + ([limit] if limit is not None else [])
+    values += [0.0] * from_zero + [limit.value for limit in limits]
     canvas = _Canvas(chart, len(labels), *_axis(min(values), max(values)))
     parts = _frame(canvas, labels)
-    if limit is not None:
-        style = f"stroke:{Ink.FAIL.variable};stroke-width:1.4;stroke-dasharray:4 3"
-        parts.append(f'<path d="M{_LEFT} {canvas.y(limit):.1f}h{canvas.wide:.0f}" style="{style}"/>')
-    parts += [_line(line, canvas, number) for number, line in enumerate(series)]
+    parts += [
+        f'<path d="M{_LEFT} {canvas.y(limit.value):.1f}h{canvas.wide:.0f}" style="{_limit_stroke(limit)}"/>'
+        for limit in limits
+    ]
+    parts += [_line(line, canvas) for line in series]
     return _svg(parts, "lines", chart, _alt_text(series, unit))
 
 
@@ -106,7 +127,7 @@ def draw_bars(series: Sequence[Series], labels: Sequence[str], chart: Chart, uni
     canvas = _Canvas(chart, len(labels), *_axis(0.0, max(totals)))
     parts, width = _frame(canvas, labels), min(24.0, 0.78 * canvas.wide / len(labels))
     foot = [0.0] * len(labels)
-    for number, item in enumerate(series):
+    for item in series:
         pieces = []
         for index, value in enumerate(item.values):
             if value:
@@ -116,9 +137,7 @@ def draw_bars(series: Sequence[Series], labels: Sequence[str], chart: Chart, uni
                     pieces.append(
                         f"M{canvas.x(index) - width / 2:.1f} {bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z"
                     )
-        parts.append(
-            f'<path d="{"".join(pieces)}" style="fill:{_css_color(number)};fill-opacity:{_fill_opacity(number)}"/>'
-        )
+        parts.append(f'<path d="{"".join(pieces)}" style="{_fill(item)}"/>')
     return _svg(parts, "bars", chart, _alt_text(series, unit))
 
 
@@ -146,14 +165,18 @@ def _svg(parts: Sequence[str], kind: str, chart: Chart, alt_text: str) -> str:
     )
 
 
-def draw_key(number: int, *, bar: bool = False) -> str:
-    """Return a sample of line or bar ``number`` for a legend."""
-    line = f'<path d="M0 4H26" style="{_stroke(number)}"/>'
-    box = f'<rect width="12" height="8" x="7" style="fill:{_css_color(number)};fill-opacity:{_fill_opacity(number)}"/>'
-    return f'<svg class="key" viewBox="0 0 26 8" aria-hidden="true">{box if bar else line}</svg>'
+def draw_key(item: Series | LimitLine, *, bar: bool = False) -> str:
+    """Return a sample of a line or of a part of a bar for a legend."""
+    if isinstance(item, LimitLine):
+        sample = f'<path d="M0 4H26" style="{_limit_stroke(item)}"/>'
+    elif bar:
+        sample = f'<rect width="12" height="8" x="7" style="{_fill(item)}"/>'
+    else:
+        sample = f'<path d="M0 4H26" style="{_stroke(item)}"/>'
+    return f'<svg class="key" viewBox="0 0 26 8" aria-hidden="true">{sample}</svg>'
 
 
-def _line(series: Series, canvas: _Canvas, number: int) -> str:
+def _line(series: Series, canvas: _Canvas) -> str:
     """Return a series as SVG. A run without a value is a gap, and a value between two gaps is a dot."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for index, value in enumerate(series.values):
@@ -162,26 +185,29 @@ def _line(series: Series, canvas: _Canvas, number: int) -> str:
         else:
             pieces[-1].append((canvas.x(index), canvas.y(value)))
     path = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in piece) for piece in pieces if len(piece) > 1)
-    line = f'<path d="{path}" style="{_stroke(number)}"/>' if path else ""
+    line = f'<path d="{path}" style="{_stroke(series)}"/>' if path else ""
     dots = (piece[0] for piece in pieces if len(piece) == 1)
     return line + "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" style="fill:{_css_color(number)}"/>' for x, y in dots
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" style="fill:{_css_color(series)}"/>' for x, y in dots
     )
 
 
-def _css_color(number: int) -> str:
-    return _INKS[number % len(_INKS)].variable
+def _css_color(series: Series) -> str:
+    return f"var(--series-{series.color % MAX_COLORS + 1})"
 
 
-def _fill_opacity(number: int) -> float:
-    """Return the opacity of a fill: full for the first use of a color, paler for the second."""
-    return 1.0 if number < len(_INKS) else 0.45
-
-
-def _stroke(number: int) -> str:
-    dashes = _DASHES[number // len(_INKS) % len(_DASHES)]
+def _stroke(series: Series) -> str:
+    dashes = _DASHES[series.dashes % len(_DASHES)]
     dashed = f";stroke-dasharray:{dashes}" if dashes else ""
-    return f"stroke:{_css_color(number)};stroke-width:1.8;fill:none{dashed}"
+    return f"stroke:{_css_color(series)};stroke-width:1.8;fill:none{dashed}"
+
+
+def _limit_stroke(limit: LimitLine) -> str:
+    return f"stroke:{limit.ink.variable};stroke-width:1.4;stroke-dasharray:{_LIMIT_DASHES}"
+
+
+def _fill(series: Series) -> str:
+    return f"fill:{Ink.MUTED.variable};fill-opacity:{_SHADES[min(series.color, len(_SHADES) - 1)]}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

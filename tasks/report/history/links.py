@@ -66,18 +66,19 @@ def _nav(location: str, neighbors: NeighborPages) -> str:
     up = "../" * location.count("/")
     items = [f'<a href="{up}{INDEX}">All runs</a>']
     for target, relation, text in (
-        (neighbors.previous, "prev", "← the run before"),
-        (neighbors.following, "next", "the run after →"),
-        (neighbors.search, "alternate", "the search"),
+        (neighbors.previous, "prev", "← previous run"),
+        (neighbors.following, "next", "next run →"),
+        (neighbors.search, "alternate", "search page"),
     ):
         if target:
             items.append(f'<a rel="{relation}" href="{up}{escape(quote(target))}">{text}</a>')
-    return f'<!--nights--><nav class="nights" aria-label="Other reports">{" ".join(items)}</nav><!--/nights-->'
+    return f'<!--nights--><nav class="runs-nav" aria-label="Other runs">{" ".join(items)}</nav><!--/nights-->'
 
 
 def _section_html(changes: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
     items = "".join(f"<li>{escape(change)}</li>" for change in changes)
-    changes_html = f'<section class="since"><h2>Since the last run</h2><ul>{items}</ul></section>' if changes else ""
+    title = "Changes since the previous run"
+    changes_html = f'<section class="since"><h2>{title}</h2><ul>{items}</ul></section>' if changes else ""
     rows = []
     for name, value in facts:
         text = escape(value)

@@ -16,9 +16,20 @@ from mergegate.merge_core.wording import format_bytes, format_duration
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import History
-from mergegate.tasks.report.history.lines import MAX_SERIES, NARROW, WIDE, Series, draw_bars, draw_key, draw_lines
+from mergegate.tasks.report.history.lines import (
+    MAX_COLORS,
+    MAX_SERIES,
+    NARROW,
+    WIDE,
+    LimitLine,
+    Series,
+    draw_bars,
+    draw_key,
+    draw_lines,
+)
 from mergegate.tasks.report.history.record import RunRecord, RunScore
 from mergegate.tasks.report.page import page_style, page_template
+from mergegate.tasks.report.svg import Ink
 from mergegate.tasks.stage import Outcome, worst_verdict
 
 if TYPE_CHECKING:
@@ -26,16 +37,18 @@ if TYPE_CHECKING:
 
 # Runs per profile that are drawn and that are listed, and number of profiles with details.
 MAX_DRAWN, MAX_LISTED, MAX_DETAILED = 120, 30, 40
-_STAGES = 6  # number of stages with drawn durations, the slowest first
+_STAGES = 5  # number of stages with drawn durations, the slowest first
+_MAX_NAMED = 3  # profiles that the first sentence names
 _GOOD_STATUSES = ("released", "nothing new", "passed", "promoted")
 _BAD_STATUSES = ("refused", "invalid", "failed", "rolled back", "killed")
 
 
 @dataclass(frozen=True)
 class Curves:
-    """A plot in a wide and a narrow version, with the legend of its lines."""
+    """A plot in a wide and a narrow version, with the legend of its lines and a sentence about how to read it."""
 
     title: str
+    explanation: str
     plots: tuple[Markup, ...]
     keys: tuple[tuple[Markup, str], ...]
     left_out: int
@@ -84,7 +97,8 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         listed=MAX_LISTED,
         kind=outcome_of_status,
         worst_of_all=worst_verdict(outcome_of_status(runs.last.status) for runs in shown),
-        well=sum(outcome_of_status(runs.last.status) == "pass" for runs in shown),
+        lead=_lead(shown),
+        status_of=status_word,
         when=format_run_time,
         day=_day,
         address=quote,
@@ -92,13 +106,33 @@ def render_history(history: History, pages: Collection[str] = ()) -> str:
         size=format_bytes,
         lost_most=worst_drop,
         number=wording.number,
-        style=page_style("history/history.css"),
+        style=page_style("reading.css", "history/history.css"),
     )
 
 
 def outcome_of_status(status: str) -> Outcome:
     """Return the outcome that a status stands for. An unknown status, from a newer mergegate, is inconclusive."""
     return "pass" if status in _GOOD_STATUSES else "fail" if status in _BAD_STATUSES else "inconclusive"
+
+
+def status_word(status: str) -> str:
+    """Return a status as pages show it. ``failed`` is an error of the program or its environment, not a verdict."""
+    return "error" if status == "failed" else status
+
+
+def _lead(profiles: Sequence[ProfileRuns]) -> str:
+    """Return a sentence about the latest run of each profile, with the names of failed ones."""
+    count = len(profiles)
+    bad = [runs for runs in profiles if outcome_of_status(runs.last.status) != "pass"]
+    if not bad:
+        return "The latest run succeeded." if count == 1 else f"All {count} profiles succeeded in their latest run."
+    named = [f"{runs.profile} ({status_word(runs.last.status)})" for runs in bad[:_MAX_NAMED]]
+    if len(bad) > _MAX_NAMED:
+        named.append(f"{len(bad) - _MAX_NAMED} more")
+    names = f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else named[0]
+    if count == 1:
+        return f"The latest run did not succeed: {status_word(bad[0].last.status)}."
+    return f"{count - len(bad)} of {count} profiles succeeded in their latest run. Check {names}."
 
 
 def worst_drop(record: RunRecord) -> RunScore | None:
@@ -114,18 +148,37 @@ def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
     guards = dict.fromkeys((item.task, item.reference) for run in reversed(scored) for item in run.scores)
     by_task = [{item.task: item.merge for item in run.scores} for run in scored]
     by_guard = [{(item.task, item.reference): item.drop for item in run.scores} for run in scored]
-    scores = [Series(task, tuple(run.get(task) for run in by_task)) for task in tasks]
+    # A task has the same color in both charts. If it has several references, their lines have different dashes.
+    numbers = {task: number for number, task in enumerate(dict.fromkeys([*tasks, *(task for task, _ in guards)]))}
+    references = {task: [guard[1] for guard in guards if guard[0] == task] for task in numbers}
+    scores = [
+        Series(task, tuple(run.get(task) for run in by_task), numbers[task], numbers[task] // MAX_COLORS)
+        for task in tasks
+    ]
     drops = [
-        Series(f"{task} against {reference}", tuple(run.get((task, reference)) for run in by_guard))
+        Series(
+            f"{task}, reference {reference}",
+            tuple(run.get((task, reference)) for run in by_guard),
+            numbers[task],
+            numbers[task] // MAX_COLORS + references[task].index(reference),
+        )
         for task, reference in guards
     ]
-    limits = {item.max_drop for run in scored[-1:] for item in run.scores}
-    limit = limits.pop() if len(limits) == 1 else None
+    decisions = {(item.max_drop, item.margin) for run in scored[-1:] for item in run.scores}
+    limits: tuple[LimitLine, ...] = ()
+    explanation = "A positive drop is a loss. The limits differ between the guards, so they are not drawn."
+    if len(decisions) == 1:
+        max_drop, margin = decisions.pop()
+        explanation = "A positive drop is a loss. A dashed line shows a limit of the latest run."
+        if max_drop == margin:
+            limits = (LimitLine(f"max_drop and margin {wording.plain(margin)}", margin, Ink.FAIL),)
+        else:
+            margin_line = LimitLine(f"margin {wording.plain(margin)}", margin, Ink.INCONCLUSIVE)
+            limits = (LimitLine(f"max_drop {wording.plain(max_drop)}", max_drop, Ink.FAIL), margin_line)
     days = [_day(run) for run in scored]
-    allowed = f"; {wording.plain(limit)} are allowed" if limit else ""
     score_plots = [draw_lines(scores, days, chart, "points") for chart in (WIDE, NARROW)]
     drop_plots = [
-        draw_lines(drops, days, chart, "points lost", from_zero=True, limit=limit) for chart in (WIDE, NARROW)
+        draw_lines(drops, days, chart, "points of drop", from_zero=True, limits=limits) for chart in (WIDE, NARROW)
     ]
 
     # Durations are stacked bars of all runs, in a unit that suits the longest.
@@ -137,27 +190,39 @@ def _curves(runs: Sequence[RunRecord]) -> tuple[Curves, ...]:
     unit, factor = (
         ("seconds", 1.0) if longest_run < 180 else ("minutes", 60.0) if longest_run < 3 * 3600 else ("hours", 3600.0)
     )
-    series = [Series(name, tuple(run.get(name, 0.0) / factor for run in seconds_by_run)) for name in longest]
+    series = [
+        Series(name, tuple(run.get(name, 0.0) / factor for run in seconds_by_run), shade)
+        for shade, name in enumerate(longest)
+    ]
     if len(total) > len(longest):
         remaining = (sum(seconds for name, seconds in run.items() if name not in longest) for run in seconds_by_run)
-        series.append(Series("all others", tuple(seconds / factor for seconds in remaining)))
+        series.append(Series("all other stages", tuple(seconds / factor for seconds in remaining), len(longest)))
     duration_plots = [draw_bars(series, [_day(run) for run in runs], chart, unit) for chart in (WIDE, NARROW)]
     pictures = (
-        _picture("Scores of the merge, points", scores, score_plots),
-        _picture(f"Drops against the reference, points lost{allowed}", drops, drop_plots),
-        _picture(f"What its stages took, {unit}", series, duration_plots, bars=True),
+        _picture("Score of the merge, in points", "", scores, score_plots),
+        _picture("Drop from the reference, in points", explanation, drops, drop_plots, limits=limits),
+        _picture(f"Time per stage, in {unit}", "", series, duration_plots, bars=True),
     )
     return tuple(picture for picture in pictures if picture is not None)
 
 
-def _picture(title: str, series: Sequence[Series], plots: Sequence[str], *, bars: bool = False) -> Curves | None:
+def _picture(
+    title: str,
+    explanation: str,
+    series: Sequence[Series],
+    plots: Sequence[str],
+    *,
+    limits: Sequence[LimitLine] = (),
+    bars: bool = False,
+) -> Curves | None:
     """Return a plot that ``lines`` has drawn, which escapes the names in it. None for fewer than two runs."""
     from markupsafe import Markup
 
     if not all(plots) or len(series[0].values) < 2:
         return None
-    keys = tuple((Markup(draw_key(index, bar=bars)), item.name) for index, item in enumerate(series[:MAX_SERIES]))
-    return Curves(title, tuple(map(Markup, plots)), keys, max(0, len(series) - MAX_SERIES))
+    drawn: list[Series | LimitLine] = [*series[:MAX_SERIES], *limits]
+    keys = tuple((Markup(draw_key(item, bar=bars)), item.name) for item in drawn)
+    return Curves(title, explanation, tuple(map(Markup, plots)), keys, max(0, len(series) - MAX_SERIES))
 
 
 def _day(record: RunRecord) -> str:

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 _HOUR = 3600.0
 _LOWEST_E = math.log(0.01)  # lower evidence is drawn at this value
 _ROOM = 4.0  # margin above and below, in points
+# Explanation on the page of each row that describes the state.
+_TERMS = {
+    "win rate": "how-win-rate",
+    "pairs": "how-win-rate",
+    "watched": "how-decision",
+    "judge agreement": "how-judge",
+    "promote e-value": "how-e-value",
+    "rollback e-value": "how-e-value",
+}
 
 
 def render_shadow(content: ShadowContent) -> str:
@@ -35,9 +44,10 @@ def render_shadow(content: ShadowContent) -> str:
         content=content,
         wording=wording,
         words=words,
+        terms=_TERMS,
         round=round,
         outcome=words.shadow_outcome(content),
-        style=page_style("shadow/shadow.css"),
+        style=page_style("reading.css", "shadow/shadow.css"),
         # Matplotlib draws these plots and escapes the text in them.
         win_rate=[Markup(_win_rate_plot(content, layout)) for layout in layouts],
         evidence=[Markup(_evidence_plot(content, layout)) for layout in layouts],
@@ -59,9 +69,9 @@ def _win_rate_plot(content: ShadowContent, layout: Drawing) -> str:
     keys = [
         Key.style_key("win rate", color=Ink.TEXT.value, linewidth=2.4),
         Key.style_key(
-            f"{100 * content.confidence:g} % each way, at all looks", color=Ink.ACCENT.value, linewidth=6, alpha=0.3
+            f"interval, {100 * content.confidence:g} % on each side", color=Ink.ACCENT.value, linewidth=6, alpha=0.3
         ),
-        Key.style_key(f"to be shown: above {wording.plain(bound)} %", color=Ink.INCONCLUSIVE.value, **DASHED),
+        Key.style_key(f"promotion: interval above {wording.plain(bound)} %", color=Ink.INCONCLUSIVE.value, **DASHED),
     ]
     with drawing(plot):
         axes, finish = _panel(layout, plot, keys)
@@ -83,7 +93,7 @@ def _win_rate_plot(content: ShadowContent, layout: Drawing) -> str:
         start = datetime.fromtimestamp(points[0].at, UTC).strftime("%Y-%m-%d %H:%M")
         _write_unit(axes, f"{unit} since {start} UTC")
         last = points[-1]
-        result = f"{100 * last.win_rate:.1f} %, between {100 * last.low:.1f} and {100 * last.high:.1f}"
+        result = f"{100 * last.win_rate:.1f} %, interval {100 * last.low:.1f} to {100 * last.high:.1f} %"
         return finish(f"Win rate of the candidate over time: after {last.pairs} pairs {result}.")
 
 
@@ -92,9 +102,9 @@ def _evidence_plot(content: ShadowContent, layout: Drawing) -> str:
     threshold = -math.log1p(-content.confidence)
     pairs = [point.pairs for point in points]
     keys = [
-        Key.style_key("for the candidate", color=Ink.PASS.value, linewidth=2.4),
-        Key.style_key("against it", color=Ink.FAIL.value, linewidth=2.0, linestyle=(0, (5, 2))),
-        Key.style_key(f"{e_value(threshold)}: decided", color=Ink.INCONCLUSIVE.value, **DASHED),
+        Key.style_key("for promotion", color=Ink.PASS.value, linewidth=2.4),
+        Key.style_key("for rollback", color=Ink.FAIL.value, linewidth=2.0, linestyle=(0, (5, 2))),
+        Key.style_key(f"decides at {e_value(threshold)}", color=Ink.INCONCLUSIVE.value, **DASHED),
     ]
     with drawing(plot):
         axes, finish = _panel(layout, plot, keys)
@@ -118,8 +128,8 @@ def _evidence_plot(content: ShadowContent, layout: Drawing) -> str:
         _write_unit(axes, "judged pairs")
         last = points[-1]
         return finish(
-            f"Evidence over pairs: for the candidate {e_value(last.log_e_promote)}, against it "
-            f"{e_value(last.log_e_rollback)}, decided at {e_value(threshold)}."
+            f"E-values over judged pairs: for promotion {e_value(last.log_e_promote)}, for rollback "
+            f"{e_value(last.log_e_rollback)}. The test decides at {e_value(threshold)}."
         )
 
 

@@ -19,7 +19,7 @@ _OUTCOMES: dict[ReportedRouting, Outcome] = {
 }
 _TITLES: dict[ReportedRouting, str] = {
     "promoted": "Promoted",
-    "watch": "Watched",
+    "watch": "Watching",
     "rolled back": "Rolled back",
     "killed": "Killed",
 }
@@ -38,7 +38,7 @@ def shadow_title(content: ShadowContent) -> str:
 
 
 def shadow_sentence(content: ShadowContent) -> str:
-    """Return the reason for the current routing as a sentence."""
+    """Return the reason for the current routing as a sentence, without its period."""
     return sentence_case(content.reason)
 
 
@@ -46,19 +46,31 @@ def routing_sentence(content: ShadowContent) -> str:
     """Return a sentence that tells which server answers users now."""
     share = _percent(content.share)
     return {
-        "promoted": "All requests are answered by the candidate."
-        + (f" At its target it is called {content.alias}." if content.alias else ""),
-        "rolled back": "All requests are answered by the parent, and nothing is copied.",
-        "killed": "All requests are answered by the parent, and nothing is copied: the kill switch asks no statistics.",
-        "watch": f"Users are answered by the parent; {share} of their requests are copied to the candidate."
+        "promoted": "The candidate answers all requests."
+        + (f" The target has it under the name {content.alias}." if content.alias else ""),
+        "rolled back": "The parent answers all requests. The candidate receives no traffic.",
+        "killed": "The parent answers all requests. The candidate receives no traffic. The kill switch acts on errors "
+        "and latency alone, without waiting for a verdict on quality.",
+        "watch": f"The parent answers all users. {share} of the requests are copied to the candidate."
         if content.mode == "mirror"
-        else f"{share} of the users are answered by the candidate, always the same ones.",
+        else f"The candidate answers {share} of the users, always the same ones. The parent answers the others.",
     }[content.serving]
 
 
+def shadow_next_step(content: ShadowContent) -> str:
+    """Return a sentence that tells the reader what to do now."""
+    if content.serving == "watch":
+        return "No action is needed: each interim look promotes the candidate, rolls it back, or continues to watch."
+    if content.serving == "promoted":
+        return "No action is needed. To undo the promotion, use the rollback command below."
+    if content.serving == "killed":
+        return "Next: find the cause in the log of the candidate's server, then correct the server or the recipe."
+    return "Next: read the lost answers below, correct the recipe or the guards, and release a new candidate."
+
+
 def evidence_text(log_e: float, confidence: float) -> str:
-    """Return the evidence and the value at which it decides: '7.4, decided at 20'."""
-    return f"{e_value(log_e)}, decided at {wording.plain(round(1 / (1 - confidence), 6))}"
+    """Return the e-value and the value at which it decides: '7.4, decides at 20'."""
+    return f"{e_value(log_e)}, decides at {wording.plain(round(1 / (1 - confidence), 6))}"
 
 
 def e_value(log_e: float) -> str:
@@ -78,23 +90,25 @@ def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
     """Yield name and value for each row of the table that describes the current state."""
     now = content.now
     if content.serving == "watch":
-        action = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
-        yield "serving", f"the parent; {_percent(content.share)} of the requests {action}"
+        share = _percent(content.share)
+        mirrored = f"{share} of the requests are copied to the candidate"
+        rest = mirrored if content.mode == "mirror" else f"the candidate answers {share} of the users"
+        yield "serving", f"the parent; {rest}"
     else:
         promoted = content.serving == "promoted"
         yield "serving", "the candidate" if promoted else f"the parent: the candidate was {content.serving}"
-    yield "watched", f"{format_duration(3600 * content.hours)} ({wording.plain(content.minimum_hours)} h at least)"
+    yield "watched", f"{format_duration(3600 * content.hours)} (at least {wording.plain(content.minimum_hours)} h)"
     counts = f"{content.wins:,} won, {content.ties:,} tied, {content.losses:,} lost"
-    yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {counts}"
+    yield "pairs", f"{content.pairs:,} (at least {content.minimum_pairs:,}): {counts}"
     if now is None:
-        yield "win rate", "no pair is judged yet"
+        yield "win rate", "no pair has been judged yet"
     else:
         bounds = wording.interval(100 * now.low, 100 * now.high, 1)
         yield "win rate", f"{_percent(now.win_rate, 1)} {bounds}"
         if content.consistency is not None:
-            yield "judge", f"the same in both orders in {_percent(content.consistency, 0)}"
-        yield "evidence for it", evidence_text(now.log_e_promote, content.confidence)
-        yield "evidence against", evidence_text(now.log_e_rollback, content.confidence)
+            yield "judge agreement", f"same judgment in both orders for {_percent(content.consistency, 0)} of the pairs"
+        yield "promote e-value", evidence_text(now.log_e_promote, content.confidence)
+        yield "rollback e-value", evidence_text(now.log_e_rollback, content.confidence)
 
 
 def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
@@ -112,7 +126,16 @@ def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
     )
 
 
-ARM_COLUMNS = ("Requests", "Failed", "First byte", "95 %", "Whole answer", "95 %")
+# Short names of the cells for the terminal, and their full names for the page.
+ARM_COLUMNS = ("Requests", "Failed", "First byte", "p95", "Whole answer", "p95")
+ARM_LABELS = (
+    "Requests",
+    "Failed requests",
+    "First byte, median",
+    "First byte, 95th percentile",
+    "Whole answer, median",
+    "Whole answer, 95th percentile",
+)
 
 
 def _percent(share: float, decimals: int | None = None) -> str:

@@ -170,13 +170,13 @@ def trial_keys(content: SweepContent, trials: Sequence[Trial], objective: int, a
     states = {state_of(trial) for trial in trials}
     hollow = {"markerfacecolor": "none", "markeredgecolor": Ink.MUTED.value, "linestyle": "none"}
     if "dropped" in states:
-        keys.append(Key.style_key("dropped", marker="o", markersize=6, **hollow))
+        keys.append(Key.style_key("dropped early", marker="o", markersize=6, **hollow))
     if "infeasible" in states:
         keys.append(
-            Key.style_key("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4})
+            Key.style_key("violates a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4})
         )
     if any(axis.is_below(factor * score_in(trial, objective)) for trial in trials if state_of(trial) != "failed"):
-        keys.append(Key.style_key("farther down", marker="v", markersize=6, **hollow))
+        keys.append(Key.style_key("below the chart", marker="v", markersize=6, **hollow))
     return keys
 
 

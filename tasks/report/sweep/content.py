@@ -37,7 +37,7 @@ class ReportedObjective(_Part):
 
     title: str  # 'log-likelihood of the answers'
     terms: tuple[str, ...] = ()  # terms of the weighted mean: 'copy', 'reverse, twice'
-    unit: str = ""  # unit of the displayed numbers: 'nats a token', 'points'
+    unit: str = ""  # unit of the displayed numbers: 'nats per token', 'points'
     factor: float = 1.0  # factor from a score to that unit: 100 from shares to points
 
 

@@ -29,15 +29,15 @@ from mergegate.tasks.sweep import (
 
 _TITLES = {
     "exact": "exact match",
-    "probability": "probability of the right answer",
+    "probability": "probability of the correct answer",
     "log_likelihood": "log-likelihood of the answers",
-    "entropy": "certainty about the answers (minus the entropy)",
+    "entropy": "negative entropy of the answers",
     "metric": "metric",
 }
 _UNITS = {
     "exact": ("points", 100.0),
     "probability": ("points", 100.0),
-    "log_likelihood": ("nats a token", 1.0),
+    "log_likelihood": ("nats per token", 1.0),
     "entropy": ("nats", 1.0),
 }
 _PARTS = ("merge", "load", "score")  # parts of a trial, in order
@@ -74,9 +74,9 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
     """Return the content of a sweep's page. ``facts`` adds what ``study`` does not record."""
     settings, ending, recipe, result = study.settings, [], "", None
     if study.stop_reason != "trials":
-        tried = f"after {len(study.trials)} of {settings.budget.trials} trials"
-        spent = "Its time was up" if study.stop_reason == "hours" else "Its money was spent"
-        ending.append(f"{spent} {tried}.")
+        budget = "time" if study.stop_reason == "hours" else "cost"
+        tried = f"{len(study.trials)} of {settings.budget.trials} trials"
+        ending.append(f"The {budget} budget ended the search after {tried}.")
     if isinstance(confirmation, NothingToConfirm):
         ending.append(f"{confirmation.why[:1].upper()}{confirmation.why[1:]}.")
     else:
@@ -123,7 +123,7 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
         front=tuple(trial.number for trial in study.front),
         held_out=_held_out(study, confirmation) if isinstance(confirmation, Confirmation) else (),
         confirmation=result,
-        power=f"Said before the sweep: {facts.power.sentence()}." if facts.power else "",
+        power=f"Forecast before the sweep: {facts.power.sentence()}." if facts.power else "",
         sets=tuple(
             ReportedSet(
                 task=task or "held-out text",
@@ -184,8 +184,8 @@ def _constraints(study: Study) -> tuple[str, ...]:
         allowed = f"{factor * limit.max_drop:g} {unit}".strip()
         title = limit.key.metric or _TITLES[limit.key.measure]
         sentences.append(
-            f"On {limit.key.task or 'the held-out text'} a candidate may be at most {allowed} ({title}) below "
-            f"{limit.reference or 'the hand-written recipe'}."
+            f"Constraint: on {limit.key.task or 'the held-out text'}, the drop from "
+            f"{limit.reference or 'the hand-written recipe'} may be at most {allowed} ({title})."
         )
     return tuple(sentences)
 

@@ -35,7 +35,7 @@ def render_sweep(content: SweepContent) -> str:
         words=words,
         duration=format_duration,
         outcome_of_sweep=words.sweep_outcome(content),
-        style=page_style("sweep/sweep.css"),
+        style=page_style("reading.css", "sweep/sweep.css"),
         history=[safe(history_plot(content, index)) for index in objectives],
         slices=[safe(slices_plot(content, index)) for index in objectives],
         parallel=[safe(parallel_plot(content, index)) for index in objectives]

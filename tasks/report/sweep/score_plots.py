@@ -72,9 +72,7 @@ def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
             keys.append(winner_key(content))
         failed = [trial for trial in candidates if state_of(trial) == "failed"]
         if failed:
-            keys.append(
-                Key.style_key("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6)
-            )
+            keys.append(Key.style_key("no score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
         reference = trial_numbered(content, content.reference)
         if layout.narrow and reference is not None:
             keys.append(

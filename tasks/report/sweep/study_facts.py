@@ -26,7 +26,7 @@ class RecipeRow:
     """
 
     label: str
-    detail: str  # 'trial 41', 'the best of 15, trial 9'
+    detail: str  # 'trial 41', 'best of 15, trial 9'
     trial: int
     role: RecipeRole
     search: float
@@ -95,7 +95,7 @@ def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
     scored = [trial for trial in baseline if state_of(trial) == "asked"]
     best = max(scored, key=lambda trial: score_in(trial, objective), default=None)
     if best is not None and best.number != content.winner:
-        rows.append(row(best, "random search", f"the best of {len(baseline)}, trial {best.number}", "baseline"))
+        rows.append(row(best, "random search", f"best of {len(baseline)}, trial {best.number}", "baseline"))
     winner = trial_numbered(content, content.winner)
     if winner is not None and winner.origin != HAND_WRITTEN:
         origin = ", of the random baseline" if winner.origin == BASELINE else ""

@@ -55,51 +55,46 @@ def sweep_title(content: SweepContent) -> str:
 
 
 def sweep_sentence(content: SweepContent) -> str:
-    """Return the reason for the outcome, with gain and interval: '0.0021 nats a token [0.0016, 0.0026]'."""
+    """Return the reason for the outcome, with the lead and its interval: '0.0021 nats per token [0.0016, 0.0026]'."""
     test = content.confirmation
     # Hand-written recipes are not candidates.
     candidates = sum(trial.origin != HAND_WRITTEN for trial in content.trials)
     count = f"{candidates} candidate{'' if candidates == 1 else 's'}" if candidates else ""
     if test is None:
         prefix = f"{count} {'was' if count == '1 candidate' else 'were'} tried. " if count else ""
-        return f"{prefix}{content.ending or 'No candidate is there to be confirmed.'}"
+        return f"{prefix}{content.ending or 'No candidate could be confirmed.'}"
     hand_written = trial_numbered(content, content.reference)
     reference = f"the hand-written recipe {hand_written.label if hand_written else ''}".rstrip()
     if len(content.objectives) > 1:
-        reference += ", in the weighted sum of the objectives"
-    documents = f"{test.documents:,} documents that no trial has seen"
+        reference += " in the weighted sum of the objectives"
     shown, decimals = content.objectives[test.objective], decimals_for(content, test.objective)
-    # The sentence about a loss without a note already says "worse", so it shows the loss as a positive number.
-    factor = -shown.factor if test.gain < 0 and not test.note else shown.factor
-    low, high = sorted((factor * test.low, factor * test.high))
-    parts = (number(factor * test.gain, decimals), shown.unit, interval(low, high, decimals))
-    gain = " ".join(part for part in parts if part)
+    bounds = interval(shown.factor * test.low, shown.factor * test.high, decimals)
+    parts = (number(shown.factor * test.gain, decimals), shown.unit, bounds)
+    lead = (
+        f"On {test.documents:,} documents that no trial has seen, its lead over {reference} is "
+        f"{' '.join(part for part in parts if part)}, {p_text(test.p)}."
+    )
     if test.confirmed:
         winner, value = trial_numbered(content, content.winner), ""
         if winner is not None and len(winner.point) == 1:  # A search with only one parameter says which value won.
             ((name, number_or_choice),) = winner.point.items()
             is_float = isinstance(number_or_choice, float)
             value = f" ({name} {number_or_choice:.4g})" if is_float else f" ({name} {number_or_choice})"
-        return (
-            f"Of {count}, trial {content.winner}{value} won, and on {documents} it is {gain} better "
-            f"than {reference}, {p_text(test.p)}."
-        )
-    if test.note:
-        return f"On {documents}, trial {content.winner} against {reference}: {gain}, {p_text(test.p)}. {test.note}"
-    worse = "worse" if test.gain < 0 else "better"
-    return (
-        f"Trial {content.winner} was the best where it was searched; on {documents} it is {gain} {worse} than "
-        f"{reference}, {p_text(test.p)}: that may be chance."
-    )
+        return f"Trial {content.winner}{value} won among {count}. {lead}"
+    note = test.note or "This lead is not shown to be more than chance."
+    return f"Trial {content.winner} had the best score on the search documents. {lead} {note}"
 
 
 def sweep_consequence(content: SweepContent) -> str:
     """Return a sentence that tells the reader what follows from the outcome."""
     if not content.finished:
-        return "It goes on where it was when it is started again: nothing is scored twice."
+        return "Next: start the sweep again to continue. No trial is scored twice."
     if sweep_outcome(content) == "pass":
-        return "The winner is an ordinary recipe; whether it is released is for the release's own gate."
-    return "Nothing is released. The best hand-written recipe remains what is known to be best."
+        return "Next: release the recipe of the winner. The gate of the release tests it on other documents."
+    return (
+        "The sweep released no recipe. Next: keep the best hand-written recipe, or search again with more documents or "
+        "with other parameters."
+    )
 
 
 def winner_word(content: SweepContent) -> str:
@@ -153,17 +148,17 @@ def value_text(value: ParameterValue | None) -> str:
 
 
 def range_text(parameter: ReportedParameter) -> str:
-    """Return the range of a parameter as text: 'from 0.05 to 1', 'ties, dare_ties'."""
+    """Return the range of a parameter as text: '0.05 to 1', 'ties, dare_ties'."""
     if parameter.type == "category":
         return ", ".join(value_text(choice) for choice in parameter.among)
-    kind = {"log": ", by its logarithm", "integer": ", whole numbers"}.get(parameter.type, "")
-    return f"from {value_text(parameter.low)} to {value_text(parameter.high)}{kind}"
+    kind = {"log": ", log scale", "integer": ", whole numbers"}.get(parameter.type, "")
+    return f"{value_text(parameter.low)} to {value_text(parameter.high)}{kind}"
 
 
 def objective_text(content: SweepContent, objective: int) -> str:
-    """Return the objective with its terms: 'log-likelihood of the answers of copy and reverse, nats a token'."""
+    """Return the objective with its terms: 'log-likelihood of the answers (copy, reverse), in nats per token'."""
     shown = content.objectives[objective]
-    terms = f" of {', '.join(shown.terms)}" if shown.terms else ""
+    terms = f" ({', '.join(shown.terms)})" if shown.terms else ""
     return f"{shown.title}{terms}{f', in {shown.unit}' if shown.unit else ''}"
 
 
@@ -173,14 +168,13 @@ def sentence_case(text: str) -> str:
 
 def search_text(content: SweepContent) -> str:
     """Return a sentence about the sampler, its seed and the runner."""
-    size = f", {content.population} candidates a generation" if content.population else ""
-    return (
-        f"{sentence_case(SAMPLERS.get(content.sampler, content.sampler))}{size}, seed {content.seed}; {content.runner}."
-    )
+    size = f" with {content.population} candidates per generation" if content.population else ""
+    sampler = SAMPLERS.get(content.sampler, content.sampler)
+    return f"Sampler: {sampler}{size}, seed {content.seed}. Runner: {content.runner}."
 
 
 def optimism_sentence(content: SweepContent, objective: int) -> str:
-    """Return a sentence about how much of the winner's lead over the reference was luck with the search documents.
+    """Return a sentence about the share of the winner's lead on the search documents that is optimism.
 
     The result is empty if the winner or the reference lacks a score on either set, or if they are the same trial.
     """
@@ -193,15 +187,12 @@ def optimism_sentence(content: SweepContent, objective: int) -> str:
         return ""
     unit = content.objectives[objective].unit
     seen, unseen = (f"{difference_text(content, objective, lead)} {unit}".strip() for lead in (search, held_out))
-    start = f"On the search documents the winner leads the best hand-written recipe by {seen}, elsewhere by {unseen}"
+    start = f"The lead of the winner is {seen} on the search documents and {unseen} on the held-out documents."
     if search <= 0:
-        return f"{start}."
-    luck = 1 - held_out / search
-    if luck <= 0.005:
-        return f"{start}: none of the lead was luck with the documents."
-    if luck >= 1:
-        return f"{start}: the whole lead was luck with the documents."
-    return f"{start}: {100 * luck:.0f} % of the lead was luck with the documents."
+        return start
+    optimism = 1 - held_out / search
+    share = "None" if optimism <= 0.005 else "All" if optimism >= 1 else f"{100 * optimism:.0f} %"
+    return f"{start} {share} of the lead on the search documents is optimism."
 
 
 def counts_sentence(content: SweepContent) -> str:
@@ -216,18 +207,18 @@ def counts_sentence(content: SweepContent) -> str:
         if count:
             parts.append(f"{count} {words}")
     state_texts = {
-        "dropped": "dropped before all documents were asked",
-        "infeasible": "outside a constraint",
-        "failed": "without a score",
+        "dropped": ("was dropped early", "were dropped early"),
+        "infeasible": ("violates a constraint", "violate a constraint"),
+        "failed": ("has no score", "have no score"),
     }
     state_counts = [
-        f"{count} {words}"
-        for state, words in state_texts.items()
+        f"{count} {singular if count == 1 else plural}"
+        for state, (singular, plural) in state_texts.items()
         if (count := sum(state_of(trial) == state for trial in content.trials))
     ]
     total = _trial_count(content)
     return (
-        f"{total}: {', '.join(parts)}.{' Of them ' + ', '.join(state_counts) + '.' if state_counts else ''}"
+        f"{total}: {', '.join(parts)}.{' Of these, ' + ', '.join(state_counts) + '.' if state_counts else ''}"
         if parts
         else f"{total}."
     )
@@ -237,32 +228,34 @@ def racing_sentence(content: SweepContent) -> str:
     """Return a sentence about how many documents racing saved by dropping hopeless candidates, and at what risk."""
     racing, used = content.racing, documents_used(content.trials)
     if racing.rule == "none":
-        return "Every candidate was asked all search documents."
-    rule = {
-        "paired": "A candidate is dropped when it is shown, document by document, to be worse than the best so far",
-        "halving": "The worse two thirds of each generation go on no further",
-    }[racing.rule]
+        return "Every candidate was scored on all search documents."
+    looks = ""
     if racing.looks:
-        rule += f", after {', '.join(f'{100 * look:g}' for look in racing.looks[:-1])} % of the documents"
-    risk = (
-        f"; at most {100 * racing.error:g} % of those that are not worse are lost so"
-        if racing.error is not None
-        else "; no chance of error is stated for that"
+        looks = f" after {', '.join(f'{100 * look:g}' for look in racing.looks[:-1])} % of the documents"
+    rule = {
+        "paired": f"Racing drops a candidate{looks} if a paired test shows that it is worse than the best so far.",
+        "halving": f"Racing drops the worse two thirds of each generation{looks}.",
+    }[racing.rule]
+    risk = "The chance that this drops a good candidate is unknown."
+    if racing.error is not None:
+        risk = f"The chance that this drops a candidate that is not worse is at most {100 * racing.error:g} %."
+    share = (
+        f" On average, a candidate was scored on {100 * used:.0f} % of the documents." if math.isfinite(used) else ""
     )
-    share = f" It asked {100 * used:.0f} % of the documents." if math.isfinite(used) else ""
-    return f"{rule}{risk}.{share}"
+    return f"{rule} {risk}{share}"
 
 
 def search_effort(content: SweepContent) -> str:
-    """Return the trials, time, cost and failures: '62 trials in 10.1 s for 0.0034 · 4 without a score'."""
+    """Return the trials, time, cost and failures: '62 trials in 10.1 s · cost 0.0034 · 4 trials without a score'."""
     spent, used = content.budget, documents_used(content.trials)
-    cost = "" if spent.spent_cost is None else f" for {money(spent.spent_cost)}"
     failed = sum(state_of(trial) == "failed" for trial in content.trials)
-    parts = [f"{_trial_count(content)} in {format_duration(3600 * spent.spent_hours)}{cost}"]
+    parts = [f"{_trial_count(content)} in {format_duration(3600 * spent.spent_hours)}"]
+    if spent.spent_cost is not None:
+        parts.append(f"cost {money(spent.spent_cost)}")
     if math.isfinite(used) and used < 1:
-        parts.append(f"{100 * used:.0f} % of the documents asked")
+        parts.append(f"{100 * used:.0f} % of the documents scored")
     if failed:
-        parts.append(f"{failed} without a score")
+        parts.append(f"{failed} trial{'' if failed == 1 else 's'} without a score")
     return " · ".join(parts)
 
 
@@ -292,12 +285,12 @@ def budget_rows(budget: ReportedBudget, trial_count: int) -> tuple[tuple[str, st
     share = None if budget.hours is None else min(1.0, budget.spent_hours / budget.hours)
     rows: list[tuple[str, str, str, float | None]] = [
         *first_row,
-        ("Time", format_duration(3600 * budget.spent_hours), hours or "not bounded", share),
+        ("Time", format_duration(3600 * budget.spent_hours), hours or "no limit", share),
     ]
     if budget.spent_cost is not None or budget.cost is not None:
         spent = budget.spent_cost or 0.0
         bound = None if budget.cost is None else min(1.0, spent / budget.cost)
-        rows.append(("Cost", money(spent), "not bounded" if budget.cost is None else money(budget.cost), bound))
+        rows.append(("Cost", money(spent), "no limit" if budget.cost is None else money(budget.cost), bound))
     return tuple(rows)
 
 
@@ -322,13 +315,13 @@ def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
             score_text(content, objective, row.held_out),
             difference_text(content, objective, row.optimism),
         )
-        name, note = row.label, {"reference": "best by hand"}.get(row.role, "")
+        name, note = row.label, {"reference": "best hand-written"}.get(row.role, "")
         if row.role == "winner":
             name = f"{winner_word(content)}, trial {row.trial}"
             note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": ""}[sweep_outcome(content)]
         rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
     return ScoreTable(
         title=f"{title}, {unit}" if unit else title,
-        columns=("recipe", "search", "held-out", "optimism", ""),
+        columns=("recipe", "search", "held-out", "optimism", "result"),
         rows=tuple(rows),
     )

@@ -160,7 +160,7 @@ def test_experts_that_cannot_be_reordered_are_refused(twins: Path) -> None:
 def test_a_merge_with_align_experts_requires_matched_experts(twins: Path, tmp_path: Path) -> None:
     recipe = load_recipe(linear("a", "crossed", align_experts=True))
     opened = {str(ref): open_checkpoint(twins / "mixtral" / ref.path) for ref in recipe.references()}
-    with pytest.raises(InvalidInput, match="have not been matched"):
+    with pytest.raises(InvalidInput, match="matching of the experts is missing"):
         merge_weights(plan_merge(recipe, opened), tmp_path / "out")
 
 

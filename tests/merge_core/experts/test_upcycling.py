@@ -356,5 +356,5 @@ def test_a_mixture_without_router_rows_can_be_planned_but_not_merged(models: Pat
     experts = [{"source_model": name, "positive_prompts": [name]} for name in ("llama", "llama-b")]
     plan = planned(models, {**document("llama", experts), "gate_mode": "hidden"})
     assert plan.bytes_written > 0
-    with pytest.raises(InvalidInput, match="router rows have not been computed"):
+    with pytest.raises(InvalidInput, match="router rows from the prompts are missing"):
         merge_weights(plan, tmp_path / "out")
