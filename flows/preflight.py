@@ -40,6 +40,7 @@ from mergegate.tasks.evaluation import (
     find_contaminated_documents,
     preview,
     require_examples,
+    resolve_prompt_settings,
 )
 from mergegate.tasks.gate import PastGuardOutcome, needs_champion, power_finding
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -51,6 +52,7 @@ from mergegate.tasks.preflight import (
     check_references,
     collect_calibration_texts,
     forecast_power,
+    forecast_undecidable,
     header_digests,
     machine_findings,
     measure_machine_capacity,
@@ -230,6 +232,10 @@ def preflight_profile(
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
+        if never := forecast_undecidable(evidence, attempts):
+            problems.add([never])
+            if problems.stop_at_once:
+                announce(f"warning: {never}; {never.remedy}")
         # A release soon measures whether its documents are sufficient, so only a check forecasts their power.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
@@ -476,14 +482,21 @@ def pin_profile_evidence(
 def pin_profile_sweep(profile: Profile, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:
     """Pin the tasks of the profile's sweep by content and split their documents.
 
+    A task has the same prompts in the trials as in the gate: those of its first guard.
+
     Raises:
         InvalidInput: A task does not exist, or settings contradict each other.
     """
     assert profile.sweep is not None
-    guarded = {guard.task: guard.cluster_by for guard in (profile.evaluate.tasks if profile.evaluate else ())}
+    guards = profile.evaluate.tasks if profile.evaluate else ()
+    clusters = {guard.task: guard.cluster_by for guard in reversed(guards)}
+    clusters |= {guard.task: guard.cluster_by for guard in guards if guard.cluster_by}
     text = evidence.documents and evidence.documents.model_copy(update={"only": None})
     data = profile.evaluate.data if profile.evaluate else None
-    swept = pin_sweep(profile.sweep, text, guarded, profile.root, hashes, data)
-    for task in swept.tasks:
-        require_examples(task, evidence.scoring.num_fewshot)
-    return swept
+    code_tasks = profile.evaluate.allow_code if profile.evaluate else ()
+    swept = pin_sweep(profile.sweep, text, clusters, profile.root, hashes, data, code_tasks)
+    prompts = {swept.names.get(guard.task): guard.own_prompt_settings for guard in reversed(guards)}
+    tasks = tuple(task.model_copy(update={"prompt_settings": prompts.get(task.name)}) for task in swept.tasks)
+    for task in tasks:
+        require_examples(task, resolve_prompt_settings(task.prompt_settings, evidence.scoring).num_fewshot)
+    return swept._replace(tasks=tasks)

@@ -31,6 +31,7 @@ from mergegate.flows.attempt import (
     FurtherJudgment,
     JudgedMerge,
     assess_merge,
+    distance_from_passing,
     judge_answers,
     proposed_remedy,
     serve_merge,
@@ -134,7 +135,7 @@ def make_release(
         preflight = preflight_profile(profile, Problems(stop_at_once=True))
         assert preflight.evidence is not None  # otherwise the preflight would have raised its problem
 
-        attempt, earlier = try_candidates(
+        attempt, attempts = try_candidates(
             with_tuned_candidate(preflight.cleared, profile, runner),
             profile,
             preflight.evidence,
@@ -152,8 +153,8 @@ def make_release(
             report=page if page.is_file() else None,
         )
 
-    names = public_names(profile, attempt, earlier)
-    content = report_content(profile, attempt, earlier, names)
+    names = public_names(profile, attempt, attempts)
+    content = report_content(profile, attempt, attempts, names)
     report = write_report(content)
     if not (attempt.is_good and profile.publish and publishing):
         return reported_outcome(content, report, None)
@@ -169,7 +170,7 @@ def try_candidates(
     *,
     limit: int,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
-    """Return the attempt that passes, or else the last one, and the attempts before it.
+    """Return the attempt that passes, or else the one that came closest, and all attempts in order.
 
     Try at most ``limit`` recipes: first ``candidates``, then remedies that mergegate proposes after the refusals.
     """
@@ -182,10 +183,14 @@ def try_candidates(
         attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgments, runner))
         if attempts[-1].is_good:
             break
-    *earlier, last = attempts
-    if isinstance(last, FailedMerge):
+    last = attempts[-1]
+    if last.is_good and not isinstance(last, FailedMerge):
+        return last, _refused(attempts)
+    judged = [attempt for attempt in attempts if isinstance(attempt, Attempt)]
+    if not judged:
+        assert isinstance(last, FailedMerge)  # an existing release would have ended the loop
         raise last.refusal
-    return last, _refused(earlier)
+    return min(judged, key=distance_from_passing), _refused(attempts)
 
 
 def _refused(attempts: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> list[Attempt | FailedMerge]:

@@ -13,6 +13,7 @@ from mergegate.flows.attempt.attempt import (
     FailedMerge,
     FurtherJudgment,
     JudgedMerge,
+    distance_from_passing,
     open_remedies,
     proposed_remedy,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "FurtherJudgment",
     "JudgedMerge",
     "assess_merge",
+    "distance_from_passing",
     "judge_answers",
     "open_remedies",
     "open_trial_pool",

@@ -23,7 +23,7 @@ from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.publish.releases import ReleasedModel
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home
+from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home, severity
 from mergegate.tasks.store import Artifact
 
 E = TypeVar("E", bound=BaseModel)
@@ -158,7 +158,24 @@ def open_remedies(attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -
         if (document := previous.cleared.candidate.document) is not None:
             names = digests_of(previous) if isinstance(previous, Attempt) else digests
             refused.append(normalize_recipe(document, names))
-    return drop_tried_remedies(attempt.explanation.remedies, recipe, refused, digests)
+    proposals = attempt.explanation.remedies
+    recipe_changes = [remedy for remedy in proposals if remedy.kind == "recipe"]
+    settings = tuple(remedy for remedy in proposals if remedy.kind == "profile")
+    return (*settings, *drop_tried_remedies(recipe_changes, recipe, refused, digests))
+
+
+def distance_from_passing(attempt: Attempt) -> tuple[int, float]:
+    """Return a sort key that is smallest for the attempt that came closest to passing.
+
+    First comes the most severe outcome: an inconclusive merge is better than a failed one. Then comes the number of
+    points by which the worst drop exceeds its limit, which is infinite for a broken model.
+    """
+    gate = attempt.assessment.verdict.value
+    if gate.drift is not None and gate.drift.broken:
+        return severity(attempt.outcome), math.inf
+    excess = [guard.drop - guard.max_drop for guard in gate.guards]
+    excess += [suite.drop - suite.max_drop for suite in gate.suites]
+    return severity(attempt.outcome), max(excess, default=0.0)
 
 
 def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
@@ -167,16 +184,11 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
     mergegate first tries the remedies of the attempt that came closest to passing, in order of the strength of their
     reasons.
     """
-
-    def shortfall(attempt: Attempt) -> float:
-        """Return the points by which the worst guard exceeds its limit, or infinity for a broken model."""
-        gate = attempt.assessment.verdict.value
-        if gate.drift is not None and gate.drift.broken:
-            return math.inf
-        return max((guard.drop - guard.max_drop for guard in gate.guards), default=0.0)
-
-    for attempt in sorted((attempt for attempt in attempts if isinstance(attempt, Attempt)), key=shortfall):
+    judged = (attempt for attempt in attempts if isinstance(attempt, Attempt))
+    for attempt in sorted(judged, key=distance_from_passing):
         for remedy in open_remedies(attempt, attempts):
+            if remedy.kind != "recipe":
+                continue
             location = f"profile {profile.name}: the proposed remedy"
             candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, location)
             try:

@@ -39,7 +39,6 @@ from mergegate.tasks.report import (
 from mergegate.tasks.stage import Outcome
 
 _LABEL = 9  # columns of 'release', 'report' and 'next'
-_REMEDY_LOCATION = "Paste this into the profile (append the item if it has 'remedies'), or run with --remedy auto:"
 _SWEEP_STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
 
 
@@ -66,7 +65,8 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
         command = f"mergegate run {profile} also publishes it, if the profile has 'publish'"
     elif outcome.status == "refused" and outcome.content is not None:
         command = f"mergegate open {outcome.content.name} shows the report"
-        if outcome.content.scoring and has_searchable_scale(outcome.content.recipe):
+        decides_by_documents = outcome.to_try is not None and outcome.to_try.kind == "profile"
+        if outcome.content.scoring and not decides_by_documents and has_searchable_scale(outcome.content.recipe):
             _print_below(console, f"mergegate tune {profile} searches for the best scale of this merge", "next")
     else:
         command = f"mergegate check {profile}"
@@ -111,7 +111,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     for line in (*details, *outcome.reasons, *outcome.fix):
         _print_below(console, line.strip())
     if (remedy := outcome.to_try) is not None:
-        for line in (f"to try: {remedy.reason}", _REMEDY_LOCATION):
+        for line in (f"to try: {remedy.reason}", f"{remedy.instruction()}:"):
             _print_below(console, line)
         # It starts in the first column, so that it can be pasted.
         console.print(Text(remedy.block(), style="bold"), no_wrap=True)

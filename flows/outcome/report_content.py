@@ -37,19 +37,15 @@ _DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
 LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
-def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
+def public_names(profile: Profile, attempt: Attempt, attempts: Sequence[Attempt | FailedMerge]) -> PublicNames:
     """Return the public names that replace local paths in everything that a run publishes.
 
-    The local paths are in the recipes of this attempt and of ``earlier`` ones, in the profile and in its overrides.
+    The local paths are in the recipes of all ``attempts`` of the run, in the profile and in its overrides.
     """
     cleared = attempt.cleared
-    paths = [path for attempt_before in earlier for path in recipe_paths(attempt_before.cleared.candidate.recipe)]
-    paths += [
-        str(path)
-        for attempt_before in earlier
-        for parent in attempt_before.cleared.parents
-        for path in parent.directories
-    ]
+    others = [other.cleared for other in attempts if other is not attempt]
+    paths = [path for other in others for path in recipe_paths(other.candidate.recipe)]
+    paths += [str(path) for other in others for parent in other.parents for path in parent.directories]
     paths += cleared.license.value.all_names
     # Every absolute path that the profile or an override names.
     values: list[Any] = [profile.model_dump(), *(override.partition("=")[2] for override in profile.overrides)]
@@ -67,11 +63,12 @@ def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt |
 
 
 def report_content(
-    profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge], names: PublicNames
+    profile: Profile, attempt: Attempt, attempts: Sequence[Attempt | FailedMerge], names: PublicNames
 ) -> ReportContent:
     """Return everything that a run found out about an attempt, for the report, the card and the final table.
 
-    The ``earlier`` attempts were refused. ``names`` replaces the local paths of models and texts by public names.
+    ``attempts`` are all attempts of the run, in order, including this one. ``names`` replaces the local paths of models
+    and texts by public names.
     """
     parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
@@ -114,8 +111,10 @@ def report_content(
     answers, change = attempt.evidence_of(JudgeVerdict), attempt.cleared.candidate.change
     # Remedies that were already refused are left out. Each one is written as a change of the profile's own recipe.
     remedies = tuple(
-        remedy.model_copy(update={"change": {**change, **remedy.change}}) if change else remedy
-        for remedy in open_remedies(attempt, (*earlier, attempt))
+        remedy.model_copy(update={"change": {**change, **remedy.change}})
+        if change and remedy.kind == "recipe"
+        else remedy
+        for remedy in open_remedies(attempt, attempts)
     )
     # A stable sort puts the base first and keeps the others in recipe order.
     parents.sort(key=lambda model: model.role != "base")
@@ -154,9 +153,9 @@ def report_content(
                 outcome=each.outcome,
                 reason=each.reason,
                 digest=each.merged.digest if isinstance(each, Attempt) else "",
-                diff=recipe_diff(earlier[0].cleared.candidate.document, each.cleared.candidate.document),
+                diff=recipe_diff(attempts[0].cleared.candidate.document, each.cleared.candidate.document),
             )
-            for each in ((*earlier, attempt) if earlier else ())
+            for each in (attempts if len(attempts) > 1 else ())
         ),
         judge=None
         if answers is None

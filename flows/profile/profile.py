@@ -24,6 +24,7 @@ from mergegate.flows.candidates import (
     scale_search,
     searched_recipe,
 )
+from mergegate.flows.profile.faults import parse_settings
 from mergegate.flows.profile.schema import ProfileSettings
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, file_identity
@@ -73,7 +74,7 @@ class Profile(ProfileSettings):
         recipe = self.searched_recipe
         content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
         searching = self.with_recipe(relocate_recipe(content, recipe.directory, self.root))
-        return Profile.model_validate({**searching.settings(), "sweep": settings})
+        return parse_settings(Profile, {**searching.settings(), "sweep": settings}, location)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return the recipe, then the remedies in order. They are read and parsed once.

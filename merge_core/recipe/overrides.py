@@ -22,6 +22,8 @@ _SETTINGS = (
     "chat_template",
 )
 _PARAMETERS = "parameters"
+# Parameters that set the scale of the merged change. A value that was tuned for one method is wrong for another.
+_SCALE = ("lambda", "normalize", "rescale")
 _TEXT_KEYS, _DISTANCE_KEY = ("text", "statistics"), "leave_out_beyond"
 
 
@@ -30,7 +32,8 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
 
     A change sets a key of the recipe or a parameter of its method. A changed parameter gets the new value everywhere:
     its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
-    method does not have are removed.
+    method does not have are removed, and those that set the scale of the merged change (``lambda``, ``normalize``,
+    ``rescale``) return to the defaults of the new method unless the change sets them.
 
     Raises:
         InvalidInput: There is no change, or a change is neither a setting nor a parameter.
@@ -57,8 +60,10 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
                 expected=f"a setting of the recipe or a parameter of {method.name}",
                 remedy=suggest(name, names) or "use a complete recipe for other changes",
             )
-    result: dict[str, Any] = {**_without(dict(recipe), method, dropped_names=frozenset(new)), **settings}
-    if method.name != recipe.get("merge_method") and isinstance(result.get("models"), list):
+    is_switch = method.name != recipe.get("merge_method")
+    dropped_names = frozenset((*new, *(_SCALE if is_switch else ())))
+    result: dict[str, Any] = {**_without(dict(recipe), method, dropped_names=dropped_names), **settings}
+    if is_switch and isinstance(result.get("models"), list):
         result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
     if parameters := {**_parameters_in(result, location), **new}:
         result[_PARAMETERS] = parameters

@@ -14,10 +14,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.analysis import Tally
 from mergegate.merge_core.methods import Method, merge_methods
@@ -43,19 +43,29 @@ _EQUAL_DISTANCE = 1.01
 
 
 class Remedy(BaseModel):
-    """Recipe change that may help, and the reason why."""
+    """Change of the recipe or of other settings of the profile that may help, and the reason why."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     change: dict[str, Any]  # Plain data, in the form of a profile.
     reason: str  # Sentence with numbers.
+    # ``recipe``: an item of ``remedies``, which a run can try. ``profile``: settings of the profile itself.
+    kind: Annotated[Literal["recipe", "profile"], Field(exclude_if=lambda kind: kind == "recipe")] = "recipe"
 
     def text(self) -> str:
         """Return the change as one line of YAML."""
         return flow_yaml(self.change)
 
+    def instruction(self) -> str:
+        """Return what to do with :meth:`block`, without a colon at the end."""
+        if self.kind == "profile":
+            return "Set this in the profile, then run again"
+        return "Paste this into the profile (append the item if it has 'remedies'), or run with --remedy auto"
+
     def block(self) -> str:
-        """Return the change as YAML for a profile, as the only item of the key ``remedies``."""
+        """Return the change as YAML for a profile: its settings, or the only item of the key ``remedies``."""
+        if self.kind == "profile":
+            return yaml.safe_dump(self.change, sort_keys=False, allow_unicode=True).rstrip()
         item = yaml.safe_dump([self.change], sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000)
         return f"remedies:\n{textwrap.indent(item, '  ')}".rstrip()
 
@@ -89,7 +99,7 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
             Remedy(
                 change={"lambda": float(f"{strength / ratio:.2g}")},
                 reason=f"The merge moved {ratio:.1f} times as far as the parent that moved farthest; "
-                "this moves it back to the distance of its parents.",
+                "a smaller lambda moves it back to the distance of its parents.",
             )
         )
     models, count = diagnosis.recipe.get("models"), diagnosis.tally.vectors
@@ -117,6 +127,36 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
             )
         )
     return tuple(remedies)
+
+
+def suggest_documents(verdict: GateVerdict, available: Mapping[str, int]) -> Remedy | None:
+    """Return the advice to evaluate more documents, if the verdict is inconclusive and more of them would decide it.
+
+    Args:
+        verdict: Verdict of the gate.
+        available: Number of documents of each task, evaluated or not.
+    """
+    if verdict.outcome != "inconclusive":
+        return None
+    evaluated = {guard.task: guard.documents_asked or guard.n for guard in verdict.guards}
+    totals = {task: max(count, available.get(task, 0)) for task, count in evaluated.items()}
+    needs = [
+        (guard.documents_needed, totals[guard.task]) for guard in verdict.guards if guard.outcome == "inconclusive"
+    ]
+    needs += [
+        (suite.documents_needed, sum(totals.values())) for suite in verdict.suites if suite.outcome == "inconclusive"
+    ]
+    # A run that may extend its looks has documents left. It ended because they are unlikely to decide.
+    is_limited = evaluated != totals and not any(guard.documents_left for guard in verdict.guards)
+    if not needs or not is_limited or any(needed is None or needed > total for needed, total in needs):
+        return None
+    largest = max(needed for needed, _ in needs if needed is not None)
+    return Remedy(
+        change={"evaluate": {"extend": True}},
+        reason=f"The gate is inconclusive after {sum(evaluated.values()):,} of {sum(totals.values()):,} available "
+        f"documents, and about {largest:,} would decide. With extend, the run evaluates more until the gate decides.",
+        kind="profile",
+    )
 
 
 def _resolve_conflict(diagnosis: Diagnosis) -> Iterator[Remedy]:
@@ -172,8 +212,8 @@ def _raise_weight(diagnosis: Diagnosis) -> Iterator[Remedy]:
             entry["parameters"] = {**entry["parameters"], "weight": round(increased, 3)}
             yield Remedy(
                 change={"models": entries},
-                reason=f"{worst.task} lost {worst.drop:.1f} points against {worst.reference}, and no parent is "
-                "farther from the merge; more weight reduces the distance.",
+                reason=f"{worst.task} lost {worst.drop:.1f} points against {worst.reference}, "
+                "which is the parent farthest from the merge; raise its weight.",
             )
 
 

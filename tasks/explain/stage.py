@@ -22,7 +22,7 @@ from mergegate.merge_core.analysis import Interference, measure_interference
 from mergegate.merge_core.errors import ChangedInput, InvalidInput, MergegateError
 from mergegate.tasks.checkpoints import Model, PinnedRecipe
 from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
-from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_remedies
+from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_documents, suggest_remedies
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.preflight.licenses import CardSource, read_declaration
 from mergegate.tasks.stage import StageValue, advance, stage
@@ -239,8 +239,9 @@ def explain_merge(
         raise
     except MergegateError as error:
         log.warning("cannot explain the weights: %s", error)
-    remedies: tuple[Remedy, ...] = ()
-    if interference is not None and recipe is not None:
+    documents = suggest_documents(verdict, {task.name: task.documents or 0 for task in tasks})
+    remedies: tuple[Remedy, ...] = (documents,) if documents else ()
+    if not documents and interference is not None and recipe is not None:
         directory = None if origin.is_base else pinned_recipe.recipe.directory
         remedies = suggest_remedies(
             Diagnosis(

@@ -10,7 +10,14 @@ from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
-from mergegate.tasks.gate.power import GatePower, PlannedTask, gate_power, order_by_information, power_finding
+from mergegate.tasks.gate.power import (
+    GatePower,
+    PlannedTask,
+    gate_power,
+    order_by_information,
+    power_finding,
+    undecidable_finding,
+)
 from mergegate.tasks.gate.references import (
     check_guards,
     comparable_parents,
@@ -87,6 +94,7 @@ __all__ = [
     "record_refusal",
     "reference_models",
     "student_quantile",
+    "undecidable_finding",
     "undecided_tasks",
     "with_anchor",
 ]

@@ -150,6 +150,27 @@ def power_finding(power: GatePower) -> Finding | None:
     )
 
 
+def undecidable_finding(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> Finding | None:
+    """Return a warning if no merge can pass, because even all documents of the run are too few, else None.
+
+    The best case is a merge that agrees with its references on every document.
+    """
+    none = np.zeros(1)
+    best = [DrawnDrops(entry.guard, none, none, entry.looks[-1]) for entry in planned_tasks]
+    confidence = last_confidence(planned_tasks, rule)
+    if not planned_tasks or passing_merges(best, confidence, as_suite=rule.rule == "suite").all():
+        return None
+    documents = sum({entry.guard.task: entry.looks[-1] for entry in planned_tasks}.values())
+    return Finding(
+        "warn",
+        "evaluate.tasks",
+        found=f"too few documents to pass: with all {documents:,} documents that this run may evaluate, even a merge "
+        "that agrees with its references on each of them is inconclusive",
+        expected="enough documents for the margins of the guards",
+        remedy="set evaluate.extend: true" if not rule.extend else "add documents, or widen the margins",
+    )
+
+
 def order_by_information(
     planned_tasks: Sequence[PlannedTask], documents: Mapping[str, int], seconds: Mapping[str, float]
 ) -> tuple[str, ...]:

@@ -30,7 +30,12 @@ from mergegate.tasks.preflight.evidence import (
     with_supported_dtype,
 )
 from mergegate.tasks.preflight.machine import machine_findings, measure_machine_capacity
-from mergegate.tasks.preflight.power_forecast import forecast_power, plan_interim_looks, planned_tasks
+from mergegate.tasks.preflight.power_forecast import (
+    forecast_power,
+    forecast_undecidable,
+    plan_interim_looks,
+    planned_tasks,
+)
 from mergegate.tasks.preflight.sample_text import SAMPLE
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
 from mergegate.tasks.preflight.settings import CodeSettings, TokenizerSettings
@@ -54,6 +59,7 @@ __all__ = [
     "custom_code_findings",
     "evaluation_seconds",
     "forecast_power",
+    "forecast_undecidable",
     "header_digests",
     "machine_findings",
     "measure_machine_capacity",

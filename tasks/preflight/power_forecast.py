@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mergegate.merge_core.errors import Finding
 from mergegate.tasks.checkpoints import Model, ResolvedCheckpoint, find_applied_adapters, find_pinned_checkpoints
 from mergegate.tasks.evaluation import EvalTask, interim_looks, known_scores
 from mergegate.tasks.gate import (
@@ -18,6 +19,7 @@ from mergegate.tasks.gate import (
     estimate_discordance,
     find_past_discordance,
     gate_power,
+    undecidable_finding,
 )
 from mergegate.tasks.preflight.evidence import Evidence
 from mergegate.tasks.stage import runtime, store
@@ -50,6 +52,17 @@ def planned_tasks(
             discordance = estimate_discordance(guard, scores, evidence.rule.discordance)
         planned.append(PlannedTask(guard, plan_interim_looks(task, evidence), discordance.share, str(discordance)))
     return planned
+
+
+def forecast_undecidable(evidence: Evidence, attempts: int) -> Finding | None:
+    """Return a warning if the documents of this run can never decide for a merge. Reads no scores."""
+    planned = [
+        PlannedTask(guard, plan_interim_looks(task, evidence), evidence.rule.discordance)
+        for task in evidence.tasks
+        for guard in evidence.guards
+        if task.documents and guard.task == task.name and guard.guarded_by != ANCHOR
+    ]
+    return undecidable_finding(planned, evidence.rule.for_attempt(1, attempts))
 
 
 def forecast_power(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ def pin_sweep(
     root: Path,
     hashes: HashMemo,
     data: Path | None = None,
+    code_tasks: Collection[str] = (),
 ) -> SweepEvidence:
     """Pin all tasks of the objective and the constraints, and split their documents into sets.
 
@@ -80,6 +81,8 @@ def pin_sweep(
         root: Directory to which relative paths refer.
         hashes: Cache of file hashes.
         data: Directory of datasets, relative to ``root`` (``evaluate.data``). Default: the Hub.
+        code_tasks: Tasks whose generated code may be run (``evaluate.allow_code``). A trial never runs code, so such a
+            task is only searched by a measure that needs none.
 
     Raises:
         InvalidInput: A task does not exist, lacks its data or cannot be evaluated; two tasks share a name; two settings
@@ -99,6 +102,10 @@ def pin_sweep(
         cluster_fields[term.task] = term.cluster_by or previous
     for constraint in settings.constraints:
         cluster_fields.setdefault(constraint.task, guarded_clusters.get(constraint.task))
+    uses = [
+        *((term.task, term.measure) for term in settings.objective),
+        *((constraint.task, constraint.measure) for constraint in settings.constraints),
+    ]
     searches_text = any(term.task is None for term in settings.objective)
     if searches_text and text is None:
         raise InvalidInput(
@@ -111,9 +118,16 @@ def pin_sweep(
         sizes = settings.documents
         return DocumentSplits(search=sizes.search, confirmation=sizes.confirmation, seed=sizes.seed, together=field)
 
+    for name in dict.fromkeys(task for task, measure in uses if measure == "metric" and task in code_tasks):
+        raise InvalidInput(
+            f"sweep: {name}",
+            found="the measure 'metric' of a task with generated code",
+            expected="a measure that runs no code, because a sweep scores models in memory",
+            remedy="use log_likelihood, probability or entropy",
+        )
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for reference, task in pin_sound_tasks(cluster_fields, root, hashes, data, location="sweep").items():
+    for reference, task in pin_sound_tasks(cluster_fields, root, hashes, data, code_tasks, location="sweep").items():
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
                 f"sweep: {reference}",

@@ -21,6 +21,7 @@ from mergegate.tasks.explain.remedies import (
     drop_tried_remedies,
     normalize_recipe,
     relative_movement,
+    suggest_documents,
     suggest_remedies,
 )
 from mergegate.tasks.explain.stage import named_base
@@ -309,3 +310,34 @@ def test_the_named_base_is_that_of_all_cards(tmp_path: Path) -> None:
     assert named_base([one, card("five", "../one")], tmp_path) is None  # they differ
     assert named_base([one, base], tmp_path) is None  # the base's card names none
     assert named_base([one, card("six", "../base", "../two")], tmp_path) is None
+
+
+def inconclusive(needed: int | None, evaluated: int = 100, left: int = 0) -> GateVerdict:
+    update = {
+        "outcome": "inconclusive", "n": evaluated, "documents_asked": evaluated, "documents_needed": needed,
+        "documents_left": left,
+    }  # fmt: skip
+    return refused(guard(drop=1.0).model_copy(update=update), outcome="inconclusive")
+
+
+def test_an_inconclusive_merge_is_told_to_evaluate_more_documents() -> None:
+    remedy = suggest_documents(inconclusive(300), {"reversing": 400})
+    assert remedy is not None
+    assert (remedy.kind, remedy.change) == ("profile", {"evaluate": {"extend": True}})
+    assert remedy.reason.startswith("The gate is inconclusive after 100 of 400 available documents, and about 300")
+    assert yaml.safe_load(remedy.block()) == remedy.change
+    assert "remedies" not in remedy.instruction()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "available"),
+    [
+        (inconclusive(500), 400),  # all documents do not suffice
+        (inconclusive(None), 400),  # no number of documents decides
+        (inconclusive(300, evaluated=400), 400),  # all are evaluated
+        (inconclusive(300, left=300), 400),  # the run stopped because the others are unlikely to decide
+        (refused(guard()), 400),  # the verdict is decided
+    ],
+)
+def test_documents_are_only_proposed_if_they_would_decide(verdict: GateVerdict, available: int) -> None:
+    assert suggest_documents(verdict, {"reversing": available}) is None

@@ -164,6 +164,66 @@ def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None
             assert task.only != left.only
 
 
+OVERRIDES: list[dict[str, Any]] = [
+    {"num_fewshot": 0},
+    {"num_fewshot": 2},
+    {"system_instruction": "Answer with one word."},
+    {"apply_chat_template": False},
+    {"apply_chat_template": True},
+    {"apply_chat_template": True, "num_fewshot": 1, "fewshot_as_multiturn": False},
+    {"metric": "acc,none"},
+    {"cluster_by": "prompt"},
+    {"documents": 30},
+    {"documents": "all"},
+    {"name": "renamed"},
+    {"weight": 2.0, "limit": 20.0, "margin": 5.0},
+]
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+def test_trials_read_the_same_prompts_as_the_gate(tmp_path: Path, override: dict[str, Any]) -> None:
+    """Every profile that pins its evidence for a release pins it for a search, with the settings of its guards."""
+    first, *others = PLAIN["evaluate"]["tasks"]  # type: ignore[index]
+    guarded = profile(AVERAGE, evaluate={"tasks": [{**first, **override}, *others]})
+    hashes, parents = HashMemo(tmp_path / "hashes.db"), resolve_parents(guarded.candidates()[0].recipe)
+    evidence = pin_profile_evidence(guarded, parents, hashes)
+    searching = tuned(guarded)
+    searched = pin_profile_sweep(searching, pin_profile_evidence(searching, parents, hashes), hashes)
+    prompts = {task.in_lm_eval: task.prompt_settings for task in evidence.tasks}
+    assert {task.name: task.prompt_settings for task in searched.tasks} == prompts
+
+
+def test_missing_examples_that_a_guard_does_not_use_do_not_stop_a_search(tmp_path: Path) -> None:
+    """A task with five examples has no examples under 'evaluate.data', and its guard sets their number to 0."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "told_test.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} ", "answer": "x"}) + "\n" for n in range(90))
+    )
+    (tmp_path / "told.yaml").write_text(
+        "task: told\ndataset_path: org/told\ntest_split: test\nfewshot_split: train\nnum_fewshot: 5\n"
+        "output_type: loglikelihood\ndoc_to_text: '{{prompt}}'\ndoc_to_target: '{{answer}}'\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    hashes = HashMemo(tmp_path / "hashes.db")
+    task = {"task": str(tmp_path / "told.yaml"), "guarded_by": "base"}
+    for count, accepted in ((0, True), (2, False)):
+        guarded = profile(AVERAGE, evaluate={"data": str(data), "tasks": [{**task, "num_fewshot": count}]})
+        parents = resolve_parents(guarded.candidates()[0].recipe)
+        for pinned in (guarded, tuned(guarded)):
+            if accepted:
+                pin_profile_evidence(pinned, parents, hashes)
+            else:
+                with pytest.raises(InvalidInput, match="2 few-shot examples"):
+                    pin_profile_evidence(pinned, parents, hashes)
+
+
+def test_a_backend_outside_the_process_is_refused_with_the_reason_of_the_search() -> None:
+    served = {**PLAIN["evaluate"], "backend": "served", "server": {"url": "http://127.0.0.1:1"}}  # type: ignore[dict-item]
+    with pytest.raises(InvalidInput, match="evaluates models in memory"):
+        tuned(profile(AVERAGE, evaluate=served))
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Project:
     project = make_project(tmp_path_factory.mktemp("tuned"))

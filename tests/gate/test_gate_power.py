@@ -11,7 +11,15 @@ import pytest
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
-from mergegate.tasks.gate.power import PlannedTask, draw, gate_power, passing_merges, power_finding, publication_chance
+from mergegate.tasks.gate.power import (
+    PlannedTask,
+    draw,
+    gate_power,
+    passing_merges,
+    power_finding,
+    publication_chance,
+    undecidable_finding,
+)
 from mergegate.tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import GateRule, Guard
@@ -154,3 +162,15 @@ def test_the_forecast_has_a_line_per_task() -> None:
     assert alone.endswith("is caught 80 % of the time, if 20 % of answers differ (an assumption)")
     documents = f"power: with about {power.documents_wanted:,} documents (now 164), "
     assert more == f"{documents}such a merge would pass 80 % of the time"
+
+
+@pytest.mark.parametrize(
+    ("documents", "extend", "remedy"), [(30, True, "add documents"), (30, False, "extend: true"), (400, True, "")]
+)
+def test_documents_that_can_never_decide_are_a_warning(documents: int, extend: bool, remedy: str) -> None:
+    planned = [PlannedTask(Guard(task="t", guarded_by="base"), (documents,), 0.1)]
+    finding = undecidable_finding(planned, GateRule(extend=extend))
+    assert (finding is not None) == bool(remedy)
+    if finding is not None:
+        assert remedy in finding.remedy
+        assert f"all {documents} documents" in finding.found

@@ -39,9 +39,23 @@ def test_another_method_keeps_only_the_parameters_that_it_has() -> None:
         "merge_method": "linear",
         "base_model": "base",
         "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
-        "parameters": {"normalize": False},
         "dtype": "float32",
     }
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "breadcrumbs", "consensus_ta"])
+def test_another_method_does_not_inherit_the_scale(method: str) -> None:
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": "base",
+        "models": [{"model": "a", "parameters": {"weight": 0.6, "lambda": 2.0}}, {"model": "b"}],
+        "parameters": {"lambda": 0.22, "normalize": False, "weight": 0.5},
+    }
+    changed = apply_overrides(recipe, {"merge_method": method}, "r")
+    assert changed["models"] == [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b"}]
+    assert changed["parameters"] == {"weight": 0.5}
+    assert apply_overrides(recipe, {"merge_method": method, "lambda": 0.8}, "r")["parameters"]["lambda"] == 0.8
+    assert apply_overrides(recipe, {"weight": 1.0}, "r")["parameters"]["lambda"] == 0.22
 
 
 def test_a_base_can_be_added_for_a_method_that_needs_one() -> None:
