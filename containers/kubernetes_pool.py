@@ -1,13 +1,13 @@
-"""The job template of a Kubernetes pool for our runs: Prefect's own, with a GPU, a volume, secrets, and no root.
+"""Print the job template of a Kubernetes pool for mergegate: Prefect's own, with GPUs, a volume, secrets and no root.
 
 ::
 
     python containers/kubernetes_pool.py > pool.json
     prefect work-pool create mergegate-kubernetes --type kubernetes --base-job-template pool.json
-    prefect worker start --pool mergegate-kubernetes --type kubernetes      # in the cluster; takes prefect-kubernetes
+    prefect worker start --pool mergegate-kubernetes --type kubernetes      # in the cluster; needs prefect-kubernetes
 
-Made from the template of the Prefect that is installed, so that it fits the worker: only what is ours stands here. What
-a deployment may set is listed with its default in ``OURS``; ``prefect.yaml`` sets some of it.
+The template comes from the installed version of Prefect, so it matches the worker. ``OURS`` lists the settings that
+this script adds, with their defaults. Deployments can set them, as ``prefect.yaml`` does.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 OURS: dict[str, dict[str, Any]] = {
     "gpus": {
         "title": "GPUs",
-        "description": "How many GPUs a run gets; the device plugin of the cluster hands them out. 0: none.",
+        "description": "Number of GPUs of a run, which the device plugin of the cluster assigns. Default: 0.",
         "type": "integer",
         "minimum": 0,
         "default": 0,
     },
     "project_claim": {
         "title": "Volume of the project",
-        "description": "A PersistentVolumeClaim, mounted at /project: profiles, recipes, and the store in .mergegate. "
-        "ReadWriteMany where several nodes share it.",
+        "description": "PersistentVolumeClaim for profiles, recipes and the store, mounted at /project. "
+        "Several nodes need ReadWriteMany.",
         "type": "string",
         "default": "mergegate-project",
     },
     "secret": {
         "title": "Secret",
-        "description": "A Secret whose keys become variables: PREFECT_API_AUTH_STRING, HF_TOKEN.",
+        "description": "Secret whose keys become environment variables: PREFECT_API_AUTH_STRING, HF_TOKEN.",
         "type": "string",
         "default": "mergegate",
     },
@@ -65,7 +65,7 @@ def pool_template() -> dict[str, Any]:
 def _prefects_own() -> dict[str, Any]:
     found = importlib.util.find_spec("prefect")
     if found is None or found.origin is None:
-        raise SystemExit("Prefect is not installed for this Python: call the project's own")
+        raise SystemExit("Prefect is not installed for this Python. Use the Python of the project's environment.")
     known = Path(found.origin).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
     own: dict[str, Any] = json.loads(known.read_text())["prefect-kubernetes"]["kubernetes"]
     return own["default_base_job_configuration"]  # type: ignore[no-any-return]  # of JSON

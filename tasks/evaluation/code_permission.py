@@ -91,8 +91,8 @@ def allow_code(task: EvalTask, profile_name: str, allowed_names: Collection[str]
 def allow_code_advice(profile_name: str) -> str:
     """Return the advice for a user whose task runs code without permission."""
     return (
-        f"add 'allow_code: [{profile_name}]' under evaluate to run its programs in a sandbox (docs/security.md); or "
-        "remove the task"
+        f"add 'allow_code: [{profile_name}]' under evaluate to run its programs in a sandbox "
+        "(docs/how-to/run-generated-code.md); or remove the task"
     )
 
 

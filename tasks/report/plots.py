@@ -51,7 +51,8 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
-    upper = "margin or per-task limit" if content.verdict.suites else "margin"
+    in_suite = any(guard.limit is not None for guard in guards)
+    upper = "margin or per-task limit" if content.verdict.suites else "per-task limit" if in_suite else "margin"
     names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
     return draw_intervals("guards", lines, 0.0, names, "drop in points", label)
 

@@ -1,7 +1,7 @@
 """Failures of unattended runs: the state after a failure, and how the next run continues from it.
 
-The tests prove the rows of the table in ``docs/operations.md`` ("When something goes wrong") that no other file proves,
-and check that every row names a test.
+The tests prove the rows of the table in ``docs/explanation/failures.md`` that no other file proves, and check that
+every row names a test.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ class TestNights:
 
 @pytest.fixture(scope="module")
 def rows() -> list[list[str]]:
-    """Return the cells of the table in ``docs/operations.md``."""
-    text = (PROJECT / "docs" / "operations.md").read_text()
+    """Return the cells of the table in ``docs/explanation/failures.md``."""
+    text = (PROJECT / "docs" / "explanation" / "failures.md").read_text()
     section = text.partition("\n## When something goes wrong\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:] if line.count("|") == 6]

@@ -1,4 +1,4 @@
-"""The commands of ``docs/operations.md``, "From a bare machine to last night's report", word for word.
+"""The commands of ``docs/how-to/schedule-runs.md`` and ``approve-releases.md``, word for word.
 
 They cover PostgreSQL, a server that requires a secret, a schedule that fires by itself and publishes, refusals,
 approvals and messages. The test changes only the addresses (ports, the webhook) and the schedule, which fires within a
@@ -37,10 +37,10 @@ WRITTEN_HOOK = "https://chat.example/hooks/123"
 WRITTEN_SCHEDULE = '"0 3 * * *", timezone: Europe/Berlin'
 
 
-def blocks(heading: str, kind: str = "") -> list[str]:
-    """Return the code blocks below a heading of the page."""
-    text = (PROJECT / "docs" / "operations.md").read_text()
-    section = re.split(rf"^##+ {re.escape(heading)}\n", text, flags=re.MULTILINE)[1]
+def blocks(page: str, heading: str, kind: str = "sh") -> list[str]:
+    """Return the code blocks of one kind in a section of a guide, up to the next heading."""
+    text = (PROJECT / "docs" / "how-to" / page).read_text()
+    section = re.split(rf"^#+ {re.escape(heading)}\n", text, flags=re.MULTILINE)[1]
     section = re.split(r"^##+ ", section, flags=re.MULTILINE)[0]
     found = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     return [text for written, text in found if written == kind]
@@ -93,9 +93,11 @@ class Person:
 
 @pytest.mark.long
 def test_the_page_word_for_word(clone: Path, database: str) -> None:
-    activate, server, worker, deploy, by_hand, refused, report = blocks("From a bare machine to last night's report")
-    (nights,) = blocks("From a bare machine to last night's report", "yaml")
-    (approve,) = blocks("Approval")
+    activate, server, worker, deploy, by_hand, refused, report = blocks(
+        "schedule-runs.md", "From a new machine to the first report"
+    )
+    (nights,) = blocks("schedule-runs.md", "Schedule runs", "yaml")
+    approve, _ = blocks("approve-releases.md", "Approve releases")
     port = free_port()
     environment = bare_environment(clone)
     with webhook() as received:

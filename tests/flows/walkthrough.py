@@ -9,8 +9,8 @@ The page needs no special markup. A fenced block means:
 * Any other language without a title, after a command: Compare the block with the output of the command.
 * ``console``: Lines that begin with ``$`` are commands, and the lines below each are its output.
 
-An output block may leave out lines with a line ``…``, and part of a line with ``…`` in it. Times, rates, dates, hashes, ports
-and the directory of the walk are not compared, nor is the width of blanks.
+An output block may leave out lines with a line ``…``, and part of a line with ``…`` in it. Times, rates, dates, hashes,
+ports and the directory of the walk are not compared, nor is the width of blanks.
 """
 
 from __future__ import annotations
