@@ -38,7 +38,7 @@ def test_the_home_page_lists_every_page() -> None:
 
 
 def test_the_site_has_a_navigation_entry_for_every_page() -> None:
-    sections = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     entries = [
         entry for section in sections for value in section.values() if isinstance(value, list) for entry in value
     ]
