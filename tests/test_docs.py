@@ -39,9 +39,7 @@ def test_the_home_page_lists_every_page() -> None:
 
 def test_the_site_has_a_navigation_entry_for_every_page() -> None:
     nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    entries = [
-        entry for section in sections for value in section.values() if isinstance(value, list) for entry in value
-    ]
+    entries = [entry for section in nav for value in section.values() if isinstance(value, list) for entry in value]
     assert sorted(entries) == sorted(str(page.relative_to(DOCS)) for page in [*PAGES, *NOTEBOOKS])
 
 
