@@ -1,4 +1,6 @@
-"""Compare how merge methods handle five clients, one of them faulty, over five rounds. Tables of docs/clients.md.
+"""Compare how merge methods handle five clients, one of them faulty, over five rounds.
+
+The tables are in ``docs/benchmarks/client-rounds.md``.
 
 ::
 
@@ -33,13 +35,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "median": {"merge_method": "median"},
     "trimmed_mean": {"merge_method": "trimmed_mean"},
     "geometric_median": {"merge_method": "geometric_median"},
-    "the mean, leave_out_beyond 3": {"merge_method": "task_arithmetic", "leave_out_beyond": 3},
+    "mean, `leave_out_beyond: 3`": {"merge_method": "task_arithmetic", "leave_out_beyond": 3},
     "median, leave_out_beyond 3": {"merge_method": "median", "leave_out_beyond": 3},
 }
 Train = Callable[[Clients, Path], None]
 FIFTH: Mapping[str, Train | None] = {
-    "nobody": None,
-    "turned x 5": lambda clients, begin: clients.turn("eve", begin, 5),
+    "none": None,
+    "reversed x 5": lambda clients, begin: clients.turn("eve", begin, 5),
     "noise x 5": lambda clients, begin: clients.confuse("eve", begin, 5),
     "NaN": lambda clients, begin: clients.damage("eve", begin),
 }

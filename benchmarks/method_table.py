@@ -1,4 +1,6 @@
-"""Measure how much of two skills each merge method retains, as usually set and at its best scale, for docs/methods.md.
+"""Measure how much of two skills each method retains, as usual and at its best scale.
+
+The tables are in ``docs/benchmarks/method-quality.md``.
 
 ::
 
@@ -158,7 +160,7 @@ def main() -> int:
             exact, nats, entropy = means_of(setting, fill_recipe(method, scale), which).values()
             return Result(tuple(100 * share for share in exact), sum(nats) / 3, sum(entropy) / 3)
 
-        print("| method | as it is usually set | | best scale, by right answers | | scale by entropy alone | |")
+        print("| method | usual parameters | | best scale by right answers | | best scale by entropy | |")
         print("|---|--:|--:|--:|--:|--:|--:|")
         for method in sys.argv[1:] or USUAL:
             has_scale = merge_methods()[method].parameter("lambda") is not None

@@ -1,4 +1,6 @@
-"""Measure what merge methods retain of two fine-tunes of a real model: the second table of docs/methods.md.
+"""Measure what merge methods retain of two fine-tunes of a real model.
+
+The tables are in ``docs/benchmarks/method-quality.md``.
 
 ::
 

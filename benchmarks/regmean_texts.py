@@ -1,4 +1,6 @@
-"""Measure what RegMean retains, depending on the texts its models have read: the third table of docs/methods.md.
+"""Measure what RegMean retains, depending on the texts its models have read.
+
+The tables are in ``docs/benchmarks/method-quality.md``.
 
 ::
 
@@ -72,7 +74,7 @@ def main() -> int:
         recipes = {case: recipe_of(*what) for case, what in cases.items()}
         sizes = {"search": 10, "confirmation": TEST}
         setting = demo_setting(next(iter(recipes.values())), place, sizes, ("exact",), list(recipes.values()))
-        print("| each model has read | reversing | shifting | copying |")
+        print("| text of each model | reversing | shifting | copying |")
         print("|---|--:|--:|--:|")
         for case, recipe in recipes.items():
             copied, reversed_, shifted = (100 * share for share in means_of(setting, recipe, "confirmation")["exact"])

@@ -1,4 +1,6 @@
-"""Compare a mean, a median and a trimmed mean of five clients, one of them faulty. Second table of docs/methods.md.
+"""Compare a mean, a median and a trimmed mean of five clients, one of them faulty.
+
+The tables are in ``docs/benchmarks/method-quality.md``.
 
 ::
 
@@ -66,7 +68,7 @@ def main() -> int:
         absurd = {
             "four honest": [],
             "and noise x 5": [make_client(place / "noise", reverse, 0, 5, draw)],
-            "and the mean turned x 5": [make_client(place / "turned", mean, -5, 0, draw)],
+            "four honest, one reversed x 5": [make_client(place / "turned", mean, -5, 0, draw)],
         }
         everybody = recipe_of("median", [*honest, *(one for more in absurd.values() for one in more)], 1.0)
         setting = demo_setting(everybody, place, {"search": 10, "confirmation": TEST}, ("exact",))

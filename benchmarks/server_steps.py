@@ -1,4 +1,6 @@
-"""Compare the server's step after five rounds of honest clients: mean, momentum, Adam. Tables of docs/clients.md.
+"""Compare the server's step after five rounds of honest clients: mean, momentum, Adam.
+
+The tables are in ``docs/benchmarks/client-rounds.md``.
 
 ::
 
@@ -28,8 +30,8 @@ from method_table import TEST, demo_setting, means_of  # noqa: E402
 
 ROUNDS = 5
 STEPS: dict[str, dict[str, Any]] = {
-    "the mean": {},
-    "the mean, lambda 2": {"parameters": {"lambda": 2.0}},
+    "mean": {},
+    "mean, `lambda: 2`": {"parameters": {"lambda": 2.0}},
     "momentum 0.4": {"momentum": 0.4},
     "momentum 0.9": {"momentum": 0.9},
     "adam, rate 0.003": {"adam": {"rate": 0.003}},

@@ -10,7 +10,7 @@ A recipe of clients looks like this::
       at_least: 2                           # minimum number of clients with something new
       momentum: 0.9                         # fraction of the last round's step to repeat; or
       adam: {rate: 0.01}                    # see server_step.py
-      leave_out_beyond: 5                   # see docs/methods.md
+      leave_out_beyond: 5                   # see docs/how-to/merge-client-rounds.md
 
 The content of the directories decides which clients take part. mergegate leaves out a client, and says why, if it does
 not exist, has no complete checkpoint, has tensors of another shape, or is already part of the last release. A LoRA

@@ -111,7 +111,8 @@ def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterat
     reader = next(candidate for candidate in merge_methods().values() if candidate.traits.reads_text)
     method_does = (
         f"# {first_method.name} {first_method.traits.first_draft}.\n"
-        f"# mergegate tune finds its scale. {reader.name} needs no scale, but a text for each model (docs/methods.md)."
+        f"# mergegate tune finds its scale. {reader.name} needs no scale, but a text for each model\n"
+        "# (docs/how-to/choose-a-method.md)."
     )
     reason = "so the difference from the base is what each model learned"
     yield RecipeDraft(differences, f"All tensors have the base's shapes, {reason}.\n{method_does}")

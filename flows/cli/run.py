@@ -157,7 +157,7 @@ def run_comparison(
     """Run the flow ``compare``, and return its outcome."""
     from mergegate.flows.compare import compare
 
-    load_for_flow(profile)
+    load_profile(profile)  # a usage error ends the command at once; the recipe is not needed
     name = profile.name if isinstance(profile, Profile) else profile
     headline = (f"{Path(candidate).name} against {Path(reference).name}", f"profile {name}")
     return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)

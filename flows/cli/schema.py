@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from mergegate.flows.cli.command import command_context, local_path
-from mergegate.flows.cli.reference_pages import api_page, cli_page, profile_page, recipe_page
+from mergegate.flows.cli.reference_pages import api_page, cli_page, methods_page, profile_page, recipe_page
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.recipe import recipe_schema
@@ -99,6 +99,7 @@ def generated_pages() -> dict[str, str]:
         "schema/answer.json": json.dumps(answer, indent=1) + "\n",
         "reference/profile.md": profile_page(),
         "reference/recipe.md": recipe_page(),
+        "reference/methods.md": methods_page(),
         "reference/cli.md": cli_page(),
         "reference/python-api.md": api_page(),
     }

@@ -28,11 +28,12 @@ from mergegate.merge_core.methods.contract import (
     row_length,
 )
 from mergegate.merge_core.methods.masks import mask_key
-from mergegate.merge_core.methods.registry import find_method, merge_methods
+from mergegate.merge_core.methods.registry import BUILT_IN, find_method, merge_methods
 from mergegate.merge_core.methods.task_vectors import TASK_ARITHMETIC
 from mergegate.merge_core.methods.upcycling import UPCYCLING
 
 __all__ = [
+    "BUILT_IN",
     "GRAIN",
     "PASSTHROUGH",
     "REQUIRED",

@@ -78,6 +78,7 @@ def _keep(default: float) -> Parameter:
 METHODS = (
     Method(
         name="moving_mean",
+        formula="m = keep · m + (1 - keep) (x - b)",
         summary="Mean over rounds of the change of a model; the second model is the previous mean",
         paper=_PAPER,
         base="required",
@@ -89,6 +90,7 @@ METHODS = (
     ),
     Method(
         name="moving_squares",
+        formula="v = keep · v + (1 - keep) (x - b)²",
         summary="Mean over rounds of the squared change of a model; the second model is the previous mean",
         paper=_PAPER,
         base="required",
@@ -100,6 +102,7 @@ METHODS = (
     ),
     Method(
         name="adam",
+        formula="x = b + rate · m / (sqrt(v) + tau)",
         summary="The base plus a step of Adam: the moving mean of the changes over the root of their mean square",
         paper=_PAPER,
         base="required",

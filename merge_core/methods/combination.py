@@ -126,6 +126,7 @@ def check_weight_sum(switch: str) -> Callable[[Values, Sequence[Values], str], N
 
 PASSTHROUGH = Method(
     name="passthrough",
+    formula="x = scale · x_1",
     summary="The tensors of one model, optionally scaled, for stacking slices",
     paper="",
     base="ordinary",
@@ -139,6 +140,7 @@ PASSTHROUGH = Method(
 METHODS = (
     Method(
         name="linear",
+        formula="x = Σ w_i x_i / Σ w_i",
         summary="Weighted average of the models",
         paper="Model soups, Wortsman et al. 2022, https://arxiv.org/abs/2203.05482",
         base="ordinary",

@@ -418,6 +418,7 @@ class Method:
             the shared values, the values per input, and the location for the message.
         costs: Costs for the forecast. None: not measured, so the forecast assumes costs and says so.
         traits: Properties for other packages.
+        formula: Formula for the reference page. ``b`` is the base, ``x_i`` are the models, ``w_i`` their weights.
     """
 
     name: str
@@ -432,6 +433,7 @@ class Method:
     check: Callable[[Values, Sequence[Values], str], None] = field(default=lambda *_: None, repr=False)
     costs: Costs | None = field(default=None, repr=False)
     traits: Traits = field(default=Traits(), repr=False)
+    formula: str = field(default="", repr=False)
 
     def parameter(self, name: str) -> Parameter | None:
         """Return the parameter with this name, or None if the method has no such parameter."""

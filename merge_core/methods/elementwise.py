@@ -156,6 +156,8 @@ def _weighted_mean(task: TensorTask) -> Map:
 METHODS = (
     Method(
         name="consensus_ta",
+        formula="v_i = w_i (x_i - b), T = Σ v_i; x = b + λ T where at least agreement models have |v_i| > "
+        "threshold · |T - v_i|, else b",
         summary="Add up task vectors where at least two models need the element, keep the base elsewhere",
         paper="Consensus Task Arithmetic (TALL masks), Wang et al. 2024, https://arxiv.org/abs/2405.07813",
         base="required",
@@ -179,6 +181,7 @@ METHODS = (
     ),
     Method(
         name="geometric_median",
+        formula="x = b + λ · argmin_z Σ w_i |x_i - b - z|",
         summary="The base plus the point with the smallest sum of distances to the task vectors of whole models",
         paper="Robust aggregation, Pillutla et al. 2022, https://arxiv.org/abs/1912.13445",
         base="required",
@@ -196,6 +199,7 @@ METHODS = (
     ),
     Method(
         name="median",
+        formula="x = b + λ · median(x_i - b)",
         summary="The base plus the median of the task vectors, element by element",
         paper=_ROBUST,
         base="required",
@@ -207,6 +211,7 @@ METHODS = (
     ),
     Method(
         name="trimmed_mean",
+        formula="x = b + λ · mean(x_i - b) without the floor(trim · n) lowest and highest values of each element",
         summary="The base plus the mean of the task vectors without the extremes of each element",
         paper=_ROBUST,
         base="required",

@@ -58,6 +58,7 @@ def _average_by_importance(task: TensorTask) -> Map:
 METHODS = (
     Method(
         name="fisher",
+        formula="x = Σ w_i F_i x_i / Σ w_i F_i, F_i = squared derivative of the log-likelihood",
         summary="Average of each element, weighted by its importance to each model on its own calibration text",
         paper="Fisher merging, Matena & Raffel 2022, https://arxiv.org/abs/2111.09832",
         base="optional",

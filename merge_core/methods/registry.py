@@ -41,7 +41,7 @@ _FAMILIES = (
     fisher,
     spectral,
 )
-_BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
+BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
 
 
 @cache
@@ -51,7 +51,7 @@ def merge_methods() -> Mapping[str, Method]:
     Raises:
         InvalidInput: An installed package registers an object that is not a Method, or a name that is already taken.
     """
-    methods = {method.name: method for method in _BUILT_IN}
+    methods = {method.name: method for method in BUILT_IN}
     for point in entry_points(group=GROUP):
         loaded = point.load()
         for method in (loaded,) if isinstance(loaded, Method) else tuple(loaded):

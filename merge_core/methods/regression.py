@@ -247,6 +247,7 @@ def _moment_bytes(task: TensorTask, width: int) -> int:
 METHODS = (
     Method(
         name="regmean",
+        formula="X = (Σ w_i X_i G_i) (Σ w_i G_i)⁻¹, G_i = mean of x x' of the inputs of the matrix",
         summary="Least-squares fit of each matrix to the outputs of all models on their own calibration texts",
         paper="RegMean, Jin et al. 2023, https://arxiv.org/abs/2212.09849",
         base="optional",
@@ -283,6 +284,7 @@ METHODS = (
     ),
     Method(
         name="wudi",
+        formula="X = b + λ (Σ w_i d_i G_i) (Σ w_i G_i)⁻¹, d_i = X_i - b, G_i = d_i' d_i / |d_i|²",
         summary="Least-squares fit of each matrix to the outputs of all models on inputs that the task vectors imply",
         paper="WUDI-Merging, Cheng et al. 2025, https://arxiv.org/abs/2503.08099; its optimum in closed form",
         base="required",

@@ -353,6 +353,7 @@ def _knots_held_bytes(task: TensorTask) -> int:
 METHODS = (
     Method(
         name="knots",
+        formula="[d_1 … d_k] = U S [V_1' … V_k']; X = b + λ U · TIES(S V_i')",
         summary="TIES in the directions that all task matrices share, also for adapters (experimental)",
         paper="KnOTS, Stoica et al. 2025, https://arxiv.org/abs/2410.19735",
         base="required",
@@ -374,6 +375,8 @@ METHODS = (
         decompositions=4,
         workspaces=9,
         name="tsv_m",
+        formula="the min(out, in) / k largest singular directions of each task matrix, orthogonalized together "
+        "and added",
         summary="Sum of the leading singular directions of each task matrix, made orthogonal to those of the others"
         " (experimental)",
         paper="Task Singular Vectors, Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081",

@@ -198,6 +198,7 @@ def _gram_folds(task: TensorTask) -> int:
 METHODS = (
     Method(
         name="slerp",
+        formula="x = sin((1 - t) θ) / sin θ · x_1 + sin(t θ) / sin θ · x_2",
         summary="Spherical interpolation from the first model (or the base) to the next ones",
         paper="Shoemake 1985, https://doi.org/10.1145/325334.325242",
         base="donor",

@@ -1,4 +1,4 @@
-"""Writes the table of families in ``docs/families.md``, by trying each merge feature with each family.
+"""Writes the table of families in ``docs/reference/families.md``, by trying each merge feature with each family.
 
     python tests/merge_core/family_table.py
 
@@ -22,7 +22,7 @@ from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, m
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "families.md"
 WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"
 Cut = list[tuple[str, int, int]]
 DONE = "✓"

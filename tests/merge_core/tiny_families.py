@@ -480,8 +480,8 @@ FAMILIES: tuple[TinyFamily, ...] = (
         usual=False,
     ),
     TinyFamily("diffllama", "diffllama", {}),
-    TinyFamily("minimax, which nobody has described", "minimax", {"num_local_experts": 4, "head_dim": 8}),
-    TinyFamily("xglm, which nobody has described", "xglm", _XGLM, usual=False),
+    TinyFamily("minimax, not described", "minimax", {"num_local_experts": 4, "head_dim": 8}),
+    TinyFamily("xglm, not described", "xglm", _XGLM, usual=False),
 )
 
 BY_NAME = {family.name: family for family in FAMILIES}
