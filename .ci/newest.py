@@ -6,9 +6,9 @@
     make newest NEWEST="--only prefect --tests tests/flows"   # one of them, and fewer tests
 
 For each package, the script creates an environment that sees ``.venv``, installs the newest version of the package
-with its dependencies, and runs the fast tests. It writes a table to standard output and to ``newest.md``. The table also
-lists packages that could not be installed. The exit code is 1 if a newer version does not pass. The script does not change
-bounds or pins: a maintainer raises them.
+with its dependencies, and runs the fast tests. It writes a table to standard output and to ``newest.md``, including
+packages that could not be installed. The exit code is 1 if a newer version does not pass. The script does not change
+bounds or pins. A maintainer raises them.
 """
 
 from __future__ import annotations

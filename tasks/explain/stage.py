@@ -270,8 +270,8 @@ def explain_merge(
 def named_base(models: Iterable[Path], directory: Path) -> str | None:
     """Return the base that the cards of all models name, in the form that a recipe in ``directory`` would use.
 
-    ``models`` are directories. The result is None unless all cards name one base and agree on
-    it, or if the base is a model of the list.
+    ``models`` are directories. If a card does not name exactly one base, if the cards differ, or if the base is one
+    of the models, the result is None.
     """
     directories = [model_directory.resolve() for model_directory in models]
     candidates = set()
