@@ -139,7 +139,7 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 
 # What makes a site of docs/ is needed by nothing else.
 .venv-docs/ready: | .uv/ready
-	@.ci/install .venv-docs mkdocs-material==9.7.1
+	@.ci/install .venv-docs mkdocs-material==9.7.1 mkdocs-jupyter==0.25.1
 	touch $@
 
 # MLflow's server wants older versions of half of what we use.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HOME = DOCS / "index.md"
@@ -34,6 +35,12 @@ def test_a_page_is_short_and_has_one_title(page: Path) -> None:
 def test_the_home_page_lists_every_page() -> None:
     listed = {(DOCS / target).resolve() for target in links(HOME)}
     assert [str(page.relative_to(DOCS)) for page in [*PAGES, *NOTEBOOKS] if page not in listed] == []
+
+
+def test_the_site_has_a_navigation_entry_for_every_page() -> None:
+    nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    entries = [entry for section in nav for value in section.values() if isinstance(value, list) for entry in value]
+    assert sorted(entries) == sorted(str(page.relative_to(DOCS)) for page in [*PAGES, *NOTEBOOKS])
 
 
 @pytest.mark.parametrize("page", [HOME, *PAGES], ids=lambda page: str(page.relative_to(DOCS)))

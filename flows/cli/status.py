@@ -101,6 +101,7 @@ def _scheduled_profiles(schedules: Schedules) -> list[_ScheduledProfile]:
 
             deployed = set(deployments_on_server(client))
             with suppress(ObjectNotFound):  # the pool of a server that no worker has joined
+                client.read_work_pool(POOL)  # unlike the next request, it raises ObjectNotFound
                 workers = client.read_workers_for_work_pool(POOL)
             if not any(worker.status == "ONLINE" for worker in workers):
                 no_worker = "no worker is online; start one with mergegate worker"

@@ -155,10 +155,11 @@ def undecidable_finding(planned_tasks: Sequence[PlannedTask], rule: GateRule) ->
 
     The best case is a merge that agrees with its references on every document.
     """
+    if not planned_tasks:
+        return None
     none = np.zeros(1)
     best = [DrawnDrops(entry.guard, none, none, entry.looks[-1]) for entry in planned_tasks]
-    confidence = last_confidence(planned_tasks, rule)
-    if not planned_tasks or passing_merges(best, confidence, as_suite=rule.rule == "suite").all():
+    if passing_merges(best, last_confidence(planned_tasks, rule), as_suite=rule.rule == "suite").all():
         return None
     documents = sum({entry.guard.task: entry.looks[-1] for entry in planned_tasks}.values())
     return Finding(

@@ -1,4 +1,4 @@
-"""Commands and YAML in the README and docs/ are accepted by the product, and the README's commands work."""
+"""Commands and YAML in the README and docs/ are accepted by the product, and everyday commands end well."""
 
 from __future__ import annotations
 
@@ -258,53 +258,36 @@ def test_a_wrong_key_in_a_fragment_is_found() -> None:
             test_each_yaml_block_is_valid(text, PROJECT / "README.md")
 
 
-# README commands that need a server, a search or a scheduled run, with the test file that runs each of them.
-ELSEWHERE = {
-    "sweep": "tests/flows/test_sweep.py",
-    "tune": "tests/flows/test_tune.py",
-    "gate": "tests/flows/test_gate_command.py",
-    "smoke": "tests/serve/test_smoke.py",
-    **dict.fromkeys(("server", "worker", "deploy", "trigger", "approve"), "tests/flows/test_operations.py"),
-}
-# Values for the README's placeholders in a project with a released demo.
-PUT = {
-    "support.yaml": "profiles/demo.yaml",
-    "PROFILE": "profiles/demo.yaml",
-    "RECIPE": "profiles/demo/recipes/ties.yaml",
-    "OUT": "out",
-    "A": "profiles/demo/models/base",
-    "B": "profiles/demo/models/reverser",
-    "RELEASE": "releases/demo/latest",
-    "[PROFILE]": "demo",
-    "RUN": "demo",
-}
-
-
-def of_the_readme() -> list[Documented]:
-    return [one for one in EVERY if one.page == "README.md" and one.whole and one.words[0] == "mergegate"]
-
-
-def test_what_is_carried_out_elsewhere_is_carried_out_there() -> None:
-    for name, test in ELSEWHERE.items():
-        assert re.search(rf"\b{name}\b", (PROJECT / test).read_text(encoding="utf-8")), f"{test} does not run {name}"
+EVERYDAY = """
+check profiles/demo.yaml
+run profiles/demo.yaml
+plan profiles/demo/recipes/ties.yaml
+merge profiles/demo/recipes/ties.yaml out
+methods
+compare profiles/demo/models/base profiles/demo/models/reverser -p profiles/demo.yaml
+verify releases/demo/latest
+reproduce releases/demo/latest
+store ls
+store du
+store verify
+store gc
+status
+open demo
+explain demo
+history demo
+doctor
+"""
 
 
 @pytest.mark.slow  # merges and evaluates models
 @pytest.mark.usefixtures("prefect_api")
-def test_the_list_of_the_readme_does_what_it_says(
+def test_each_everyday_command_ends_well_after_a_release(
     released: tuple[Project, Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("webbrowser.open", lambda *_: True)
     shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
     project = Project(tmp_path / "project")
-    ran = []
-    for command in of_the_readme():
-        words = [PUT.get(word, word) for word in command.words[1:]]
-        if words[0] in ELSEWHERE:
-            continue
-        done = project.mergegate(*words)
-        loses_a_skill = "profiles/demo-refused.yaml" in words
-        assert done.exit_code == (3 if loses_a_skill else 0), f"{words}\n{done.output}"
+    for command in EVERYDAY.split("\n")[1:-1]:
+        done = project.mergegate(*command.split())
+        assert done.exit_code == 0, f"{command}\n{done.output}"
         assert "Traceback" not in done.output
-        ran.append(words[0])
-    assert {"check", "run", "plan", "merge", "methods", "compare", "verify", "store", "history", "doctor"} <= set(ran)
