@@ -15,9 +15,9 @@ The ratio of the actual error to this estimate does not follow Student's t. The 
 unequal size differ, or if the sample misses rare bad clusters. Satterthwaite's degrees of freedom correct the first
 problem in part and the second not at all. The quantile is therefore simulated for the given weights and several kinds
 of clusters, and the largest one is used: clusters with normal effects; with exponential (skewed) effects; without
-effects, so that only documents vary; and a share (a fifth or more) of falling clusters while the others do not
-change. With fewer than 14 clusters, more than 5 % of samples contain none of the falling clusters, and no analysis of
-such a sample can detect them.
+effects, so that only documents vary; and a share (a fifth or more) of falling clusters while the others do not change.
+With fewer than 14 clusters, more than 5 % of samples contain none of the falling clusters, and no analysis of such a
+sample can detect them.
 """
 
 from __future__ import annotations

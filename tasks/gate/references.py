@@ -4,8 +4,8 @@ The reference is a parent, the best parent on the guard's task, the champion (th
 the anchor (a release that stays the same over many runs).
 
 ``best parent`` is chosen on the documents that judge the merge. If several parents are equally good, the luckiest is
-chosen (winner's curse). This does not make it easier to pass, because no parent scored higher. It would make it too easy to
-fail, so a failure of the guard is tested as one question per parent (see ``tasks.gate.regression``).
+chosen (winner's curse). This does not make it easier to pass, because no parent scored higher. It would make it too
+easy to fail, so a failure of the guard is tested as one question per parent (see ``tasks.gate.regression``).
 """
 
 from __future__ import annotations
