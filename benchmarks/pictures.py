@@ -83,18 +83,16 @@ def photograph_shadow(chromium: str, picture: Path) -> None:
 
 def print_run(profile: str, svg: str) -> None:
     """Run a profile on a recording terminal of 80 columns."""
-    import rich.console
     import typer
-    from rich.console import Console
 
-    from mergegate.flows.cli import run
+    from mergegate.flows.cli import console, run
 
-    console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
-    rich.console.Console = lambda **_: console  # type: ignore[assignment,misc]
+    terminal = console.FittingConsole(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False)
+    console.FittingConsole = lambda **_: terminal  # type: ignore[assignment,misc]
     with contextlib.suppress(typer.Exit):
         run.run_command(Path(profile))
-    console.print()  # ends the picture within its last line
-    console.save_svg(svg, title=f"mergegate run {profile}")
+    terminal.print()  # ends the picture within its last line
+    terminal.save_svg(svg, title=f"mergegate run {profile}")
 
 
 def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bool) -> None:
