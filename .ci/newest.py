@@ -1,14 +1,14 @@
-"""Which dependency breaks what in its newest version, before a user finds out. For a CI job on a schedule.
+"""Test the newest version of each dependency, to find breaking changes before a user does. For a scheduled CI job.
 
 ::
 
-    make newest                                               # every direct dependency, one at a time, then together
-    make newest NEWEST="--only prefect --tests tests/flows"   # one of them, and fewer tests
+    make newest                                               # each direct dependency alone, then all together
+    make newest NEWEST="--only prefect --tests tests/flows"   # one dependency, fewer tests
 
-Each is tried in an environment of its own that sees ``.venv`` and has one package newer than ``constraints.txt`` pins
-it, with whatever that needs; then the fast tests run. What the index does not have, or what cannot be installed beside
-the rest, is said as such. A table goes to standard output and to ``newest.md``; exit code 1 if anything newer does not
-pass. Nothing is changed: bounds and pins are raised by a person who has read it.
+For each dependency, the script creates an environment that sees ``.venv`` and has one package newer than the pin in
+``constraints.txt``, with the dependencies of that version. It then runs the fast tests. The table lists packages that
+the index does not have or that cannot be installed. The script prints the table, writes it to ``newest.md``, and exits
+with code 1 if a newer version fails. It changes no bounds or pins; a maintainer does that after reading the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("-m", "not slow and not gpu and not peer and not serve and not ray")
-# torch has builds that only some machines can use; vLLM's environment is its own.
+# Some builds of torch work only on some machines.
 LEFT_OUT = {"torch", "mergegate"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LIMIT_S = 3 * 3600
@@ -43,17 +43,17 @@ class Tried:
     why: str = ""
 
     def row(self) -> str:
-        """Of the table."""
+        """The package as a row of the table."""
         return f"| {self.name} | {self.pinned} | {self.newest} | {self.outcome} | {self.why.replace('|', '/')} |"
 
 
 def normal(name: str) -> str:
-    """As package indexes compare names (PEP 503)."""
+    """Return a name in the normal form of package indexes (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def direct_dependencies(pyproject: Mapping[str, object]) -> list[str]:
-    """Names of what we ask for ourselves, extras included, in their order."""
+    """Return the names of the direct dependencies, including those of extras, in order."""
     project = pyproject["project"]
     assert isinstance(project, Mapping)
     asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
@@ -62,19 +62,19 @@ def direct_dependencies(pyproject: Mapping[str, object]) -> list[str]:
 
 
 def pins(constraints: str) -> dict[str, str]:
-    """Version of each package that is pinned."""
+    """Return the version of each pinned package."""
     lines = (line.partition("#")[0].strip() for line in constraints.splitlines())
     return {normal(name): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
 
 
 def newest_version(said: str) -> str:
-    """Of what ``pip index versions`` prints: ``prefect (3.9.1)``."""
+    """Return the version from the output of ``pip index versions``, such as ``prefect (3.9.1)``."""
     found = re.search(r"^\S+ \(([^)]+)\)", said, re.MULTILINE)
     return found[1] if found else ""
 
 
 def conflict(said: str) -> str:
-    """Why pip could not install something, in a line."""
+    """Return one line of pip's output that explains why an installation failed."""
     lines = [line.strip() for line in said.splitlines()]
     for line in lines:
         if " depends on " in line or "No matching distribution" in line:
@@ -91,12 +91,12 @@ def broken_tests(said: str) -> str:
 
 
 def loosened(constraints: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the pins, with those of ``wanted`` in place of their own."""
+    """Return the pins, with the versions in ``wanted`` replaced."""
     return "".join(f"{name}=={version}\n" for name, version in {**constraints, **wanted}.items())
 
 
 def environment_beside(place: Path, base: Path) -> Path:
-    """Create an environment that sees the packages of ``base`` and may hold newer ones. Return its Python."""
+    """Create an environment that sees the packages of ``base`` and can have newer ones. Return its Python."""
     venv.create(place, with_pip=True, clear=True)
     python = place / "bin" / "python"
     library = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
@@ -106,7 +106,7 @@ def environment_beside(place: Path, base: Path) -> Path:
 
 
 def run(command: Sequence[str | Path]) -> tuple[int, str]:
-    """Exit code and all that a command printed."""
+    """Return the exit code and the output of a command."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
@@ -122,7 +122,7 @@ def run(command: Sequence[str | Path]) -> tuple[int, str]:
 def try_out(
     name: str, wanted: Mapping[str, str], pinned: Mapping[str, str], place: Path, tests: Sequence[str]
 ) -> Tried:
-    """Install ``wanted`` beside what there is, and run the tests."""
+    """Install ``wanted`` in an environment that sees the current packages, and run the tests."""
     before = ", ".join(pinned.get(one, "-") for one in wanted) if len(wanted) == 1 else ""
     after = ", ".join(wanted.values()) if len(wanted) == 1 else f"{len(wanted)} packages"
     python = environment_beside(place / name, ROOT / ".venv")
@@ -132,22 +132,22 @@ def try_out(
     code, said = run([python, "-m", "pip", "install", "--constraint", constraints, *newer])
     if code:
         return Tried(name, before, after, "cannot be installed", conflict(said))
-    # What tests keep between runs was made with other versions.
+    # Use a new cache, because results in the old one come from other versions.
     code, said = run([python, "-m", "pytest", "-q", "-o", f"cache_dir={place / name / 'cache'}", *tests])
     return Tried(name, before, after, "fails" if code else "passes", broken_tests(said) if code else "")
 
 
 def table(tried: Iterable[Tried]) -> str:
-    """Markdown."""
-    head = ["| package | pinned | newest | outcome | what, or why |", "| --- | --- | --- | --- | --- |"]
+    """Return the results as a Markdown table."""
+    head = ["| package | pinned | newest | outcome | reason |", "| --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *(one.row() for one in tried)]) + "\n"
 
 
 def main() -> int:
-    """Try them; 1 if anything newer does not pass."""
+    """Test the newer versions. Return 1 if one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", type=normal, help="names; absent: all")
-    parser.add_argument("--tests", nargs="*", default=FAST, help="arguments of pytest; absent: the fast tests")
+    parser.add_argument("--only", nargs="*", type=normal, help="Packages to test. Default: all direct dependencies.")
+    parser.add_argument("--tests", nargs="*", default=FAST, help="Arguments for pytest. Default: the fast tests.")
     arguments = parser.parse_args()
     pinned = pins((ROOT / "constraints.txt").read_text())
     names = arguments.only or direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
@@ -165,7 +165,7 @@ def main() -> int:
     if len(installable) > 1:
         tried.append(try_out("all-of-them", installable, pinned, place, arguments.tests))
     (ROOT / "newest.md").write_text(table(tried))
-    print(table(tried) if tried else "everything is the newest that there is")
+    print(table(tried) if tried else "all dependencies are up to date")
     return int(any(one.outcome != "passes" for one in tried))
 
 
