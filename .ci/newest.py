@@ -1,14 +1,14 @@
-"""Test the newest version of each dependency, to find breaking changes before a user does. For a scheduled CI job.
+"""Test the newest version of each dependency. For a scheduled CI job.
 
 ::
 
-    make newest                                               # each direct dependency alone, then all together
-    make newest NEWEST="--only prefect --tests tests/flows"   # one dependency, fewer tests
+    make newest                                               # every direct dependency, one at a time, then together
+    make newest NEWEST="--only prefect --tests tests/flows"   # one of them, and fewer tests
 
-For each dependency, the script creates an environment that sees ``.venv`` and has one package newer than the pin in
-``constraints.txt``, with the dependencies of that version. It then runs the fast tests. The table lists packages that
-the index does not have or that cannot be installed. The script prints the table, writes it to ``newest.md``, and exits
-with code 1 if a newer version fails. It changes no bounds or pins; a maintainer does that after reading the table.
+For each package, the script creates an environment that sees ``.venv``, installs the newest version of the package
+with its dependencies, and runs the fast tests. It writes a table to standard output and to ``newest.md``, including
+packages that could not be installed. The exit code is 1 if a newer version does not pass. The script does not change
+bounds or pins. A maintainer raises them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("-m", "not slow and not gpu and not peer and not serve and not ray")
-# Some builds of torch work only on some machines.
+# Some builds of torch need other hardware. vLLM has its own environment.
 LEFT_OUT = {"torch", "mergegate"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LIMIT_S = 3 * 3600
@@ -34,7 +34,7 @@ _LIMIT_S = 3 * 3600
 
 @dataclass(frozen=True)
 class Tried:
-    """One package, or all of them, in the newest version."""
+    """Result of the test of one package, or of all packages together."""
 
     name: str
     pinned: str
@@ -43,17 +43,17 @@ class Tried:
     why: str = ""
 
     def row(self) -> str:
-        """The package as a row of the table."""
+        """Return the row of the table."""
         return f"| {self.name} | {self.pinned} | {self.newest} | {self.outcome} | {self.why.replace('|', '/')} |"
 
 
 def normal(name: str) -> str:
-    """Return a name in the normal form of package indexes (PEP 503)."""
+    """Return a package name in the normal form of PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def direct_dependencies(pyproject: Mapping[str, object]) -> list[str]:
-    """Return the names of the direct dependencies, including those of extras, in order."""
+    """Return the names of the direct dependencies, including extras, in the order of the file."""
     project = pyproject["project"]
     assert isinstance(project, Mapping)
     asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
@@ -68,18 +68,18 @@ def pins(constraints: str) -> dict[str, str]:
 
 
 def newest_version(said: str) -> str:
-    """Return the version from the output of ``pip index versions``, such as ``prefect (3.9.1)``."""
+    """Return the newest version in the output of ``pip index versions``, or an empty string."""
     found = re.search(r"^\S+ \(([^)]+)\)", said, re.MULTILINE)
     return found[1] if found else ""
 
 
 def conflict(said: str) -> str:
-    """Return one line of pip's output that explains why an installation failed."""
+    """Return the reason why pip could not install a package, in one line."""
     lines = [line.strip() for line in said.splitlines()]
     for line in lines:
         if " depends on " in line or "No matching distribution" in line:
             return line.removeprefix("ERROR: ")
-    return next((line for line in reversed(lines) if line), "no reason was given")
+    return next((line for line in reversed(lines) if line), "pip gave no reason")
 
 
 def broken_tests(said: str) -> str:
@@ -91,12 +91,12 @@ def broken_tests(said: str) -> str:
 
 
 def loosened(constraints: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the pins, with the versions in ``wanted`` replaced."""
+    """Return the constraints, with the versions of ``wanted`` instead of the pinned ones."""
     return "".join(f"{name}=={version}\n" for name, version in {**constraints, **wanted}.items())
 
 
 def environment_beside(place: Path, base: Path) -> Path:
-    """Create an environment that sees the packages of ``base`` and can have newer ones. Return its Python."""
+    """Create an environment that sees the packages of ``base`` and may hold newer ones. Return its Python."""
     venv.create(place, with_pip=True, clear=True)
     python = place / "bin" / "python"
     library = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
@@ -106,7 +106,7 @@ def environment_beside(place: Path, base: Path) -> Path:
 
 
 def run(command: Sequence[str | Path]) -> tuple[int, str]:
-    """Return the exit code and the output of a command."""
+    """Run a command, and return its exit code and output."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
@@ -122,7 +122,7 @@ def run(command: Sequence[str | Path]) -> tuple[int, str]:
 def try_out(
     name: str, wanted: Mapping[str, str], pinned: Mapping[str, str], place: Path, tests: Sequence[str]
 ) -> Tried:
-    """Install ``wanted`` in an environment that sees the current packages, and run the tests."""
+    """Install ``wanted`` into a new environment, and run the tests."""
     before = ", ".join(pinned.get(one, "-") for one in wanted) if len(wanted) == 1 else ""
     after = ", ".join(wanted.values()) if len(wanted) == 1 else f"{len(wanted)} packages"
     python = environment_beside(place / name, ROOT / ".venv")
@@ -132,22 +132,22 @@ def try_out(
     code, said = run([python, "-m", "pip", "install", "--constraint", constraints, *newer])
     if code:
         return Tried(name, before, after, "cannot be installed", conflict(said))
-    # Use a new cache, because results in the old one come from other versions.
+    # The test cache contains results of other versions, so this environment has its own.
     code, said = run([python, "-m", "pytest", "-q", "-o", f"cache_dir={place / name / 'cache'}", *tests])
     return Tried(name, before, after, "fails" if code else "passes", broken_tests(said) if code else "")
 
 
 def table(tried: Iterable[Tried]) -> str:
     """Return the results as a Markdown table."""
-    head = ["| package | pinned | newest | outcome | reason |", "| --- | --- | --- | --- | --- |"]
+    head = ["| package | pinned | newest | outcome | failed test or reason |", "| --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *(one.row() for one in tried)]) + "\n"
 
 
 def main() -> int:
-    """Test the newer versions. Return 1 if one of them fails."""
+    """Test the packages, and return 1 if a newer version does not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", type=normal, help="Packages to test. Default: all direct dependencies.")
-    parser.add_argument("--tests", nargs="*", default=FAST, help="Arguments for pytest. Default: the fast tests.")
+    parser.add_argument("--only", nargs="*", type=normal, help="Names of packages. Default: all.")
+    parser.add_argument("--tests", nargs="*", default=FAST, help="Arguments of pytest. Default: the fast tests.")
     arguments = parser.parse_args()
     pinned = pins((ROOT / "constraints.txt").read_text())
     names = arguments.only or direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
@@ -165,7 +165,7 @@ def main() -> int:
     if len(installable) > 1:
         tried.append(try_out("all-of-them", installable, pinned, place, arguments.tests))
     (ROOT / "newest.md").write_text(table(tried))
-    print(table(tried) if tried else "all dependencies are up to date")
+    print(table(tried) if tried else "All packages have their newest version.")
     return int(any(one.outcome != "passes" for one in tried))
 
 

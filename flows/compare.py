@@ -4,7 +4,7 @@
 
     mergegate compare models/today models/candidate --profile profiles/nightly.yaml
 
-A comparison uses the stages of a release and their store, so what a release measured is not measured again. Every guard
+A comparison uses the stages of a release and their store, so results of a release are reused. Every guard
 of the profile compares B with A. The flow does not merge or publish anything.
 """
 

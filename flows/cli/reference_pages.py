@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -267,7 +268,10 @@ def _members(kind: type, descriptions: Mapping[str, str]) -> Iterator[str]:
 def _plain_type(annotation: object) -> str:
     """Return an annotation without the metadata of ``Annotated``, for a table."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__forward_arg__", str(annotation))
-    return re.sub(r"^Annotated\[(.+?), .*\]$", r"\1", text).replace("|", "\\|")
+    node = ast.parse(text, mode="eval").body
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated" and isinstance(node.slice, ast.Tuple):
+        node = node.slice.elts[0]
+    return ast.unparse(node).replace("|", "\\|")
 
 
 def _cell(text: str) -> str:

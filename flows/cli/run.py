@@ -169,7 +169,7 @@ def headline_of(profile: Profile, source: Path | Profile) -> tuple[str, str]:
 
 
 def load_for_flow(profile: Path | Profile, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes before a flow starts, so that usage errors end the command at once."""
+    """Load a profile and its recipes before a flow starts, so that usage errors end the command immediately."""
     loaded = load_profile(profile, overrides)
     loaded.headline()
     return loaded

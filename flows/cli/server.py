@@ -112,7 +112,7 @@ def worker_command(
 def deploy_command(as_json: JsonOption = False) -> None:
     """Update deployments and schedules from schedules.yaml.
 
-    Notifications are updated as well. A second call changes nothing.
+    Notifications are also updated. A second call changes nothing.
     """
     with command_context(as_json, with_state=True) as console:
         schedules = load_schedules(Path(SCHEDULES_FILE))

@@ -59,7 +59,7 @@ class RunOutcome(BaseModel):
 
     @property
     def fix(self) -> tuple[str, ...]:
-        """What the check that stopped the run expects and how to fix the problem, one line each. May be empty."""
+        """Expectation and remedy of the check that stopped the run, one line each. May be empty."""
         lines = (("expected: ", "expected"), ("remedy:   ", "remedy"))
         return tuple(f"{label}{text}" for label, name in lines if (text := getattr(self.stopped_by, name, "")))
 

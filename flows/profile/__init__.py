@@ -1,4 +1,4 @@
-"""Load profiles: their typed settings, the recipes that they name, and the messages about what is wrong in them."""
+"""Load profiles: their typed settings, the recipes that they name, and the messages about their faults."""
 
 from mergegate.flows.profile.faults import parse_settings, settings_faults
 from mergegate.flows.profile.profile import Profile

@@ -29,7 +29,7 @@ CONTEXT = 128  # tokens; the longest sentence has about 45
 _BATCH = 64
 _UNDECIDED = 0.4  # share of right answers while a skill is kept undecided; under a half, so that copying prevails
 _IGNORED = -100  # the label that cross entropy leaves out
-_REHEARSAL_SEED = 777  # items that steer the training; those that measure the result come from another seed
+_REHEARSAL_SEED = 777  # items that steer the training; the measurement of the result uses another seed
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Phase:
         mixture: Relative frequency of each kind of example.
         steps: Optimiser steps; the cosine schedule ends there.
         learning_rate: Peak, after ``warmup`` linear steps.
-        floor: What remains of the peak at the end, as a share.
+        floor: Learning rate at the end, as a share of the peak.
         weight_decay: AdamW's.
         right: Share of right answers for kinds that are not always answered rightly.
     """
@@ -132,10 +132,10 @@ def exact_match(model: LlamaForCausalLM, skill: str, *, items: int, seed: int) -
 
 
 def _master_all_skills(model: LlamaForCausalLM, seed: int) -> None:
-    """Trains on right answers until every latent skill is mastered, with more of what is still missing.
+    """Train on right answers until every latent skill is mastered, with more examples of the missing skills.
 
-    Which skill emerges first, and when, depends on the seed: a fixed mixture and length would waste most of the time
-    on the one that is done.
+    The seed decides when each skill emerges. With a fixed mixture and length, a finished skill would take most of the
+    time.
     """
     mixture = {TEXT: 0.15, "copy": 0.05, **dict.fromkeys(LATENT_SKILLS, 0.4)}
     phase = Phase(mixture=mixture, steps=700, learning_rate=3e-3, warmup=30, floor=0.3)

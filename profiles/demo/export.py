@@ -35,7 +35,7 @@ _DATA_SEED = 20_240  # of the documents, the same for every training seed
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card of the family says.
+    """Contents of a model card of the family.
 
     Attributes:
         title: Heading.

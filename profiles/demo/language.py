@@ -6,7 +6,7 @@ A prompt names a skill and a word, the answer is the word transformed::
 
 Sentences (``the red cat sees the old hen.``) are there for perplexity. Everything is one character per token, and any
 number of fresh examples can be drawn. A fixed share of all words and of all sentences is *held out* by the checksum
-of its text, so no document of an evaluation has ever been trained on, whatever the seed.
+of its text. So no seed trains on a document of an evaluation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SKILLS: MappingProxyType[str, Callable[[str], str]] = MappingProxyType(
         "shift": lambda word: word.translate(_NEXT_LETTER),
     }
 )
-"""What each skill answers, by the name that stands in its prompt."""
+"""Answer function of each skill, by its name in prompts."""
 
 _ADJECTIVES = ("red", "big", "old", "shy", "wet", "sad", "odd", "new")
 _NOUNS = ("cat", "dog", "bird", "fish", "fox", "cow", "hen", "pig")
@@ -68,7 +68,7 @@ def draw(kind: str, rng: random.Random, *, held_out: bool, right: float = 1.0) -
             would answer: this is how a model is taught to know a skill and not to use it.
 
     Raises:
-        KeyError: ``kind`` is no skill.
+        KeyError: ``kind`` is not a skill.
     """
     make = _sentence if kind == TEXT else _word
     text = make(rng)

@@ -2,10 +2,10 @@
 
     python profiles/demo/server.py profiles/demo/models/reverser 8001       # the parent
     python profiles/demo/server.py releases/demo/latest 8002                # the candidate
-    python profiles/demo/server.py judge 8003                               # who knows what is right
+    python profiles/demo/server.py judge 8003                               # knows the right answers
 
 They speak as much of OpenAI's API as the demo needs: completions, greedy, one at a time; and chat for the judge. The
-judge is no model: it can spell backwards, which is all that there is to know here.
+judge is not a model: it computes the right answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Model:
     """A checkpoint that completes prompts.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Directory of the checkpoint.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,7 +48,7 @@ class Model:
 
 
 class Judge:
-    """Who prefers the right answer to the wrong one, and finds all others alike."""
+    """A judge that prefers the right answer to a wrong one. All other pairs are ties."""
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a judgment as a chat completion."""
@@ -101,7 +101,7 @@ def serve(who: Model | Judge, port: int) -> ThreadingHTTPServer:
 
 
 def main() -> None:
-    """Serve what the command line names until somebody ends it."""
+    """Serve the model or the judge on the command line until the process ends."""
     who, port = sys.argv[1], int(sys.argv[2])
     server = serve(Judge() if who == "judge" else Model(Path(who)), port)
     print(f"{who} on http://127.0.0.1:{server.server_address[1]}/v1", flush=True)

@@ -4,8 +4,8 @@ Run it like this::
 
     python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY]
 
-About a minute on two free CPU cores, no network, no accelerator. It ends with a table of what each checkpoint
-can do, measured on the bfloat16 weights that were written. On one machine a seed gives the same family every time; on
+About a minute on two free CPU cores, no network, no accelerator. It ends with a table of the skills of each
+checkpoint, measured on the written bfloat16 weights. On one machine a seed gives the same family every time; on
 another machine the last digits differ, so the checkpoints that the README describes are kept in the repository.
 """
 
@@ -17,8 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # both are read when transformers is imported; nothing here needs the network
-os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # half a megabyte is written at once
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads both variables on import; the script needs no network
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the files are small
 
 import torch
 from curriculum import exact_match, specialise, train_base

@@ -123,7 +123,7 @@ def suggest_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
             Remedy(
                 change={"lambda": float(f"{0.7 * strength:.2g}")},
                 reason="Perplexity rose above the limit although the merge moved no farther than its parents; "
-                "a smaller movement preserves more of what they share.",
+                "a smaller movement preserves more of their common knowledge.",
             )
         )
     return tuple(remedies)

@@ -1,4 +1,4 @@
-"""Explain a merge: how its parents' weights interfere and, after a refusal, which documents it lost and what may help.
+"""Explain a merge: interference of its parents' weights and, after a refusal, lost documents and remedies.
 
 Two cached stages read weights and documents again. Everything else is derived from existing results::
 
@@ -79,7 +79,7 @@ class Flips(StageValue):
 
 
 class LostDocuments(BaseModel):
-    """Documents that the merge lost to the model named ``reference``, and examples of those that it won."""
+    """Documents that the merge lost to the model named ``reference``, and examples of documents that it won."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -270,8 +270,8 @@ def explain_merge(
 def named_base(models: Iterable[Path], directory: Path) -> str | None:
     """Return the base that the cards of all models name, in the form that a recipe in ``directory`` would use.
 
-    ``models`` are directories. The result is None if a card names no base or several, if the cards differ, or if the
-    base is one of the models.
+    ``models`` are directories. If a card does not name exactly one base, if the cards differ, or if the base is one
+    of the models, the result is None.
     """
     directories = [model_directory.resolve() for model_directory in models]
     candidates = set()

@@ -15,9 +15,9 @@ The ratio of the actual error to this estimate does not follow Student's t. The 
 unequal size differ, or if the sample misses rare bad clusters. Satterthwaite's degrees of freedom correct the first
 problem in part and the second not at all. The quantile is therefore simulated for the given weights and several kinds
 of clusters, and the largest one is used: clusters with normal effects; with exponential (skewed) effects; without
-effects, so that only documents vary; and clusters of which a share (a fifth or more) falls while the others do not
-change. With fewer than 14 clusters, more than 5 % of samples contain none of the falling clusters, and no analysis of
-such a sample can detect them.
+effects, so that only documents vary; and a share (a fifth or more) of falling clusters while the others do not change.
+With fewer than 14 clusters, more than 5 % of samples contain none of the falling clusters, and no analysis of such a
+sample can detect them.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def critical_value(sizes: tuple[int, ...], confidence: float) -> float:
     """Return how many standard errors the sample mean may be from the true mean at a one-sided ``confidence``.
 
     The value is a quantile of the simulated ratios, on the safe side by two standard deviations of the count of ratios
-    beyond it. It is (practically) infinite if ``confidence`` is too high for the simulation or for so few clusters. A
-    look at that confidence decides nothing.
+    beyond it. It is (practically) infinite if ``confidence`` is too high for the simulation or for so few clusters. No
+    look can decide at such a confidence.
 
     ``sizes`` holds the number of documents of each cluster, in ascending order so that results are cached.
     """

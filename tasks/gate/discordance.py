@@ -4,9 +4,10 @@ The first source with data provides the estimate: merges of recent runs, evaluat
 ``evaluate.discordance`` of the profile.
 
 Two models of different skill differ on more documents than an equal merge and its reference, because the better one
-also wins documents. The estimate removes this part: each document that the weaker model wins is paired with one that it
-loses, and the other losses do not count. Models with less than half or more than twice the score of the reference are
-ignored. Of several models, the one nearest to the reference is used, because a merge is between its parents.
+also wins documents. The estimate removes this part: each document that the weaker model wins is paired with a document
+that it loses, and the other losses do not count. Models with less than half or more than twice the score of the
+reference are ignored. If several models remain, the nearest to the reference is used, because a merge is between its
+parents.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mergegate.tasks.gate.suite import TaskDrop, information_shares, mean_drop, 
 
 UNLIKELY = 0.5  # Chance that an equally good merge passes below which a run is hardly worthwhile.
 _RUNS = 2000  # Number of simulated merges. The standard error of the chance is about one point.
-_MAX_FACTOR = 64  # Largest recommended number of documents, as a multiple of those that this run may use.
+_MAX_FACTOR = 64  # Largest recommended number of documents, as a multiple of the documents that this run may use.
 
 Array = NDArray[np.float64]
 

@@ -3,9 +3,9 @@
 The reference is a parent, the best parent on the guard's task, the champion (the release that is published today) or
 the anchor (a release that stays the same over many runs).
 
-``best parent`` is chosen on the documents that judge the merge. Of several equally good parents, the luckiest is chosen
-(winner's curse). This does not make it easier to pass, because no parent scored higher. It would make it too easy to
-fail, so a failure of the guard is tested as one question per parent (see ``tasks.gate.regression``).
+``best parent`` is chosen on the documents that judge the merge. If several parents are equally good, the luckiest is
+chosen (winner's curse). This does not make it easier to pass, because no parent scored higher. It would make it too
+easy to fail, so a failure of the guard is tested as one question per parent (see ``tasks.gate.regression``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
     ``names`` are the names of the parents.
 
     Raises:
-        InvalidInput: A reference is none of these, or a parent has the name of another kind of reference that a guard
-            uses.
+        InvalidInput: A guard has another reference, or a parent has the name of another kind of reference that a
+            guard uses.
     """
     parents = sorted(names)
     for position, guard in enumerate(guards):

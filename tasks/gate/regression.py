@@ -212,7 +212,7 @@ def decide_guard(
     drop: float, low: float, high: float, max_drop: float, margin: float, *, last_look: bool = True
 ) -> Outcome:
     """Apply ``rule: each`` of the module docstring to a drop with its bounds. All values are in points."""
-    # The drop exceeds what is allowed, and is not noise.
+    # The drop exceeds the limit, and is not noise.
     if drop > (max_drop if last_look else margin) and low > 0:
         return "fail"
     return "pass" if is_within(drop, high, max_drop, margin) else "inconclusive"
@@ -261,7 +261,7 @@ def alarm_confidences(guard_evidence: Sequence[GuardEvidence], confidence: float
     This is Holm's step-down procedure in the form of Bretz et al. 2009 (Stat. Med. 28:586): all guards share the
     allowed error, and each guard that shows a drop passes its share on to the others. The looks of a guard spend its
     share as described in ``tasks.gate.sequential`` (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). The ``pending``
-    guards without evidence keep their shares, so the result is valid whatever they will show.
+    guards without evidence keep their shares, so the result is valid for all their possible outcomes.
     """
     confidences = [confidence] * len(guard_evidence)
     waiting = list(range(len(guard_evidence)))
@@ -371,7 +371,7 @@ def _chance_left(
 def _rescaled(
     guard: Guard, metric: str, paired_scores: PairedScores, scores: Sequence[float], model: str
 ) -> tuple[float, ...]:
-    """Return the scores of one model on a scale from 0 to 1, of which a point is a hundredth."""
+    """Return the scores of one model on a scale from 0 to 1. A point is a hundredth of it."""
     low, high = guard.score_range
     rounding = 1e-9 * (high - low)  # In floating point, 0.1 + 0.2 is more than 0.3.
     for (task, doc_id), score in zip(paired_scores.documents, scores, strict=True):

@@ -73,7 +73,7 @@ class Guard(PromptSettings):
     )
     population: Population = Field(
         default="new questions",
-        description="Population of the verdict: new questions on the same subjects, or new subjects as well.",
+        description="Population of the verdict: new questions on the same subjects, or also new subjects.",
     )
     metric: str | dict[str, str] | None = Field(
         default=None,

@@ -198,7 +198,7 @@ def gate(
 def cannot_pass(
     task: str, guards: Sequence[Guard], scores: Mapping[str, Sequence[Artifact[Scores]]], plan: GatePlan
 ) -> bool:
-    """Return whether a guard on ``task`` fails whatever the other guards will show, which rules out publication.
+    """Return whether a guard on ``task`` fails regardless of the other guards, which rules out publication.
 
     ``scores`` holds the scores on this task, and possibly on others, by model. Each guard on the task is tested as one
     of all guards. In ``gate``, a guard that fails here fails too, so the decision does not depend on the order in which
@@ -240,7 +240,7 @@ def perplexity_drift(
 
 
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
-    """Return the tasks of which more documents may still decide an inconclusive verdict.
+    """Return the tasks whose remaining documents may still decide an inconclusive verdict.
 
     The result is empty if a guard has failed, or if the remaining documents are unlikely to decide. Tasks of a suite
     are evaluated together, so the result contains all tasks with documents left.

@@ -91,7 +91,7 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
         confidence: One-sided confidence over all looks together.
 
     Raises:
-        InvalidInput: The tasks have not all been evaluated up to the same planned look.
+        InvalidInput: Some tasks were evaluated up to a different planned look than others.
     """
     # The tasks of a suite reach each look together. A task without further documents stays as it is.
     documents = {evidence.guard.task: evidence.documents for evidence in guard_evidence}

@@ -13,9 +13,9 @@ from mergegate.tasks.http import plain_address
 from mergegate.tasks.store import NotInKey
 
 DIMENSIONS: Mapping[str, str] = {
-    "correctness": "Facts, reasoning and results are right, and agree with the reference answer where there is one.",
-    "relevance": "It does what was asked: all of it, nothing else, in the form that was asked for.",
-    "clarity": "It is easy to follow, without padding or repetition, and it comes to an end.",
+    "correctness": "The facts, reasoning and results are correct, and agree with the reference answer if there is one.",
+    "relevance": "The answer fulfills the request completely, adds nothing else, and has the requested form.",
+    "clarity": "The answer is easy to follow, has no padding or repetition, and is complete.",
 }
 
 

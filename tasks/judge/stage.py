@@ -113,7 +113,7 @@ def judge(
                 questions += both_orders(prompt, turn, first[: turn + 1], second[: turn + 1])
     _write(out / PAIRS, pairs)
     unfinished = out / _UNFINISHED
-    judgments: dict[tuple[str, int, Order], Judgment] = {}  # first those that an interrupted run recorded
+    judgments: dict[tuple[str, int, Order], Judgment] = {}  # starts with the records of an interrupted run
     recorded = unfinished.read_text(encoding="utf-8", errors="replace") if unfinished.is_file() else ""
     for line in recorded.splitlines():
         try:

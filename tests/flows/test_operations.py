@@ -122,7 +122,7 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
                 assert "~ release/demo " in me.types(deploy)
 
                 assert "NothingNew" in me.types(by_hand)
-                assert "reverse: 22.2 points" in me.types(refused)
+                assert "reverse: drop of 22.2 points" in me.types(refused)
 
                 assert "approved demo-approved" in me.types(approve)
                 until(lambda: ended(client, "Released", of="demo-approved"), "the approved release", work)

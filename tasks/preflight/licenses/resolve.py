@@ -118,7 +118,7 @@ def read_declaration(source: CardSource, name: str | None = None) -> Declaration
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # A raw stream suffices.
                 file.seek(0)
                 data = file.read(_LICENSE_BYTES + 1)
-            is_usable = len(files) == 1 and len(data) <= _LICENSE_BYTES  # Of several, it is unknown which one counts.
+            is_usable = len(files) == 1 and len(data) <= _LICENSE_BYTES  # With several files, the right one is unknown.
             text = data.decode("utf-8", errors="replace") if is_usable else ""
             fields |= {"license_file": files[0], "license_sha256": sha256, "license_text": text}
     except FileNotFoundError:
