@@ -14,7 +14,7 @@ PARALLEL := -n 3 --dist worksteal
 # Keep the tests of a file in one worker, so that they share a server.
 TOGETHER := -n 3 --dist loadfile
 
-.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu bench-install server worker deploy docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -90,6 +90,9 @@ bench: $(VENV)/ready ## compare each merge method with a file copy on 1.24 B par
 
 bench-gpu: $(VENV)/ready ## run the benchmark on a CUDA GPU
 	$(BIN)/python benchmarks/bench_gpu.py $(BENCH)
+
+bench-install: $(VENV)/ready ## install the wheel with uv and pipx, and release the demo there (downloads 2 GB)
+	$(BIN)/python benchmarks/bare_wheel.py --with uv pipx
 
 family: $(VENV)/ready ## train the demo models again (1 to 2 minutes)
 	$(BIN)/python profiles/demo/train.py

@@ -3,17 +3,23 @@
 ::
 
     .venv/bin/python benchmarks/bare_wheel.py                    # about two minutes; the table as Markdown
+    .venv/bin/python benchmarks/bare_wheel.py --with uv pipx     # real installs, with downloads: make bench-install
 
 The new environment contains the dependencies in ``pyproject.toml`` and the wheel, which pip installs. The dependencies
 are links to the packages of this interpreter, because installing them again takes many minutes and proves nothing.
 Only the wheel makes this project importable there. The script then runs the commands that a user tries in the first
 hour, from another directory and with a separate home. If a command ends unexpectedly, the script prints its output and
 exits with code 1.
+
+With ``--with``, each tool installs the wheel and all its dependencies as a user would: ``uv tool install`` and ``pipx
+install``. The script then releases the demo and verifies the release. The tools use the indexes that pip is configured
+for.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -23,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -38,6 +45,11 @@ COMMANDS = (
     (3, "mergegate", "check", "demo/profiles/demo-forbidden.yaml"),
     (0, "mergegate", "methods"),
 )
+FIRST_RELEASE = (
+    (0, "mergegate", "demo", "demo"),
+    (0, "mergegate", "verify", "demo/releases/demo/latest"),
+)
+TOOLS = ("uv", "pipx")
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,42 @@ def bare_environment(place: Path, wheel: Path) -> Path:
     return python.parent
 
 
+def pip_settings() -> dict[str, str]:
+    """Return the index, extra indexes and link directories that pip is configured for, by the names that uv reads."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    names = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+    found = {}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        if name := names.get(key.rpartition(".")[2]):
+            found[name] = ast.literal_eval(value)
+    return {**found, **{name: os.environ[name] for name in found if name in os.environ}}
+
+
+def install_with(tool: str, place: Path, wheel: Path) -> Path:
+    """Install the wheel and its dependencies with ``uv tool`` or ``pipx``, and return the directory of programs."""
+    programs = place / "bin"
+    constraint = place / "constraint.txt"
+    place.mkdir()
+    constraint.write_text(f"torch=={version('torch')}\n")  # the build that this machine uses
+    if tool == "uv":
+        settings = {**pip_settings(), "UV_TOOL_DIR": str(place / "tools"), "UV_TOOL_BIN_DIR": str(programs)}
+        command = [str(PROJECT / ".uv/bin/uv"), "tool", "install", "--system-certs", "--python", sys.executable]
+        command += ["--index-strategy", "unsafe-best-match", "--overrides", str(constraint), str(wheel)]
+    else:
+        subprocess.run([sys.executable, "-m", "venv", str(place / "pipx")], check=True)
+        python = str(place / "pipx/bin/python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "pipx"], check=True)
+        settings = {"PIPX_HOME": str(place / "tools"), "PIPX_BIN_DIR": str(programs), "USE_EMOJI": "0"}
+        settings["PIP_CONSTRAINT"] = str(constraint)
+        command = [python, "-m", "pipx", "install", "--python", sys.executable, str(wheel)]
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    subprocess.run(command, env={**clean, **settings}, check=True, stdin=subprocess.DEVNULL)
+    return programs
+
+
 def use(programs: Path, place: Path, commands: Sequence[tuple[int | str, ...]] = COMMANDS) -> Iterator[Used]:
     """Run each command in ``place`` as a user who has only the wheel."""
     kept = {name: os.environ[name] for name in ("LANG", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
@@ -122,22 +170,28 @@ def imported_from(programs: Path, place: Path) -> set[Path]:
 def main() -> None:
     """Build and install the wheel, run the commands and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.parse_args()
+    parser.add_argument("--with", dest="tools", nargs="+", choices=TOOLS, default=(), help="Tools for real installs.")
+    tools = parser.parse_args().tools
     with tempfile.TemporaryDirectory(prefix="bare-wheel-") as scratch:
         root = Path(scratch)
         wheel = build(root)
-        programs = bare_environment(root / "environment", wheel)
-        place = root / "elsewhere"
-        place.mkdir()
-        (imported,) = imported_from(programs, place)
-        if not imported.is_relative_to(root):
-            raise SystemExit(f"imported from {imported}, not from the wheel")
-        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB\n")
-        print("| command | exit code | time |\n| --- | ---: | ---: |")
+        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
         wrong = []
-        for used in use(programs, place):
-            print(used.row, flush=True)
-            wrong += [used] if used.code != used.expected or "Traceback" in used.said else []
+        for tool in tools or ("links",):
+            began = time.monotonic()
+            environment = root / tool
+            programs = install_with(tool, environment, wheel) if tools else bare_environment(environment, wheel)
+            place = root / f"elsewhere-{tool}"
+            place.mkdir()
+            if not tools:
+                (imported,) = imported_from(programs, place)
+                if not imported.is_relative_to(root):
+                    raise SystemExit(f"imported from {imported}, not from the wheel")
+            print(f"\ninstalled with {tool} in {time.monotonic() - began:.0f} s\n", flush=True)
+            print("| command | exit code | time |\n| --- | ---: | ---: |")
+            for used in use(programs, place, FIRST_RELEASE if tools else COMMANDS):
+                print(used.row, flush=True)
+                wrong += [used] if used.code != used.expected or "Traceback" in used.said else []
         for used in wrong:
             print(f"\n{used.command}: expected {used.expected}\n{used.said}", file=sys.stderr)
         if wrong:

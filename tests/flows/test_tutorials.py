@@ -5,13 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from served_site import free_port
 from walkthrough import PROJECT, blocks_of, reader
 
-TUTORIALS = PROJECT / "docs" / "tutorials"
+TUTORIALS = {page.stem: page for page in sorted((PROJECT / "docs" / "tutorials").glob("*.md"))}
+MAX_WORDS = 1200
 
-pytestmark = pytest.mark.slow
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_works_as_written(name: str, tmp_path: Path) -> None:
+    port = str(free_port())  # of the page that starts a server
+    user = reader(tmp_path, {"mergegate server": f"mergegate server --port {port}"})
+    user.follow(blocks_of(TUTORIALS[name]), f"{name}.md")
 
 
-@pytest.mark.parametrize("page", ["first-release", "your-own-models"])
-def test_a_tutorial_works_as_written(page: str, tmp_path: Path) -> None:
-    reader(tmp_path).follow(blocks_of(TUTORIALS / f"{page}.md"), page)
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_is_short_and_ends_with_the_next_pages(name: str) -> None:
+    text = TUTORIALS[name].read_text(encoding="utf-8")
+    assert len(text.split()) <= MAX_WORDS
+    assert "minutes" in text.partition("\n## ")[0]  # it says how long it takes
+    assert text.rpartition("\n## ")[2].startswith("Next\n")
