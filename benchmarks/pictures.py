@@ -27,7 +27,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-check": "demo-forbidden"}
 WIDTHS = (1280, 400)
 TALLEST = 7000  # pixels of a page, before the empty part is cropped
-COLOURS = 28
+COLORS = 28
+TOP = 1180  # pixels of a report above the fold
 
 
 def main() -> None:
@@ -62,6 +63,8 @@ def main() -> None:
                 for dark in (False, True):
                     picture = out / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
                     photograph(chromium, reports / f"{profile}.html", picture, width, dark=dark)
+        with Image.open(out / "report-passed-1280-light.png") as whole:  # the README shows the top
+            whole.crop((0, 0, whole.width, TOP)).save(out / "report-top.png", optimize=True)
         for width in WIDTHS:
             for dark in (False, True):
                 picture = out / f"history-{width}-{'dark' if dark else 'light'}.png"
@@ -83,18 +86,16 @@ def photograph_shadow(chromium: str, picture: Path) -> None:
 
 def print_run(profile: str, svg: str) -> None:
     """Run a profile on a recording terminal of 80 columns."""
-    import rich.console
     import typer
-    from rich.console import Console
 
-    from mergegate.flows.cli import run
+    from mergegate.flows.cli import console, run
 
-    console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
-    rich.console.Console = lambda **_: console  # type: ignore[assignment,misc]
+    terminal = console.FittingConsole(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False)
+    console.FittingConsole = lambda **_: terminal  # type: ignore[assignment,misc]
     with contextlib.suppress(typer.Exit):
         run.run_command(Path(profile))
-    console.print()  # ends the picture within its last line
-    console.save_svg(svg, title=f"mergegate run {profile}")
+    terminal.print()  # ends the picture within its last line
+    terminal.save_svg(svg, title=f"mergegate run {profile}")
 
 
 def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bool) -> None:
@@ -116,7 +117,7 @@ def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bo
     empty = Image.new("RGB", image.size, image.getpixel((width - 2, TALLEST - 2)))
     used = ImageChops.difference(image, empty).getbbox() or (0, 0, width, TALLEST)
     image = image.crop((0, 0, width, min(used[3] + 24, TALLEST)))
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, optimize=True)
+    image.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, optimize=True)
     print(f"{picture.name}: {image.size[0]} x {image.size[1]}, {picture.stat().st_size // 1000} kB")
 
 

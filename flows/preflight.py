@@ -430,7 +430,7 @@ def _clear(
         if not fits.value.blocking():
             problems.summary.append(f"{candidate.recipe.summary()}: {fits.value.summary()}")
         if not refusal:
-            problems.summary.append(f"licences: {allowed.value.summary()}")
+            problems.summary.append(f"licenses: {allowed.value.summary()}")
         return ClearedCandidate(candidate, parents, allowed, fits, headers)
     return None
 

@@ -131,7 +131,9 @@ def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
         task = f"{example.task} ({example.asked})" if example.asked else example.task
         readers.setdefault((task, example.preview.prompt, example.preview.answer), []).append(reader)
     for (task, prompt, answer), models in readers.items():
-        console.print(Text(f"\ntask {task}: first document, as {', '.join(models)} would read it", style="bold"))
+        console.print(
+            Text(f"\ntask {task}: first sampled document, as {', '.join(models)} would read it", style="bold")
+        )
         for text in to_printable(shorten(prompt)).split("\n"):
             console.print(Text(f"    {text}"))
         console.print(Text(f"    ▸ {to_printable(shorten(answer)).strip()}", style="green"))

@@ -96,7 +96,7 @@ class GatePower(BaseModel):
     def lines(self) -> tuple[str, ...]:
         """Return the forecast as lines: all tasks together, each task, and the recommended number of documents."""
         more = ""
-        if self.documents_wanted:
+        if self.documents_wanted and round(100 * self.chance) < 100 * POWER:  # as printed in the line above
             more = (
                 f"with about {self.documents_wanted:,} documents (now {self.documents:,}), such a merge would pass "
                 f"{100 * POWER:.0f} % of the time"

@@ -190,8 +190,8 @@ def test_check_shows_the_prompt_of_a_task() -> None:
     seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
     console = Console(record=True, width=200)
     print_examples([TaskExample("t", "base", seen, asked.describe())], console)
-    said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5): first document, as base"
-    assert said in console.export_text()
+    settings = "num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5"
+    assert f"task t ({settings}): first sampled document, as base" in console.export_text()
 
 
 def test_a_sweep_leaves_other_documents_for_the_gate_under_any_task_name(root: Path) -> None:

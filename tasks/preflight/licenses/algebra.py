@@ -117,7 +117,10 @@ def combine_licenses(
                 settled = tuple(sorted({f"{key}: {acceptances[key]}" for key in keys if key is not None}))
             names = sorted({subject.license or subject.model for subject in finding.about})
             to_accept = join_words(f"{name!r}" for name in names)
-            remedy = f"{rule.remedy}; to accept, add {to_accept} under 'accepted', each with 'who: why'"
+            remedy = (
+                f"{rule.remedy}; to accept, add {to_accept} under 'accepted' of checks.license, for example "
+                f"accepted: {{{names[0]}: 'YOUR NAME: YOUR REASON'}}"
+            )
         status: LicenseStatus = "allowed" if settled else finding.status
         reasons.add(
             Reason(
