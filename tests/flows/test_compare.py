@@ -74,8 +74,8 @@ def test_the_report_is_a_page_about_both(compared: Compared) -> None:
     page = Path(outcome["report"])
     assert page == project.home / "reports" / "base-against-reverser.html"
     text = page.read_text()
-    assert "What was compared" in text
-    assert "Licence" not in text, "none was looked at"
+    assert "Compared models" in text
+    assert ">License<" not in text, "no license was checked"
     assert "<h3>Recipe" not in text
 
 

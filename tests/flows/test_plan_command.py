@@ -49,7 +49,8 @@ def answer(result: Result) -> dict[str, Any]:
     return content
 
 
-def test_it_says_what_a_merge_will_need(plan: Plan, tmp_path: Path) -> None:
+def test_it_says_what_a_merge_will_need(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     result = plan("--price", "a-box=3.60")
     assert result.exit_code == 0
     for part in ("ties of 3 over base", "tensors", "read", "write", "memory", "disk", "time", "cost a-box", "free at"):
