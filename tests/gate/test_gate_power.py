@@ -174,3 +174,7 @@ def test_documents_that_can_never_decide_are_a_warning(documents: int, extend: b
     if finding is not None:
         assert remedy in finding.remedy
         assert f"all {documents} documents" in finding.found
+
+
+def test_a_profile_without_guards_has_no_finding_about_its_documents() -> None:
+    assert undecidable_finding([], GateRule()) is None
