@@ -23,6 +23,7 @@ from rich.text import Text
 # Indentation, a mark and a label. Continuation lines start below the text that follows them.
 _LEAD = re.compile(r"\s*(?:[^\w\s] +)?(?:expected: |(?:\S+ )?\S+ {2,})?")
 
+_PIECE = re.compile(r"^\s*\S+|\S+")  # the first word keeps its indentation
 _DEEP = 6  # columns; a line with a larger indentation already belongs to the line above
 # A word with the space before it. An interval and a percentage are one word.
 _WORD = re.compile(r"\s*(\[[^\s\]]+ [^\s\]]+\]\S*|[\d.,]+ %\S*|\S+)")
@@ -72,7 +73,9 @@ def fit_table(table: Table, width: int) -> Iterator[Table | Text]:
     texts = [[cell if isinstance(cell, Text) else Text(cell) for cell in cells] for cells in columns]
     widths = [max(cell.cell_len for cell in cells) for cells in texts]
     narrowest = [
-        most if column.no_wrap else max((cell_len(word) for cell in cells for word in cell.plain.split()), default=0)
+        most
+        if column.no_wrap
+        else max((cell_len(word) for cell in cells for word in _PIECE.findall(cell.plain)), default=0)
         for column, cells, most in zip(table.columns, texts, widths, strict=True)
     ]
     _, right, _, left = table.padding
@@ -86,11 +89,14 @@ def fit_table(table: Table, width: int) -> Iterator[Table | Text]:
         return
     (_, *titles), *rows = zip(*texts, strict=True)
     label = max(title.cell_len for title in titles)
+    if not label:  # the cells of a row without titles read like a sentence
+        yield from (Text("  ").join(row) for row in rows)
+        return
     for first, *rest in rows:
         yield first
         for title, cell in zip(titles, rest, strict=True):
             if cell.plain:
-                yield Text.assemble("  ", (f"{title.plain:<{label}}", "dim"), "  " if label else "", cell)
+                yield Text.assemble("  ", (f"{title.plain:<{label}}", "dim"), "  ", cell)
 
 
 class FittingConsole(Console):

@@ -195,7 +195,7 @@ def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> Desire
     descriptions = {
         "release": "Release any profile now.",
         "sweep": "Search the free values of a recipe, and release the winner. For profiles with a section 'sweep'.",
-        "shadow": "Judge a release on users' traffic, and promote it or roll it back. For profiles with 'shadow'.",
+        "shadow": "Test a release on users' traffic, then promote it or roll it back. For profiles with 'shadow'.",
     }
     return DesiredDeployment(
         flow,

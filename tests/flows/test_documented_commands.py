@@ -266,7 +266,7 @@ merge profiles/demo/recipes/ties.yaml out
 methods
 compare profiles/demo/models/base profiles/demo/models/reverser -p profiles/demo.yaml
 verify releases/demo/latest
-reproduce releases/demo/latest
+reproduce releases/demo/latest --parents profiles/demo/recipes
 store ls
 store du
 store verify

@@ -108,7 +108,7 @@ def test_an_error_about_the_whole_profile_does_not_print_the_profile() -> None:
 
 
 def test_all_faults_are_named_at_once() -> None:
-    with pytest.raises(InvalidInput, match="2 faults") as caught:
+    with pytest.raises(InvalidInput, match="2 problems") as caught:
         parse_profile(
             {**GOOD, "recepe": 1, "evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "max_drop": "x"}]}},
             "profile.yaml",

@@ -85,7 +85,7 @@ def test_the_history_knows_what_the_report_says(released: Released) -> None:
     stages = {one.name: (one.calls, one.cached) for one in night.stages}
     assert stages["perplexity"] == (4, 0)
     page = (project.home / "reports" / night.report).read_text(encoding="utf-8")
-    assert "The first run of this profile that is known here." in page
+    assert "This is the first recorded run of this profile." in page
 
 
 def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) -> None:
@@ -100,7 +100,7 @@ def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) ->
     before_it, last = read_history(project.home / "reports").runs_of("demo", "release")[-2:]
     assert (last.status, last.bytes_made, last.scores) == ("nothing new", 0, before_it.scores)
     page = (project.home / "reports" / last.report).read_text(encoding="utf-8")
-    assert "Parents, recipe, limits and scores are the same." in page
+    assert "Parents, recipe, limits and scores are unchanged" in page
     assert before_it.report.rpartition("/")[2] in page
     assert "✓" not in "".join(line[:4] for line in result.output.splitlines())
     assert {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))} == before

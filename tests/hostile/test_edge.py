@@ -114,7 +114,7 @@ def test_all_keys_that_are_not_accepted_are_in_one_answer() -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_yaml(text, "x")
     lines = str(caught.value).splitlines()
-    assert lines[0] == "x: 4 faults"
+    assert lines[0] == "x: 4 problems"
     assert [line.partition(":")[0].strip() for line in lines[1:]] == [
         f"line {line}, column {column}" for line, column in ((2, 1), (3, 1), (4, 11), (5, 4))
     ]

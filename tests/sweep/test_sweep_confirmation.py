@@ -212,7 +212,7 @@ def test_the_forecast_power_matches_the_test() -> None:
         drawn = [shared + np.sqrt(0.4) * rng.standard_normal(400) < norm.ppf(q) for q in (0.8 + power.detectable, 0.8)]
         confirmed += compared({REV: drawn[0] * 1.0}, {REV: drawn[1] * 1.0}, Term(REV, 1.0)).confirmed
     assert confirmed / 120 == pytest.approx(0.8, abs=0.1)
-    assert "400 held-out documents confirm a gain of" in power.sentence()
+    assert "400 held-out documents confirm a true lead of" in power.sentence()
     assert "have a correlation of 0.6" in power.sentence()
 
 
