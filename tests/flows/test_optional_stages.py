@@ -31,7 +31,7 @@ def test_the_report_compares_the_merge_with_the_ensemble(everything: tuple[Proje
     project, ended = everything
     together = ended["content"]["ensemble"]
     assert together["documents"] == 600
-    assert "The mean of the parents" in (project.home / "reports" / "everything.html").read_text()
+    assert "An ensemble that averages the token" in (project.home / "reports" / "everything.html").read_text()
 
 
 @pytest.mark.slow

@@ -43,8 +43,8 @@ def test_a_narrow_terminal_shows_all_numbers(width: int) -> None:
 def test_the_verdict_is_the_line_after_the_tables() -> None:
     lines = [line.strip() for line in printed(samples.unconfirmed(), 100).splitlines()]
     assert "nightly-sweep: no candidate confirmed" in lines
-    assert "that may be chance" in " ".join(lines)
-    assert lines[-1] == "61 trials in 10.1 s for 0.0034"
+    assert "This lead is not shown to be more than chance." in " ".join(lines)
+    assert lines[-1] == "61 trials in 10.1 s · cost 0.0034"
 
 
 def test_several_objectives_have_a_table_each() -> None:
