@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.output import format_count, print_created
+from mergegate.flows.cli.output import print_created
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.files import new_directory
-from mergegate.merge_core.wording import format_bytes
+from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store

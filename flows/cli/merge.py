@@ -15,14 +15,14 @@ from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.merge_cache import RecordedMerge
-from mergegate.flows.cli.output import format_count, print_created
+from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
 from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
-from mergegate.merge_core.wording import format_bytes
+from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
     identify_parents,
     open_parent,

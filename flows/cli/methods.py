@@ -5,9 +5,10 @@ from __future__ import annotations
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import format_count, print_answer
+from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core import merge_methods
 from mergegate.merge_core.methods import REQUIRED, Method
+from mergegate.merge_core.wording import format_count
 
 _SCOPES = {"shared": "for the merge", "input": "per model", "non_base": "per model except the base"}
 _BASES = {

@@ -60,11 +60,6 @@ def printed_text(draw: Callable[[Console], None]) -> str:
     return capture.get().strip("\n")
 
 
-def format_count(number: int, thing: str) -> str:
-    """Return a number with a noun, such as ``1 tensor`` or ``1,200 tensors``."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
-
-
 def short_path(path: Path | str) -> str:
     """Return a path relative to the working directory. A URL or a path outside this directory stays as it is."""
     if isinstance(path, str):

@@ -21,13 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
-from mergegate.flows.cli.output import format_count, print_answer, printed_text
+from mergegate.flows.cli.output import print_answer, printed_text
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe, load_recipe
 from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import system_memory
-from mergegate.merge_core.wording import format_bytes
+from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import size_of_adapter
 from mergegate.tasks.stage import home, nearest_directory
 

@@ -19,7 +19,7 @@ from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.parsing import open_buffered
 from mergegate.merge_core.system import cores_of_process, system_memory
-from mergegate.merge_core.wording import format_duration, format_roughly
+from mergegate.merge_core.wording import format_count, format_duration, format_roughly
 from mergegate.tasks.checkpoints import Model, PinnedRecipe, find_pinned_checkpoints
 from mergegate.tasks.evaluation import (
     EvalTask,
@@ -134,7 +134,7 @@ class PlannedRun:
         if not self.further_documents:
             return ""
         seconds = "" if self.further_seconds is None else f", about {format_roughly(self.further_seconds)}"
-        documents = f"{self.further_documents:,} more document{'s' if self.further_documents > 1 else ''}"
+        documents = format_count(self.further_documents, "more document")
         return f"While the gate is inconclusive, the run evaluates up to {documents} over all models{seconds}"
 
 

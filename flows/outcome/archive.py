@@ -13,6 +13,7 @@ from mergegate.flows.outcome.run_outcome import RunOutcome
 from mergegate.flows.prefect_api import page_of_run
 from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.files import read_state, write_state
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import (
     EndedRun,
@@ -80,7 +81,7 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
     for end in stages:
         calls_by_stage.setdefault(end.stage, []).append(end)
     cores = os.cpu_count() or 1
-    machine = (platform.node(), f"{cores} core{'' if cores == 1 else 's'}", f"{platform.system()} {platform.machine()}")
+    machine = (platform.node(), format_count(cores, "core"), f"{platform.system()} {platform.machine()}")
     return RunRecord(
         run=run,
         flow=flow,

@@ -3,6 +3,7 @@
 from mergegate.merge_core.wording.details import detail, detail_listener, has_detail_listener
 from mergegate.merge_core.wording.units import (
     format_bytes,
+    format_count,
     format_duration,
     format_roughly,
     format_short_time,
@@ -14,6 +15,7 @@ __all__ = [
     "detail",
     "detail_listener",
     "format_bytes",
+    "format_count",
     "format_duration",
     "format_roughly",
     "format_short_time",

@@ -41,6 +41,11 @@ def format_short_time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:,.0f} s"
 
 
+def format_count(number: int, thing: str) -> str:
+    """Return a number with a noun, such as ``1 tensor`` or ``1,200 tensors``."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 def format_duration(seconds: float) -> str:
     """Format a measured duration: '0.4 s', '6 m 12 s', '2 h 05 m'."""
     if seconds < 60:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
@@ -224,7 +225,7 @@ def documents_saved(verdict: GateVerdict) -> str:
         return ""
     share = 100 * remaining / (evaluated + remaining)
     tasks = len({left_out.task for left_out in verdict.not_run})
-    skipped = f", and skipping {tasks} task{'' if tasks == 1 else 's'}," if tasks else ""
+    skipped = f", and skipping {format_count(tasks, 'task')}," if tasks else ""
     return (
         f"mergegate evaluated {evaluated:,} of {evaluated + remaining:,} documents. "
         f"Deciding early{skipped} saved {share:.0f} %."

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.system import cores_of_process, kernel_lines
-from mergegate.merge_core.wording import format_bytes, format_short_time
+from mergegate.merge_core.wording import format_bytes, format_count, format_short_time
 
 
 class ServingCost(BaseModel):
@@ -90,7 +90,7 @@ def today() -> str:
 def machine_name(device: str) -> str:
     """Return cores and processor of this machine, and its GPUs if ``device`` is ``cuda``."""
     cores = cores_of_process()
-    description = f"{cores} core{'' if cores == 1 else 's'}"
+    description = format_count(cores, "core")
     # The name of the processor as the kernel reports it, without trademarks and clock rate.
     processor = next((line.partition(":")[2] for line in kernel_lines("cpuinfo") if line.startswith("model name")), "")
     for noise in ("(R)", "(TM)", " CPU", " Processor"):
