@@ -304,8 +304,8 @@ def gate(
         [('reverse', 'reference', 'pass')]
     """
     with _session(project, progress) as console:
-        entries = [f"{name}={os.fspath(directory)}" for name, directory in results.items()]
-        return _result(judge_results(entries, _profile(profile, overrides), console))
+        directories = {name: parse_path(os.fspath(directory)) for name, directory in results.items()}
+        return _result(judge_results(directories, _profile(profile, overrides), console))
 
 
 def sweep(

@@ -59,19 +59,19 @@ def gate_command(
     lm-eval must have run with --log_samples. mergegate does not run any model.
     """
     with command_context(as_json, with_state=True) as console:
-        outcome = judge_results(results, profile, console)
+        outcome = judge_results(_directories_by_model(results), profile, console)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
 
 
-def judge_results(entries: Sequence[str], profile_file: Path | Profile, console: Console) -> RunOutcome:
+def judge_results(directories: Mapping[str, Path], profile_file: Path | Profile, console: Console) -> RunOutcome:
     """Judge results on disk with the guards of a profile.
 
-    Each entry has the form ``NAME=DIRECTORY``. The names are ``merge``, and either ``reference`` or the models that the
-    guards compare with.
+    ``directories`` has lm-eval's output directory of each model. The names are ``merge``, and either ``reference`` or
+    the models that the guards compare with.
 
     Raises:
-        InvalidInput: A model is missing or named twice, or results are invalid or not comparable.
+        InvalidInput: A model is missing, or results are invalid or not comparable.
     """
     profile = load_profile(profile_file)
     location = f"profile {profile.name}" if isinstance(profile_file, Profile) else str(profile_file)
@@ -81,7 +81,7 @@ def judge_results(entries: Sequence[str], profile_file: Path | Profile, console:
             found="it is missing, so there are no guards",
             expected="evaluate: {tasks: [...]}",
         )
-    directories = _directories_by_model(entries)
+    _require_models(directories)
     guards = _guards(profile.evaluate.tasks, profile.root, f"{location}: evaluate.tasks", directories)
 
     # The merge needs results of every task, a reference only of the tasks whose guards compare with it.
@@ -148,7 +148,7 @@ def judge_results(entries: Sequence[str], profile_file: Path | Profile, console:
 
 
 def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
-    """Parse entries of the form ``NAME=DIRECTORY``. Raise InvalidInput if a model is missing or named twice."""
+    """Parse entries of the form ``NAME=DIRECTORY``. Raise InvalidInput if a model is named twice."""
     directories: dict[str, Path] = {}
     for entry in entries:
         name, equals, directory = entry.partition("=")
@@ -159,6 +159,11 @@ def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
         if name in directories:
             raise InvalidInput(entry, found=f"a second directory for {name}", expected="one directory for each model")
         directories[name] = Path(directory)
+    return directories
+
+
+def _require_models(directories: Mapping[str, Path]) -> None:
+    """Raise InvalidInput unless there are results of the merge and of another model."""
     if MERGE not in directories:
         raise InvalidInput(
             "RESULTS",
@@ -170,7 +175,6 @@ def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
         raise InvalidInput(
             "RESULTS", found="only results of the merge", expected=f"also {REFERENCE}=DIRECTORY, or its parents by name"
         )
-    return directories
 
 
 def _guards(

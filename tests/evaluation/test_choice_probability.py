@@ -208,8 +208,8 @@ def test_the_gate_judges_lm_eval_files_by_probability(tmp_path: Path, model: Mod
     linear = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
     profile = tmp_path / "profile.yaml"
     profile.write_text(yaml.safe_dump({"name": "p", "recipe": linear, "evaluate": {"tasks": [guard]}}))
-    entries = [f"{name}={tmp_path / name}" for name in ("reference", "merge")]
-    found = judge_results(entries, profile, Console(quiet=True))
+    directories = {name: tmp_path / name for name in ("reference", "merge")}
+    found = judge_results(directories, profile, Console(quiet=True))
     assert found.content is not None
     (judged,) = found.content.verdict.guards
     likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]
