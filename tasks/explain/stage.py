@@ -171,12 +171,13 @@ def flips(
     won = sorted(
         (document for document, drop in drops.items() if drop < 0), key=lambda document: (drops[document], document)
     )
+    described = (*lost, *won[:_EXAMPLES])
     shown_by_task: dict[str, list[int]] = {}
-    for leaf, doc_id in (*lost, *won[:_EXAMPLES]):
+    for leaf, doc_id in described:
         shown_by_task.setdefault(leaf, []).append(doc_id)
     texts = document_texts(task, shown_by_task) if shown_by_task else {}
     flip_list = []
-    for leaf, doc_id in (*lost, *won[:_EXAMPLES]):
+    for leaf, doc_id in described:
         text = texts.get((leaf, doc_id))
         if text is not None and text.doc_hash != reference_rows[leaf, doc_id].doc_hash:
             text = None  # The data changed since, so this is not the evaluated document.
@@ -192,25 +193,28 @@ def flips(
                 merge_answer=merge_rows[leaf, doc_id].answer,
             )
         )
-    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in flip_list[: len(lost)]]
+    lost_flips, won_flips = flip_list[: len(lost)], flip_list[len(lost) :]
+    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in lost_flips]
     (out / FLIPS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    examples = []
-    for flip in (*flip_list[: min(len(lost), _EXAMPLES)], *flip_list[len(lost) :]):
-        clipped: dict[str, str] = {}
-        for name in ("prompt", "target", "reference_answer", "merge_answer"):
-            text = getattr(flip, name)
-            if text is not None and len(text) > _MAX_TEXT:  # mostly the end of a prompt, which has the question
-                head = _MAX_TEXT // 3
-                clipped[name] = f"{text[:head]} … {text[head + 3 - _MAX_TEXT :]}"
-        examples.append(flip.model_copy(update=clipped))
     return Flips(
         task=task.name,
         metric=metrics.label,
         lost=len(lost),
         won=len(won),
-        examples=tuple(examples[: min(len(lost), _EXAMPLES)]),
-        won_examples=tuple(examples[min(len(lost), _EXAMPLES) :]),
+        examples=tuple(map(_clip, lost_flips[:_EXAMPLES])),
+        won_examples=tuple(map(_clip, won_flips)),
     )
+
+
+def _clip(flip: Flip) -> Flip:
+    """Return the document with long texts shortened: their start, and mostly their end, which has the question."""
+    clipped: dict[str, str] = {}
+    for name in ("prompt", "target", "reference_answer", "merge_answer"):
+        text = getattr(flip, name)
+        if text is not None and len(text) > _MAX_TEXT:
+            head = _MAX_TEXT // 3
+            clipped[name] = f"{text[:head]} … {text[head + 3 - _MAX_TEXT :]}"
+    return flip.model_copy(update=clipped)
 
 
 def explain_merge(
