@@ -163,28 +163,19 @@ def pin_tasks(
                 expected="one prompt setting per name",
                 remedy=f"set name: {task.name}-2 in one of the guards",
             )
-    for guard, guard_task in zip(guards, guard_tasks, strict=True):
-        if guard.documents is None:
-            continue
-        task = tasks[guard_task.name]
-        if task.sample not in (None, guard.documents):
-            raise InvalidInput(
-                f"evaluate.tasks: {guard.task}: documents",
-                found=f"{guard.documents}, and {task.sample} in another guard of the task",
-                expected="the same number for all guards of a task",
-            )
-        tasks[task.name] = task.model_copy(update={"sample": guard.documents})
-    for guard, guard_task in zip(guards, guard_tasks, strict=True):
-        if guard.cluster_by in (None, "task"):  # The task of a document is always available.
-            continue
-        task = tasks[guard_task.name]
-        if task.cluster_field not in (None, guard.cluster_by):
-            raise InvalidInput(
-                f"evaluate.tasks: {guard.task}: cluster_by",
-                found=f"{guard.cluster_by!r}, and {task.cluster_field!r} in another guard of the task",
-                expected="the same field for all guards of a task",
-            )
-        tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
+    for option, field, noun in (("documents", "sample", "number"), ("cluster_by", "cluster_field", "field")):
+        for guard, guard_task in zip(guards, guard_tasks, strict=True):
+            value = getattr(guard, option)
+            if value in (None, "task"):  # The task of a document is always available.
+                continue
+            task = tasks[guard_task.name]
+            if (current := getattr(task, field)) not in (None, value):
+                raise InvalidInput(
+                    f"evaluate.tasks: {guard.task}: {option}",
+                    found=f"{value!r}, and {current!r} in another guard of the task",
+                    expected=f"the same {noun} for all guards of a task",
+                )
+            tasks[task.name] = task.model_copy(update={field: value})
     renamed = tuple(
         guard.model_copy(update={"task": task.name, "name": None})
         for guard, task in zip(guards, guard_tasks, strict=True)
