@@ -102,6 +102,8 @@ def recipe_diff(before: Mapping[str, Any] | None, after: Mapping[str, Any] | Non
 
 def remedy_diff(content: ReportContent, remedy: Remedy) -> tuple[str, ...]:
     """Return the changes that a remedy makes to the recipe of the report. See ``recipe_diff``."""
+    if remedy.kind == "profile":
+        return ()
     try:
         recipe = yaml.safe_load(content.recipe)
         return recipe_diff(recipe, apply_overrides(recipe, remedy.change, "the proposed remedy"))

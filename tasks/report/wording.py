@@ -116,10 +116,10 @@ def consequence(content: ReportContent) -> str:
     verdict = content.verdict
     if verdict.outcome == "inconclusive":
         effect = {"block": "blocks", "warn": "allows, with a warning,", "pass": "allows"}[verdict.on_inconclusive]
-        rule = f"he profile {effect} inconclusive merges (on_inconclusive: {verdict.on_inconclusive})."
+        rule = f"profile {effect} inconclusive merges (on_inconclusive: {verdict.on_inconclusive})."
         if not content.recipe:
-            return f"T{rule}"
-        return f"The merge {'may' if verdict.publishable else 'will not'} be published, because t{rule}"
+            return f"The {rule}"
+        return f"The merge {'may' if verdict.publishable else 'will not'} be published, because the {rule}"
     if not content.recipe:
         return ""
     return "The merge may be published." if verdict.publishable else "The merge will not be published."
@@ -133,7 +133,12 @@ def recommended_action(content: ReportContent) -> str:
     if verdict.drift is not None and verdict.drift.broken:
         return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
     if explanation is not None and explanation.remedies:
-        return "Apply the first change under “What to try”, or let mergegate try all of them: " + _AUTO
+        if explanation.remedies[0].kind == "profile":
+            return "Set the change under “What to try” in the profile, then run again."
+        return (
+            "Apply the first change under “What to try”, or let mergegate try all of them: "
+            "run it again with --remedy auto."
+        )
     judgments: tuple[SuiteVerdict | GuardVerdict, ...] = (*verdict.suites, *verdict.guards)
     needed = [
         judged.documents_needed for judged in judgments if judged.outcome == "inconclusive" and judged.documents_needed
@@ -146,9 +151,6 @@ def recommended_action(content: ReportContent) -> str:
         "Read the samples that the merge lost, then change the recipe. "
         "If you can accept this drop, raise max_drop of the guard."
     )
-
-
-_AUTO = "run it again with --remedy auto."
 
 
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)

@@ -10,6 +10,7 @@ import report_samples as samples
 from pages import page_of
 
 from mergegate.merge_core.analysis.interference import Interference
+from mergegate.tasks.explain import Remedy
 from mergegate.tasks.explain.stage import Explanation
 from mergegate.tasks.gate.sequential import InterimLook
 from mergegate.tasks.merge import RouterDistance
@@ -78,6 +79,20 @@ def test_remedies_can_be_copied_into_a_profile(page: str) -> None:
     assert "remedies: - {merge_method: ties, density: 0.3}" in page
     change = "+ parameters.lambda: 0.7 YAML for the profile remedies: - {lambda: 0.7}"
     assert f"Perplexity rose over the limit. {change}" in page
+
+
+def test_advice_about_the_profile_is_not_shown_as_a_change_of_the_recipe() -> None:
+    content = samples.explained()
+    assert content.explanation is not None
+    documents = Remedy(change={"evaluate": {"extend": True}}, reason="More documents would decide.", kind="profile")
+    html = page_of(
+        content.model_copy(update={"explanation": content.explanation.model_copy(update={"remedies": (documents,)})})
+    )
+    text = text_of(html)
+    assert "Next: Set the change under “What to try” in the profile, then run again." in text
+    assert "More documents would decide. YAML for the profile evaluate: extend: true" in text
+    assert "+ evaluate" not in text
+    assert "--remedy auto" not in text
 
 
 def test_a_diff_of_recipes_has_only_the_changed_settings() -> None:
