@@ -336,7 +336,10 @@ def _guards(
 
     def check_tasks(text: str) -> str:
         for part in split_tasks(text):
-            parse_guard(part, "")
+            try:
+                parse_guard(part, "")
+            except InvalidInput as error:  # an answer may name several tasks
+                raise InvalidInput(part, found=f"{part}: {error.found}", expected=error.expected) from None
         return text
 
     question = "tasks that the merge must not lose (lm-eval's names or files, as NAME or NAME:MODEL, with commas)"

@@ -35,6 +35,21 @@ def root(tmp_path: Path, made: Path) -> Iterator[Path]:
     return tmp_path
 
 
+@pytest.fixture
+def tasks(root: Path) -> Path:
+    """Write two tasks with their own data, because no task of lm-eval has its data here."""
+    with (root / "sums.jsonl").open("w") as data:
+        data.writelines(f'{{"question": "{n} + 1 =", "answer": " {n + 1}"}}\n' for n in range(300))
+    for name in ("plus", "more"):
+        (root / f"{name}.yaml").write_text(
+            f"task: {name}\ntest_split: test\n"
+            "dataset_path: json\ndataset_kwargs: {data_files: {test: sums.jsonl}}\n"
+            'output_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
+            "metric_list:\n  - {metric: acc, aggregation: mean, higher_is_better: true}\n"
+        )
+    return root
+
+
 def files_in(place: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in place.iterdir()} if place.exists() else {}
 
@@ -57,7 +72,8 @@ def test_enter_accepts_the_default(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_invalid_answer_is_prompted_again(root: Path) -> None:
+def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
+    root = tasks
     (root / "taken.yaml").write_text("ours\n")
     (root / "empty.txt").touch()
     (root / "own.txt").write_text("A text.\n\nAnother one.\n")
@@ -65,7 +81,7 @@ def test_an_invalid_answer_is_prompted_again(root: Path) -> None:
         NAME: {"a/b": "letters, digits", "taken": "it exists", "mine": ""},
         WHO: {"me": "'name: reason'", "alice: we made it": ""},
         TEXT: {"nowhere.txt": "no such file", "models": "a directory", "empty.txt": "an empty file", "own.txt": ""},
-        TASKS: {"nosuch_task": "nosuch_task", "gsm8k:nobody": "best parent", "gsm8k:sums, hellaswag": ""},
+        TASKS: {"nosuch_task": "nosuch_task", "plus.yaml:nobody": "best parent", "plus.yaml:sums, more.yaml": ""},
     }
     with terminal(root, "init", *MODELS) as screen:
         for question, typed in answers.items():
@@ -81,8 +97,8 @@ def test_an_invalid_answer_is_prompted_again(root: Path) -> None:
     profile = (root / "mine.yaml").read_text()
     assert "alice: we made it" in profile
     assert "documents: own.txt" in profile
-    assert "{task: gsm8k, guarded_by: sums, max_drop: 3}" in profile
-    assert "{task: hellaswag, guarded_by: best parent, max_drop: 3}" in profile
+    assert "{task: plus.yaml, guarded_by: sums, max_drop: 3}" in profile
+    assert "{task: more.yaml, guarded_by: best parent, max_drop: 3}" in profile
 
 
 @pytest.mark.slow
@@ -102,9 +118,10 @@ def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) 
 
 
 @pytest.mark.slow
-def test_flags_answer_on_a_terminal_too(root: Path) -> None:
+def test_flags_answer_on_a_terminal_too(tasks: Path) -> None:
+    root = tasks
     (root / "own.txt").write_text("A text.\n")
-    flags = ("--name", "mine", "--accept", "alice: ours", "--data", "own.txt", "--task", "gsm8k:sums")
+    flags = ("--name", "mine", "--accept", "alice: ours", "--data", "own.txt", "--task", "plus.yaml:sums")
     with terminal(root, "init", *MODELS, *flags) as screen:
         assert screen.end() == 0, screen.shown
     assert not [question for question in (NAME, WHO, TEXT, TASKS) if question in screen.shown]
