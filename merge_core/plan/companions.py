@@ -40,7 +40,7 @@ _LABELS: Mapping[Kind, str] = {
 }
 # Other modules compare the parts that matter: vocabularies, and tokens that end a text.
 _MINOR = frozenset[Kind](("tokenizer", "generation settings"))
-_SHOWN = 4  # Number of files per parent, and of parents, that one finding lists.
+_SHOWN = 8  # Number of files per parent, and of parents, that one finding lists.
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from family import merge_text, save_family
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
@@ -62,6 +62,8 @@ def test_leftovers_are_neither_carried_nor_reported(family: Path, name: str) -> 
 
 
 @settings(max_examples=40, deadline=None)
+@example({**dict.fromkeys(POOLING, "a"), "modules.json": "differ", "sentence_bert_config.json": "b"})
+@example(dict.fromkeys(POOLING, "b"))
 @given(st.dictionaries(st.sampled_from(sorted(FILES)), st.sampled_from(["both", "a", "b", "differ"])))
 def test_every_parent_file_is_carried_or_reported(
     tmp_path_factory: pytest.TempPathFactory, where: dict[str, str]
