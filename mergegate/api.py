@@ -35,7 +35,7 @@ from rich.console import Console
 from mergegate.flows.cli.check import CheckReport, check_file
 from mergegate.flows.cli.command import convert_os_error
 from mergegate.flows.cli.console import FittingConsole
-from mergegate.flows.cli.gate import judge_results
+from mergegate.flows.cli.gate import judge_results, load_guards
 from mergegate.flows.cli.merge import MergeOptions, merge_recipe
 from mergegate.flows.cli.plan import MergeForecast, PlanOptions, plan_file
 from mergegate.flows.cli.run import ReleaseArguments, RunView, run_comparison, run_release
@@ -305,7 +305,7 @@ def gate(
     """
     with _session(project, progress) as console:
         directories = {name: parse_path(os.fspath(directory)) for name, directory in results.items()}
-        return _result(judge_results(directories, _profile(profile, overrides), console))
+        return _result(judge_results(directories, *load_guards(_profile(profile, overrides)), console))
 
 
 def sweep(

@@ -59,30 +59,39 @@ def gate_command(
     lm-eval must have run with --log_samples. mergegate does not run any model.
     """
     with command_context(as_json, with_state=True) as console:
-        outcome = judge_results(_directories_by_model(results), profile, console)
+        loaded, location = load_guards(profile)
+        outcome = judge_results(_directories_by_model(results), loaded, location, console)
         print_outcome(console, outcome, as_json)
         raise typer.Exit(outcome.exit_code)
 
 
-def judge_results(directories: Mapping[str, Path], profile_file: Path | Profile, console: Console) -> RunOutcome:
-    """Judge results on disk with the guards of a profile.
-
-    ``directories`` has lm-eval's output directory of each model. The names are ``merge``, and either ``reference`` or
-    the models that the guards compare with.
-
-    Raises:
-        InvalidInput: A model is missing, or results are invalid or not comparable.
-    """
-    profile = load_profile(profile_file)
-    location = f"profile {profile.name}" if isinstance(profile_file, Profile) else str(profile_file)
+def load_guards(source: Path | Profile) -> tuple[Profile, str]:
+    """Return a profile and its location in messages. Raise InvalidInput if it is not valid or has no guards."""
+    profile = load_profile(source)
+    location = f"profile {profile.name}" if isinstance(source, Profile) else str(source)
     if profile.evaluate is None:
         raise InvalidInput(
             f"{location}: evaluate",
             found="it is missing, so there are no guards",
             expected="evaluate: {tasks: [...]}",
         )
+    return profile, location
+
+
+def judge_results(
+    directories: Mapping[str, Path], profile: Profile, profile_location: str, console: Console
+) -> RunOutcome:
+    """Judge results on disk with the guards of a profile.
+
+    ``directories`` has lm-eval's output directory of each model. The names are ``merge``, and either ``reference`` or
+    the models that the guards compare with. The profile and its location are those of ``load_guards``.
+
+    Raises:
+        InvalidInput: A model is missing, or results are invalid or not comparable.
+    """
+    assert profile.evaluate is not None
     _require_models(directories)
-    guards = _guards(profile.evaluate.tasks, profile.root, f"{location}: evaluate.tasks", directories)
+    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_location}: evaluate.tasks", directories)
 
     # The merge needs results of every task, a reference only of the tasks whose guards compare with it.
     files = {name: find_results(directory) for name, directory in directories.items()}

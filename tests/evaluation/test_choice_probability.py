@@ -20,7 +20,7 @@ from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.flows.cli.gate import judge_results
+from mergegate.flows.cli.gate import judge_results, load_guards
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
@@ -209,7 +209,7 @@ def test_the_gate_judges_lm_eval_files_by_probability(tmp_path: Path, model: Mod
     profile = tmp_path / "profile.yaml"
     profile.write_text(yaml.safe_dump({"name": "p", "recipe": linear, "evaluate": {"tasks": [guard]}}))
     directories = {name: tmp_path / name for name in ("reference", "merge")}
-    found = judge_results(directories, profile, Console(quiet=True))
+    found = judge_results(directories, *load_guards(profile), Console(quiet=True))
     assert found.content is not None
     (judged,) = found.content.verdict.guards
     likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]
