@@ -10,7 +10,8 @@ from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.drift import ModelLikelihoods
-from mergegate.tasks.gate.regression import GuardVerdict, judge_guards, measure_guard
+from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
+from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, write_documents

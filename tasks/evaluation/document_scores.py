@@ -32,6 +32,8 @@ class DocumentScore(NamedTuple):
     answer: str = ""  # generated or chosen answer, truncated; empty if it is not text
     ended: tuple[str, ...] = ()  # how each generated answer ended, see ``AnswerEnd``
     answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
+    thinking_tokens: tuple[int | None, ...] = ()  # length of the thinking part of each generated answer
+    prompt_cut: int | None = None  # tokens removed from the longest prompt of the document to fit; None: unknown
 
 
 def answer_of(sample: Mapping[str, Any]) -> str:
@@ -63,6 +65,7 @@ class PairedScores:
     reference: tuple[float, ...]
     merge: tuple[float, ...]
     clusters: tuple[str, ...] = ()  # cluster of each document; empty texts if none was recorded
+    rows: tuple[tuple[DocumentScore, DocumentScore], ...] = ()  # all of each document: reference, merge
 
 
 def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None:
@@ -71,7 +74,8 @@ def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None
     import pyarrow.parquet as pq
 
     types = {"doc_id": pa.int64(), "outcome": pa.float64(), "higher_is_better": pa.bool_()}
-    types |= {"ended": pa.list_(pa.string()), "answer_tokens": pa.list_(pa.int64())}
+    types |= {"ended": pa.list_(pa.string()), "prompt_cut": pa.int64()}
+    types |= dict.fromkeys(("answer_tokens", "thinking_tokens"), pa.list_(pa.int64()))
     columns = {
         name: pa.array([getattr(outcome, name) for outcome in outcomes], types.get(name, pa.string()))
         for name in DocumentScore._fields
@@ -85,9 +89,9 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 
     with pq.ParquetFile(path) as file:  # read_table would import pandas
         columns = file.read().to_pydict()
-    for name in ("ended", "answer_tokens"):  # absent from older tables
+    for name in ("ended", "answer_tokens", "thinking_tokens"):  # absent from older tables
         columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
-    for name, default in (("answer", ""), ("cluster", ""), ("higher_is_better", True)):
+    for name, default in (("answer", ""), ("cluster", ""), ("higher_is_better", True), ("prompt_cut", None)):
         columns.setdefault(name, [default] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))
 
@@ -128,4 +132,5 @@ def pair_documents(
         tuple(left[key].outcome for key in documents),
         tuple(right[key].outcome for key in documents),
         tuple(left[key].cluster for key in documents),
+        tuple((left[key], right[key]) for key in documents),
     )

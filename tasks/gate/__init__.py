@@ -9,6 +9,7 @@ from mergegate.tasks.gate.alpha_spending import (
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
 from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import (
     GatePower,
@@ -27,7 +28,7 @@ from mergegate.tasks.gate.references import (
     reference_models,
     with_anchor,
 )
-from mergegate.tasks.gate.regression import GuardVerdict, decide_guard
+from mergegate.tasks.gate.regression import decide_guard
 from mergegate.tasks.gate.settings import (
     ANCHOR,
     CHAMPION,

@@ -1,4 +1,4 @@
-"""Measure a regression guard on its task and decide its verdict. Pure functions.
+"""Decide the verdict of a regression guard from its evidence. Pure functions.
 
 With ``rule: each``, the outcome depends on the drop, on T (``max_drop``) and on M (``margin``), all in points::
 
@@ -19,193 +19,21 @@ between threshold and margin may still pass or fail.
 A merge passes only if every guard passes, so passing needs no correction for the number of guards. It fails if one
 guard fails, and one of many guards shows a drop by chance. Failures are therefore corrected by Holm's step-down
 procedure (1979, Scand. J. Stat. 6:65). A guard that compares with the best of K parents counts as K questions.
+
+The checks in ``tasks.gate.findings`` can make an outcome more severe, never less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
-
-from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import PairedScores, TaskData
-from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
-from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, plan_looks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import (
-    POWER,
-    Difference,
-    binary_difference,
-    documents_needed,
-    normal_quantile,
-)
-from mergegate.tasks.stage import Outcome
-
-
-class GuardVerdict(BaseModel):
-    """Regression guard with its outcome: the merge against its reference on one task.
-
-    Differences are in points (0 to 100) and positive if the merge is worse.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str
-    metric: str  # For a group with several metrics, each once: 'acc,none + exact_match,none'.
-    reference: str  # Name of the reference model.
-    reference_score: float  # In [0, 1].
-    merge_score: float
-    n: int  # Number of paired documents.
-    lost: int  # Documents that the reference gets right and the merge wrong (graded: the merge scores lower).
-    won: int  # Documents that the merge gets right and the reference wrong.
-    drop: float  # Points.
-    low: float  # Bounds of the drop in points; each holds over all looks with the one-sided ``confidence``.
-    high: float
-    confidence: float  # For example 0.95.
-    max_drop: float  # Points.
-    margin: float  # Largest upper bound that passes, in points.
-    outcome: Outcome
-    reason: str  # Sentence with task, drop, interval and threshold.
-    documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
-    detectable_drop: float | None = None  # Smallest true drop that these documents show with power 0.8, in points.
-    look: InterimLook | None = None  # Look at which the guard was judged.
-    documents_left: int = 0  # Documents that further looks can still add.
-    alarm_confidence: float | None = None  # Confidence of the test for failure, corrected for the number of guards.
-    candidates: int = 1  # Number of parents among which the reference is the best.
-    selection_bias: float = 0.0  # Largest part of the drop, in points, that comes from choosing the best parent.
-    clusters: int | None = None  # Number of independent groups of documents; None if each document is independent.
-    documents_asked: int | None = None  # Number of evaluated documents. All of them have a score.
-    leaf_metrics: dict[str, str] = Field(default_factory=dict)  # Metric by task below the group, where they differ.
-    data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
-    chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
-    weight: float = 1.0  # Weight of the task in the mean over all tasks.
-    limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
-
-    @property
-    def word(self) -> str:
-        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
-        return self.outcome
-
-
-Points = float | NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class GuardEvidence:
-    """Measurements for one guard, before any decision. Scores are in [0, 1]."""
-
-    guard: Guard
-    metric: str
-    reference: str
-    reference_score: float
-    merge_score: float
-    differences: tuple[float, ...]  # Difference of each document, in [-1, 1]; positive if the merge is worse.
-    binary: bool
-    documents: int  # Number of evaluated documents of the task.
-    schedule: tuple[int, ...]  # Number of documents after each planned look.
-    clusters: tuple[str, ...] | None = None  # Cluster of each difference.
-    candidates: int = 1
-    selection_bias: float = 0.0  # In [0, 1].
-    leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # Metric by task below a group, where they differ.
-    data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
-
-    def look(self, confidence: float) -> InterimLook:
-        """Return the look that has been reached. All looks together have ``confidence``.
-
-        Raises:
-            InvalidInput: No look is planned at the number of evaluated documents.
-        """
-        for look in plan_looks(self.schedule, confidence):
-            if look.documents == self.documents:
-                return look
-        # Looks at unplanned moments would invalidate the confidence.
-        raise InvalidInput(
-            f"task {self.guard.task}",
-            found=f"{self.documents:,} evaluated documents",
-            expected=f"the number of documents of a planned look: {', '.join(f'{n:,}' for n in self.schedule)}",
-            remedy="evaluate up to the next look",
-        )
-
-    def interval(self, confidence: float, level: float | None = None) -> Difference:
-        """Return the mean difference with its one-sided bounds at the current look.
-
-        Args:
-            confidence: Confidence over all looks together, which bounds of graded scores have at every look.
-            level: Confidence of the current look, for bounds of binary scores and of clusters. Default: that of the
-                look in the schedule of this task. A suite passes that of its own look.
-        """
-        level = self.look(confidence).confidence if level is None else level
-        if not self.binary:
-            plain = graded_difference(self.differences, confidence, self.schedule)
-        else:
-            lost, won = sum(d > 0 for d in self.differences), sum(d < 0 for d in self.differences)
-            plain = binary_difference(lost, won, len(self.differences), level)
-        if self.clusters is None:
-            return plain
-        return clustered_difference(self.differences, self.clusters, plain, level)
-
-
-class ReferenceChoice(NamedTuple):
-    """Model that a guard compares with."""
-
-    name: str
-    candidates: int = 1  # Number of parents among which it was chosen as the best.
-    selection_bias: float = 0.0  # Largest amount that this choice adds to the drop, in [0, 1].
-
-
-def measure_guard(
-    guard: Guard,
-    metric: str,
-    paired_scores: PairedScores,
-    higher_is_better: bool,
-    *,
-    choice: ReferenceChoice | None = None,
-    schedule: Sequence[int] = (),
-) -> GuardEvidence:
-    """Return the evidence on one guard from the paired scores of all documents evaluated so far, in scoring order.
-
-    ``choice`` is the reference model. Default: ``guard.guarded_by``. ``schedule`` holds the number of documents after
-    each planned look. Default: a single look at these documents.
-
-    Raises:
-        InvalidInput: There are too few documents or clusters, a document's cluster is unknown, or a score is outside
-            ``guard.score_range``.
-    """
-    choice = choice or ReferenceChoice(guard.guarded_by)
-    sign = 1.0 if higher_is_better else -1.0
-    n = len(paired_scores.documents)
-    if n < 2:
-        raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, preferably hundreds")
-    reference = _rescaled(guard, metric, paired_scores, paired_scores.reference, choice.name)
-    merge = _rescaled(guard, metric, paired_scores, paired_scores.merge, "the merge")
-    clusters = None
-    if guard.clustered_by is not None:
-        clusters = (
-            tuple(task for task, _ in paired_scores.documents)
-            if guard.clustered_by == "task"
-            else paired_scores.clusters
-        )
-        check_clusters(clusters, guard.clustered_by, guard.task)
-    return GuardEvidence(
-        guard=guard,
-        metric=metric,
-        reference=choice.name,
-        reference_score=sum(reference) / n,
-        merge_score=sum(merge) / n,
-        differences=tuple(sign * (left - right) for left, right in zip(reference, merge, strict=True)),
-        binary=set(reference) | set(merge) <= {0.0, 1.0},
-        documents=n,
-        schedule=tuple(schedule) or (n,),
-        clusters=clusters,
-        candidates=choice.candidates,
-        selection_bias=choice.selection_bias,
-    )
+from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, Points
+from mergegate.tasks.gate.findings import find_guard_problems
+from mergegate.tasks.gate.sequential import chance_to_decide, plan_looks
+from mergegate.tasks.gate.statistics import POWER, Difference, documents_needed, normal_quantile
+from mergegate.tasks.stage import Outcome, severity
 
 
 def decide_guard(
@@ -327,7 +155,12 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
     )
-    return verdict.model_copy(update={"reason": _sentence(verdict, questions)})
+    verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
+    findings = find_guard_problems(evidence, verdict)
+    worst = max(findings, key=lambda finding: severity(finding.outcome), default=None)
+    if worst and severity(worst.outcome) > severity(outcome):
+        verdict = verdict.model_copy(update={"outcome": worst.outcome, "reason": worst.reason})
+    return verdict.model_copy(update={"findings": findings})
 
 
 def _documents_to_decide(
@@ -366,25 +199,6 @@ def _chance_left(
         pass_below = min(limit, guard.upper_limit / 100 - sure * last_error)
         fail_above = max(limit, alarmed * last_error)
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
-
-
-def _rescaled(
-    guard: Guard, metric: str, paired_scores: PairedScores, scores: Sequence[float], model: str
-) -> tuple[float, ...]:
-    """Return the scores of one model on a scale from 0 to 1. A point is a hundredth of it."""
-    low, high = guard.score_range
-    rounding = 1e-9 * (high - low)  # In floating point, 0.1 + 0.2 is more than 0.3.
-    for (task, doc_id), score in zip(paired_scores.documents, scores, strict=True):
-        if not low - rounding <= score <= high + rounding:
-            raise InvalidInput(
-                f"{guard.task}: {metric} of {model}",
-                found=f"{score:g} for document {doc_id} of {task}",
-                expected=f"a number from {low:g} to {high:g}",
-                remedy="set the lowest and highest possible score in the guard's score_range"
-                if math.isfinite(score)
-                else "inspect the model's answer to this document: the merge is probably broken",
-            )
-    return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
 
 
 def format_drop(subject: str, reference: str, drop: float, low: float, high: float, *, limits: Sequence[float]) -> str:

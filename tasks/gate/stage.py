@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
+from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
 from mergegate.tasks.gate.references import check_guards, reference_models
-from mergegate.tasks.gate.regression import GuardEvidence, GuardVerdict, ReferenceChoice, judge_guards, measure_guard
+from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import FUTILE
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
@@ -73,6 +74,7 @@ class GateVerdict(StageValue):
     # Verdict on the mean over all tasks, if it is judged: first without the anchor, then against the anchor only.
     suites: tuple[SuiteVerdict, ...] = ()
     not_run: tuple[SkippedGuard, ...] = ()
+    findings: tuple[GateFinding, ...] = ()  # Findings about the whole merge; those about a guard are in ``guards``.
 
     def summary(self) -> str:
         if not self.publishable:
@@ -136,7 +138,7 @@ class GatePlan:
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
 
 
-@value_stage("gate", version=4)
+@value_stage("gate", version=5)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
@@ -192,7 +194,7 @@ def gate(
         )
         for guard in pending
     )
-    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run)
+    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings=())
 
 
 def cannot_pass(
@@ -263,10 +265,14 @@ def gate_verdict(
     notes: tuple[str, ...] = (),
     suites: Sequence[SuiteVerdict] = (),
     not_run: tuple[SkippedGuard, ...] = (),
+    findings: tuple[GateFinding, ...] = (),
 ) -> GateVerdict:
     """Combine the verdicts on a merge into one decision: the most severe outcome and whether it allows publication."""
     # A failed task tells more than the mean that it drags down, so the guards come before the suites.
-    parts = [*((guard.outcome, guard.reason) for guard in guards), *((suite.outcome, suite.reason) for suite in suites)]
+    parts = [(guard.outcome, guard.reason) for guard in guards]
+    for finding in (*(finding for guard in guards for finding in guard.findings), *findings):
+        parts += [(finding.outcome, finding.reason)] if (finding.outcome, finding.reason) not in parts else []
+    parts += [(suite.outcome, suite.reason) for suite in suites]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
     outcome = worst_verdict(part for part, _ in parts)
@@ -295,6 +301,7 @@ def gate_verdict(
         notes=notes,
         suites=tuple(suites),
         not_run=not_run,
+        findings=findings,
     )
 
 

@@ -28,7 +28,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.regression import GuardEvidence, Points, decide_guard, format_drop
+from mergegate.tasks.gate.evidence import GuardEvidence, Points
+from mergegate.tasks.gate.regression import decide_guard, format_drop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile

@@ -34,7 +34,7 @@ from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
-from mergegate.tasks.gate.regression import measure_guard
+from mergegate.tasks.gate.evidence import measure_guard
 from mergegate.tasks.gate.settings import Guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)

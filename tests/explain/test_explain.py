@@ -25,7 +25,7 @@ from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import document_texts
 from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips
-from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.store.store import Artifact
 

@@ -26,7 +26,7 @@ from mergegate.tasks.explain.remedies import (
 )
 from mergegate.tasks.explain.stage import named_base
 from mergegate.tasks.gate.drift import DriftVerdict
-from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
 
 

@@ -10,7 +10,7 @@ import pytest
 from mergegate.flows import release
 from mergegate.flows.attempt import Attempt, FailedMerge, distance_from_passing
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.settings import GateRule
 from mergegate.tasks.gate.stage import gate_verdict
 from mergegate.tasks.stage import Outcome

@@ -11,13 +11,8 @@ from samples import sampled
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from mergegate.tasks.gate.regression import (
-    GuardEvidence,
-    ReferenceChoice,
-    alarm_confidences,
-    judge_guards,
-    measure_guard,
-)
+from mergegate.tasks.gate.evidence import GuardEvidence, ReferenceChoice, measure_guard
+from mergegate.tasks.gate.regression import alarm_confidences, judge_guards
 
 
 def measured(lost: int, won: int, n: int, task: str = "reverse", candidates: int = 1) -> GuardEvidence:

@@ -79,7 +79,8 @@ def test_the_margin_is_configurable() -> None:
 
 def test_documents_are_paired_by_identity_not_by_order() -> None:
     found = pair_documents([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
-    assert found == PairedScores((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""))
+    rows = ((outcome(2), outcome(2, 0.0)), (outcome(1, 0.0), outcome(1)))
+    assert found == PairedScores((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""), rows)
 
 
 def test_other_metrics_are_ignored() -> None:

@@ -8,7 +8,8 @@ import pytest
 from gate_samples import GUARD, paired, part, right_on, verdict_of
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.regression import GuardVerdict, decide_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
+from mergegate.tasks.gate.regression import decide_guard, judge_guards
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate, gate_verdict, undecided_tasks

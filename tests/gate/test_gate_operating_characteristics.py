@@ -13,7 +13,8 @@ from benchmark_scripts import load_benchmark
 from gate_samples import paired
 
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.regression import judge_guards, measure_guard
+from mergegate.tasks.gate.evidence import measure_guard
+from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import Guard
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "gate-error-rates.md"

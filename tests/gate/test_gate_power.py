@@ -11,6 +11,7 @@ import pytest
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
+from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.power import (
     PlannedTask,
     draw,
@@ -20,7 +21,7 @@ from mergegate.tasks.gate.power import (
     publication_chance,
     undecidable_finding,
 )
-from mergegate.tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
+from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.suite import judge_suite

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.references import comparable_parents, with_anchor
-from mergegate.tasks.gate.regression import GuardEvidence, decide_task, judge_guards, measure_guard
+from mergegate.tasks.gate.regression import decide_task, judge_guards
 from mergegate.tasks.gate.sequential import look_levels
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate, undecided_tasks

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from mergegate.tasks.gate.regression import decide_guard, judge_guards, measure_guard
+from mergegate.tasks.gate.evidence import measure_guard
+from mergegate.tasks.gate.regression import decide_guard, judge_guards
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
     binary_bounds,

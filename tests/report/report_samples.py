@@ -14,7 +14,7 @@ from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.explain.remedies import Remedy
 from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
 from mergegate.tasks.gate.drift import DriftVerdict
-from mergegate.tasks.gate.regression import GuardVerdict
+from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
