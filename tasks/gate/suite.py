@@ -262,8 +262,8 @@ def _format_counts(documents: dict[str, int]) -> str:
     return ", ".join(f"{task} {n:,}" for task, n in documents.items())
 
 
-def _sentence(verdict: SuiteVerdict, planned: int) -> str:
-    """Return the verdict as a sentence (see ``tasks.gate.sentences``). ``planned`` counts all planned documents."""
+def _sentence(verdict: SuiteVerdict, planned_documents: int) -> str:
+    """Return the verdict as a sentence (see ``tasks.gate.sentences``). ``planned_documents`` counts those of all looks."""
     return JudgedDrop(
         subject=f"the mean of {format_count(verdict.tasks, 'task')}",
         reference=verdict.reference,
@@ -275,6 +275,6 @@ def _sentence(verdict: SuiteVerdict, planned: int) -> str:
         bound=verdict.margin,
         setting="mean margin",
         documents=verdict.documents,
-        planned=planned,
+        planned=planned_documents,
         needed=verdict.documents_needed,
     ).sentence()
