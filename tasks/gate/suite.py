@@ -263,7 +263,7 @@ def _format_counts(documents: dict[str, int]) -> str:
 
 
 def _sentence(verdict: SuiteVerdict, planned_documents: int) -> str:
-    """Return the verdict as a sentence (see ``tasks.gate.sentences``). ``planned_documents`` counts those of all looks."""
+    """Return the verdict as a sentence (see ``tasks.gate.sentences``)."""
     return JudgedDrop(
         subject=f"the mean of {format_count(verdict.tasks, 'task')}",
         reference=verdict.reference,
