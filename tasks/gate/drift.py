@@ -132,7 +132,6 @@ def _sentence(verdict: DriftVerdict) -> str:
     if verdict.outcome == "fail":
         least = f"at least {low}" if verdict.low > verdict.max_ratio else f"and not by chance (at least {low})"
         return f"{sentence}, {least}; the limit is {limit}"
-    reason = f"and may be up to {high} times" if verdict.high > verdict.max_ratio else "which may be chance"
-    return (
-        f"{UNSAFE}: {sentence} {reason}; the limit is {limit}. More than {verdict.documents:,} documents would decide"
-    )
+    most = f" and may be up to {high}" if verdict.high > verdict.max_ratio else ", which may be chance"
+    needed = f"More than {verdict.documents:,} documents are needed to decide"
+    return f"{UNSAFE}: {sentence}{most}; the limit is {limit}. {needed}"

@@ -11,10 +11,16 @@ from collections.abc import Callable, Iterable
 
 from mergegate.tasks.gate.copies import note_repeated_documents
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
+from mergegate.tasks.gate.sensitivity import check_prompts, check_reference, note_detectable_drop
 
 GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
-_CHECKS: tuple[GuardCheck, ...] = (note_repeated_documents,)
+_CHECKS: tuple[GuardCheck, ...] = (
+    check_reference,
+    check_prompts,
+    note_detectable_drop,
+    note_repeated_documents,
+)
 
 
 def find_guard_problems(evidence: GuardEvidence, verdict: GuardVerdict) -> tuple[GateFinding, ...]:
