@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from mergegate.tasks.gate.copies import note_repeated_documents
 from mergegate.tasks.gate.cut_answers import check_cut_answers, check_lengths
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
 
@@ -17,6 +18,7 @@ GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 _CHECKS: tuple[GuardCheck, ...] = (
     check_cut_answers,
     check_lengths,
+    note_repeated_documents,
 )
 
 
