@@ -26,6 +26,7 @@ from mergegate.tasks.gate.evidence import (
     GuardEvidence,
     GuardVerdict,
 )
+from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.statistics import binary_difference
 from mergegate.tasks.stage import Outcome
 
@@ -141,21 +142,23 @@ def check_cut_answers(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterabl
     """Yield a finding if the outcome depends on answers that were cut off."""
     answers, cut = verdict.answers, verdict.cut_answers
     if answers is not None and cut is not None and cut.decide:
-        n, task, rule = len(evidence.rows), evidence.guard.task, f"max_drop {verdict.max_drop:g}, "
-        rule += f"margin {verdict.margin:g}" if verdict.limit is None else f"per-task limit {verdict.limit:g}"
+        n = len(evidence.rows)
+        bound = f"the margin is {verdict.margin:g}"
+        if verdict.limit is not None:
+            bound = f"the per-task limit is {verdict.limit:g}"
         reason = (
-            f"{task}: {100 * answers.reference.cut_off / n:.1f} % of the answers of {evidence.reference} and "
-            f"{100 * answers.merge.cut_off / n:.1f} % of those of the merge were cut off"
-            f"{describe_budgets(answers.budgets)}. {cut.describe()} ({rule}). "
+            f"{UNSAFE}: {evidence.guard.task}: {100 * answers.reference.cut_off / n:.1f} % of the answers of "
+            f"{evidence.reference} and {100 * answers.merge.cut_off / n:.1f} % of those of the merge were cut off"
+            f"{describe_budgets(answers.budgets)}. {cut.describe()}; {bound}. "
             f"{describe_remedy(answers.extensible, evidence.answer_limit)}"
         )
         yield GateFinding(kind="cut-off answers", outcome="inconclusive", reason=reason)
 
 
-def describe_budgets(budgets: Sequence[int]) -> str:
+def describe_budgets(budgets: tuple[int, ...]) -> str:
     """Return `` at 40 to 80 tokens``, or an empty text if no budget is known."""
     return (
-        f" at {' to '.join(f'{budget:,}' for budget in dict.fromkeys((budgets[0], budgets[-1])))} tokens"
+        f" at {' to '.join(f'{each:,}' for each in dict.fromkeys(budgets[:1] + budgets[-1:]))} tokens"
         if budgets
         else ""
     )

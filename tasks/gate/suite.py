@@ -32,7 +32,7 @@ from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.cut_answers import answer_cases, count_extensible, describe_remedy
 from mergegate.tasks.gate.evidence import CutAnswers, GuardEvidence, Points
 from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sentences import JudgedDrop
+from mergegate.tasks.gate.sentences import UNSAFE, JudgedDrop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
@@ -105,10 +105,10 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
     cut = CutAnswers(lowest_drop=extremes[0].drop, highest_drop=extremes[1].drop, decide=len(set(outcomes)) > 1)
     update: dict[str, object] = {"cut_answers": cut}
     if len(set(outcomes)) > 1:
-        rule = f"max_drop {measured.max_drop:g}, margin {measured.margin:g}"
         limits = {evidence.answer_limit for evidence in guard_evidence}
         reason = (
-            f"mean of {measured.tasks} tasks: some answers were cut off. {cut.describe()} ({rule}). "
+            f"{UNSAFE}: the mean of {measured.tasks} tasks depends on answers that were cut off. {cut.describe()}; the "
+            f"mean margin is {measured.margin:.4g}. "
             f"{describe_remedy(count_extensible(guard_evidence), limits.pop())}"
         )
         update |= {"outcome": "inconclusive", "reason": reason}

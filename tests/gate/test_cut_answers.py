@@ -29,9 +29,9 @@ def row(doc: int, answer: Answer, *, higher_is_better: bool = True, task: str = 
         task,
         "exact_match,none",
         doc,
-        "d",
-        "p",
-        "t",
+        f"d{doc}",
+        f"p{doc}",
+        f"t{doc}",
         score,
         higher_is_better=higher_is_better,
         ended=(end,),
@@ -78,9 +78,9 @@ def test_a_merge_that_wins_by_the_token_budget_alone_is_not_decided() -> None:
     assert verdict.drop == pytest.approx(-2.0)
     assert (verdict.outcome, [finding.kind for finding in verdict.findings]) == ("inconclusive", ["cut-off answers"])
     assert verdict.reason == (
-        "reverse: 24.2 % of the answers of thinker and 0.0 % of those of the merge were cut off at 40 tokens. "
-        "Depending on how they are counted, the drop is between -2.0 and 22.2 points (max_drop 2, margin 3). Longer "
-        "answers would decide"
+        "Not shown to be safe: reverse: 24.2 % of the answers of thinker and 0.0 % of those of the merge were cut off "
+        "at 40 tokens. Depending on how they are counted, the drop is between -2.0 and 22.2 points; the margin is 3. "
+        "Longer answers would decide"
     )
 
 
