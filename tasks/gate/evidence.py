@@ -70,6 +70,7 @@ class GuardVerdict(BaseModel):
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
     limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
     findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     @property
     def word(self) -> str:
@@ -101,6 +102,7 @@ class GuardEvidence:
     # Scores of the reference and the merge for each document, with answers and their ends. Empty if only the outcomes
     # are known.
     rows: tuple[tuple[DocumentScore, DocumentScore], ...] = ()
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     def look(self, confidence: float) -> InterimLook:
         """Return the look that has been reached. All looks together have ``confidence``.
