@@ -140,7 +140,7 @@ def pin_evidence(
     return evidence
 
 
-def with_next_samples(evidence: Evidence, used: Mapping[str, SampleUse], *, repeat: bool = False) -> Evidence:
+def with_next_samples(evidence: Evidence, samples: Mapping[str, SampleUse], *, repeat: bool = False) -> Evidence:
     """Start the sample of each task with a guard against the champion after the documents that selected the champion.
 
     The champion won on these documents, so its score on them is too high (winner's curse), and a merge that is as good
@@ -148,8 +148,8 @@ def with_next_samples(evidence: Evidence, used: Mapping[str, SampleUse], *, repe
 
     Args:
         evidence: Evidence with pinned data.
-        used: Documents that selected the champion, by task (``ReleasedModel.samples``).
-        repeat: Whether to use the documents in ``used`` again.
+        samples: Documents that selected the champion, by task (``ReleasedModel.samples``).
+        repeat: Whether to use the documents in ``samples`` again.
     """
     if not evidence.resample:
         return evidence
@@ -157,8 +157,8 @@ def with_next_samples(evidence: Evidence, used: Mapping[str, SampleUse], *, repe
     tasks = []
     for task in evidence.tasks:
         start = 0
-        if task.documents and task.name in compared and task.name in used:
-            use = used[task.name].model_copy(update={"documents": 0}) if repeat else used[task.name]
+        if task.documents and task.name in compared and task.name in samples:
+            use = samples[task.name].model_copy(update={"documents": 0}) if repeat else samples[task.name]
             start = use.next_start(task.documents, task.first_look(evidence.scoring))
         tasks.append(task.model_copy(update={"sample_start": start}))
     return evidence._replace(tasks=tuple(tasks))
