@@ -115,6 +115,7 @@ class GuardVerdict(BaseModel):
     findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
     answers: GuardAnswers | None = None  # None: no answer was generated, or their ends are unknown.
     cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     @property
     def word(self) -> str:
@@ -146,6 +147,7 @@ class GuardEvidence:
     # Scores of the reference and the merge for each document, with answers and their ends. Empty if only the outcomes
     # are known.
     rows: tuple[tuple[DocumentScore, DocumentScore], ...] = ()
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
     units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
     answer_limit: int | None = None  # ``GateRule.max_answer_tokens``.
     max_length_ratio: float = 2.0  # ``GateRule.max_length_ratio``.

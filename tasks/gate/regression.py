@@ -178,6 +178,7 @@ def _judge(
         data=evidence.data,
         answers=measure_answers(evidence, alarm_look.confidence),
         cut_answers=compare_cases(evidence, outcomes),
+        sample_start=evidence.sample_start,
     )
     verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
     findings = find_guard_problems(evidence, verdict)

@@ -398,4 +398,5 @@ def _measure(
         data=merge.data,
         answer_limit=plan.rule.max_answer_tokens,
         max_length_ratio=plan.rule.max_length_ratio,
+        sample_start=merge.sample_start,
     )
