@@ -33,7 +33,7 @@ from mergegate.tasks.stage import Outcome
 REPORTED_RATIO = 1.5  # Ratio of answer lengths from which a verdict mentions it.
 
 
-def measure_answers(evidence: GuardEvidence, confidence: float) -> GuardAnswers | None:
+def summarize_answers(evidence: GuardEvidence, confidence: float) -> GuardAnswers | None:
     """Return how the answers of both models ended; None if no answer was generated or no end is known.
 
     ``confidence`` is that of the lower bound of the length ratio, at the current look.

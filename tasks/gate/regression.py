@@ -31,7 +31,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mergegate.tasks.gate.cut_answers import answer_cases, common_outcome, compare_cases, measure_answers
+from mergegate.tasks.gate.cut_answers import answer_cases, common_outcome, compare_cases, summarize_answers
 from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, Points
 from mergegate.tasks.gate.findings import find_guard_problems
 from mergegate.tasks.gate.sentences import JudgedDrop
@@ -176,7 +176,7 @@ def _judge(
         documents_asked=evidence.documents,
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
-        answers=measure_answers(evidence, alarm_look.confidence),
+        answers=summarize_answers(evidence, alarm_look.confidence),
         cut_answers=compare_cases(evidence, outcomes),
         sample_start=evidence.sample_start,
     )
