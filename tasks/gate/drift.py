@@ -32,6 +32,7 @@ from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.gate.graded_scores import graded_difference
+from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.perplexity import DistinctDocuments, DocumentLikelihood, DriftLimits, Likelihoods
 from mergegate.tasks.stage import Outcome, severity
 
@@ -145,7 +146,7 @@ def judge_drift(
         outcome="fail",
         broken=True,
         warning=False,
-        reason="perplexity: not finite, so the merge is broken",
+        reason="perplexity is not finite, so the merge is broken",
         duplicates=merge.value.duplicates,
         max_broken_documents=limits.max_broken_documents,
     )
@@ -286,51 +287,56 @@ def _findings(verdict: DriftVerdict) -> tuple[GateFinding, ...]:
         GateFinding(
             kind="stratum",
             outcome="fail",
-            reason=f"perplexity of {stratum.name}: {_format(stratum.ratio)} times that of "
-            f"{verdict.reference} in {stratum.documents:,} documents, at least {stratum.low:.3f}, exceeds the limit "
+            reason=f"perplexity of {stratum.name} is {_format(stratum.ratio)} times that of {verdict.reference} in "
+            f"{format_count(stratum.documents, 'document')}, at least {stratum.low:.3f}; the limit is "
             f"{verdict.max_ratio:g}",
         )
         for stratum in verdict.strata
         if stratum.failed
     ]
     if broken := verdict.broken_documents:
-        limit = verdict.max_broken_documents
-        outcome: Outcome = (
-            "fail" if verdict.broken_low > limit else "inconclusive" if verdict.broken_high > limit else "pass"
-        )
-        bound = {
-            "fail": f"at least {100 * verdict.broken_low:.1f} % of such documents do",
-            "inconclusive": f"up to {100 * verdict.broken_high:.1f} % of such documents may",
-            "pass": f"at most {100 * verdict.broken_high:.1f} % of such documents do",
-        }[outcome]
+        limit, low, high = verdict.max_broken_documents, verdict.broken_low, verdict.broken_high
+        outcome: Outcome = "pass"
+        bound = f"at most {100 * high:.1f} % of such documents do"
+        if low > limit:
+            outcome, bound = "fail", f"at least {100 * low:.1f} % of such documents do"
+        elif high > limit:
+            outcome, bound = "inconclusive", f"up to {100 * high:.1f} % of such documents may"
         findings.append(
             GateFinding(
                 kind="broken documents",
                 outcome=outcome,
-                reason=f"perplexity: {broken:,} of {verdict.documents:,} documents {'lose' if broken > 1 else 'loses'} "
-                f"more than {BROKEN_LOSS:g} nats per token, so {bound}; the limit is {100 * limit:g} %",
+                reason=f"{f'{UNSAFE}: ' if outcome == 'inconclusive' else ''}{broken:,} of "
+                f"{format_count(verdict.documents, 'document')} {'lose' if broken > 1 else 'loses'} more than "
+                f"{BROKEN_LOSS:g} nats per token against {verdict.reference}, and {bound}; max_broken_documents is "
+                f"{100 * limit:g} %",
             )
         )
     if verdict.duplicates:
-        repeats = "repeats another document and is" if verdict.duplicates == 1 else "repeat another document and are"
-        findings.append(
-            GateFinding(
-                kind="duplicates",
-                outcome="pass",
-                reason=f"perplexity: {format_count(verdict.duplicates, 'document')} {repeats} not counted",
-            )
-        )
+        repeats = "repeats another one and is" if verdict.duplicates == 1 else "repeat another one and are"
+        reason = f"{format_count(verdict.duplicates, 'held-out document')} {repeats} not counted"
+        findings.append(GateFinding(kind="duplicates", outcome="pass", reason=reason))
     return tuple(findings)
 
 
 def _sentence(verdict: DriftVerdict) -> str:
-    """Return ``perplexity: 1.031 times that of base [1.012, 1.050] is within the limit 1.05``."""
+    """Return the verdict by the ratio as a sentence (see ``tasks.gate.sentences``).
+
+    For example: ``perplexity is 1.031 times that of base and at most 1.050; the limit is 1.05``.
+    """
     ratio, low, high = (_format(value or 0.0) for value in (verdict.ratio, verdict.low, verdict.high))
     per_byte = " per byte" if verdict.unit == "byte" else ""
-    sentence = f"perplexity: {ratio} times that of {verdict.reference}{per_byte} [{low}, {high}]"
-    if verdict.outcome == "inconclusive":
-        return f"{sentence} is inconclusive after {verdict.documents:,} documents (limit {verdict.max_ratio:g})"
-    return f"{sentence} {'exceeds' if verdict.outcome == 'fail' else 'is within'} the limit {verdict.max_ratio:g}"
+    sentence, limit = f"perplexity is {ratio} times that of {verdict.reference}{per_byte}", f"{verdict.max_ratio:g}"
+    if verdict.outcome == "pass":
+        return f"{sentence} and at most {high}; the limit is {limit}"
+    if verdict.outcome == "fail":
+        is_shown = verdict.low is not None and verdict.low > verdict.max_ratio
+        least = f"at least {low}" if is_shown else f"and not by chance (at least {low})"
+        return f"{sentence}, {least}; the limit is {limit}"
+    return (
+        f"{UNSAFE}: {sentence} and may be up to {high} times; the limit is {limit}. "
+        f"More than {verdict.documents:,} documents would decide"
+    )
 
 
 def _format(value: float) -> str:

@@ -15,6 +15,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import DocumentScore, PairedScores, TaskData
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.graded_scores import graded_difference
+from mergegate.tasks.gate.repeated_documents import find_units, interval_over_units, join_clusters
 from mergegate.tasks.gate.sequential import InterimLook, plan_looks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import Difference, binary_difference
@@ -70,6 +71,7 @@ class GuardVerdict(BaseModel):
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
     limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
     findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     @property
     def word(self) -> str:
@@ -101,6 +103,8 @@ class GuardEvidence:
     # Scores of the reference and the merge for each document, with answers and their ends. Empty if only the outcomes
     # are known.
     rows: tuple[tuple[DocumentScore, DocumentScore], ...] = ()
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
+    units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
 
     def look(self, confidence: float) -> InterimLook:
         """Return the look that has been reached. All looks together have ``confidence``.
@@ -128,7 +132,10 @@ class GuardEvidence:
                 look in the schedule of this task. A suite passes that of its own look.
         """
         level = self.look(confidence).confidence if level is None else level
-        if not self.binary:
+        if self.units is not None:
+            at_look = level if self.binary else None
+            plain = interval_over_units(self.differences, self.units, self.schedule, confidence, at_look)
+        elif not self.binary:
             plain = graded_difference(self.differences, confidence, self.schedule)
         else:
             lost, won = sum(d > 0 for d in self.differences), sum(d < 0 for d in self.differences)
@@ -171,6 +178,7 @@ def measure_guard(
         raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, preferably hundreds")
     reference = _rescaled(guard, metric, paired_scores, paired_scores.reference, choice.name)
     merge = _rescaled(guard, metric, paired_scores, paired_scores.merge, "the merge")
+    units = find_units([row for row, _ in paired_scores.rows])
     clusters = None
     if guard.clustered_by is not None:
         clusters = (
@@ -178,6 +186,7 @@ def measure_guard(
             if guard.clustered_by == "task"
             else paired_scores.clusters
         )
+        clusters = join_clusters(clusters, units) if units and clusters else clusters
         check_clusters(clusters, guard.clustered_by, guard.task)
     return GuardEvidence(
         guard=guard,
@@ -193,6 +202,7 @@ def measure_guard(
         candidates=choice.candidates,
         selection_bias=choice.selection_bias,
         rows=paired_scores.rows,
+        units=units,
     )
 
 

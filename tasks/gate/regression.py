@@ -31,6 +31,7 @@ from typing import Any
 
 from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, Points
 from mergegate.tasks.gate.findings import find_guard_problems
+from mergegate.tasks.gate.sentences import JudgedDrop
 from mergegate.tasks.gate.sequential import chance_to_decide, plan_looks
 from mergegate.tasks.gate.statistics import POWER, Difference, documents_needed, normal_quantile
 from mergegate.tasks.stage import Outcome, severity
@@ -154,6 +155,7 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         documents_asked=evidence.documents,
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
+        sample_start=evidence.sample_start,
     )
     verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
     findings = find_guard_problems(evidence, verdict)
@@ -201,47 +203,32 @@ def _chance_left(
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
-def format_drop(subject: str, reference: str, drop: float, low: float, high: float, *, limits: Sequence[float]) -> str:
-    """Return ``gsm8k: drop of 4.1 points against math [2.3, 5.9]``, with enough digits to compare with ``limits``."""
-
-    def shows_order(digits: int) -> bool:
-        return all((round(value, digits) > limit) == (value > limit) for value in (drop, high) for limit in limits)
-
-    digits = next((digits for digits in (1, 2) if shows_order(digits)), 3)
-    drop, low, high = (round(value, digits) + 0.0 for value in (drop, low, high))  # + 0.0 turns -0.0 into 0.0
-    return f"{subject}: drop of {drop:.{digits}f} points against {reference} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def _sentence(verdict: GuardVerdict, questions: int) -> str:
-    """Return the result as a sentence.
-
-    For example: ``gsm8k: drop of 4.1 points against math [2.3, 5.9] exceeds max_drop 3``.
-    """
-    max_drop, margin = f"max_drop {verdict.max_drop:g}", f"margin {verdict.margin:g}"
+    """Return the verdict by the interval as a sentence (see ``tasks.gate.sentences``)."""
     reference = verdict.reference
     if verdict.candidates > 1:
-        reference += f", the best of {verdict.candidates} parents,"
-    limits = (verdict.max_drop, verdict.margin if verdict.limit is None else verdict.limit)
-    sentence = format_drop(verdict.task, reference, verdict.drop, verdict.low, verdict.high, limits=limits)
-    look = verdict.look
-    total = look.documents + verdict.documents_left if look else verdict.n
-    documents = f"{look.documents:,} of {total:,} documents" if look and look.of > 1 else f"{total:,} documents"
-    rule = f"{max_drop}, {margin}" if verdict.limit is None else f"{max_drop}, per-task limit {verdict.limit:g}"
-    if verdict.outcome == "inconclusive":
-        sentence += f" is inconclusive after {documents} ({rule})"
-        limit = verdict.margin if verdict.documents_left else verdict.max_drop
-        if verdict.limit is None and verdict.low > 0 and verdict.drop > limit:
-            sentence += f". One of {questions} comparisons may deviate by chance"
-        if verdict.documents_needed:
-            sentence += f". About {verdict.documents_needed:,} documents would decide"
+        reference += f" (the best of {verdict.candidates} parents)"
+    if verdict.limit is not None:
+        deviates = verdict.low > verdict.max_drop
     else:
-        if verdict.outcome == "fail":
-            sentence += f" exceeds {max_drop}"
-        elif verdict.limit is None:
-            sentence += f" is within {max_drop} and {margin}"
-        else:
-            sentence += f" is within the per-task limit {verdict.limit:g}"
-        sentence += f", after {documents}" if verdict.documents_left else ""
+        threshold = verdict.margin if verdict.documents_left else verdict.max_drop
+        deviates = verdict.low > 0 and verdict.drop > threshold
+    documents = verdict.look.documents if verdict.look else verdict.n
+    sentence = JudgedDrop(
+        subject=verdict.task,
+        reference=reference,
+        drop=verdict.drop,
+        low=verdict.low,
+        high=verdict.high,
+        outcome=verdict.outcome,
+        max_drop=verdict.max_drop,
+        bound=verdict.margin if verdict.limit is None else verdict.limit,
+        setting="margin" if verdict.limit is None else "per-task limit",
+        documents=documents,
+        planned=documents + verdict.documents_left,
+        needed=verdict.documents_needed,
+        comparisons=questions if deviates else 1,
+    ).sentence()
     if verdict.candidates > 1:
         sentence += f". Choosing the best parent adds up to {verdict.selection_bias:.1f} points to the drop"
     return sentence

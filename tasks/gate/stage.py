@@ -360,4 +360,9 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    return replace(evidence, leaf_metrics=dict(metrics.by_leaf_if_different), data=merge.data)
+    return replace(
+        evidence,
+        leaf_metrics=dict(metrics.by_leaf_if_different),
+        data=merge.data,
+        sample_start=merge.sample_start,
+    )

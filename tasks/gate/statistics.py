@@ -45,7 +45,7 @@ def student_quantile(confidence: float, degrees: int) -> float:
 
 
 @lru_cache(maxsize=4096)  # One verdict computes the same bounds several times.
-def binary_difference(losses: int, wins: int, n: int, confidence: float) -> Difference:
+def binary_difference(losses: float, wins: float, n: float, confidence: float) -> Difference:
     """Return the difference of two paired proportions with the bounds of ``binary_bounds``.
 
     Args:
@@ -61,7 +61,7 @@ def binary_difference(losses: int, wins: int, n: int, confidence: float) -> Diff
 
 
 def binary_bounds(
-    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, confidence: float
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: float, confidence: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return bounds of the difference of paired proportions, vectorized over many samples of ``n`` documents.
 
@@ -80,7 +80,7 @@ def binary_bounds(
 
 
 def _adjusted(
-    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the adjusted mean and variance of one document's difference by Bonett and Price."""
     p_lost, p_won = (losses + 1) / (n + 2), (wins + 1) / (n + 2)
@@ -89,7 +89,7 @@ def _adjusted(
 
 
 def _score_bound(
-    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, confidence: float
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: float, confidence: float
 ) -> NDArray[np.float64]:
     """Return Tango's upper bound, the largest difference that the score test does not reject, by bisection."""
     quantile = normal_quantile(confidence)
@@ -102,7 +102,7 @@ def _score_bound(
 
 
 def score_statistic(
-    losses: NDArray[np.float64], wins: NDArray[np.float64], n: int, difference: NDArray[np.float64] | float
+    losses: NDArray[np.float64], wins: NDArray[np.float64], n: float, difference: NDArray[np.float64] | float
 ) -> NDArray[np.float64]:
     """Return Tango's score statistic for the hypothesis that the true difference is ``difference``, in (-1, 1).
 

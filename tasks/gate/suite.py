@@ -28,8 +28,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.evidence import GuardEvidence, Points
-from mergegate.tasks.gate.regression import decide_guard, format_drop
+from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.sentences import JudgedDrop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
@@ -145,7 +147,7 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
             "chance_left": _chance_left(guard_evidence, verdict, error),
         }
         verdict = verdict.model_copy(update=update)
-    return verdict.model_copy(update={"reason": _sentence(verdict)})
+    return verdict.model_copy(update={"reason": _sentence(verdict, sum(planned[-1].values()))})
 
 
 def suite_information(guard_evidence: Sequence[GuardEvidence]) -> tuple[float, ...]:
@@ -260,17 +262,19 @@ def _format_counts(documents: dict[str, int]) -> str:
     return ", ".join(f"{task} {n:,}" for task, n in documents.items())
 
 
-def _sentence(verdict: SuiteVerdict) -> str:
-    """Return ``mean of 6 tasks: drop of 0.4 points against base [-0.3, 1.1] is within max_drop 2 and margin 3``."""
-    limits = (verdict.max_drop, verdict.margin)
-    subject = f"mean of {verdict.tasks} tasks"
-    sentence = format_drop(subject, verdict.reference, verdict.drop, verdict.low, verdict.high, limits=limits)
-    max_drop, margin = f"max_drop {verdict.max_drop:g}", f"margin {verdict.margin:g}"
-    if verdict.outcome == "fail":
-        return f"{sentence} exceeds {max_drop}"
-    if verdict.outcome == "pass":
-        return f"{sentence} is within {max_drop} and {margin}"
-    sentence += f" is inconclusive after {verdict.documents:,} documents ({max_drop}, {margin})"
-    if verdict.documents_needed:
-        sentence += f". About {verdict.documents_needed:,} documents would decide"
-    return sentence
+def _sentence(verdict: SuiteVerdict, planned_documents: int) -> str:
+    """Return the verdict as a sentence (see ``tasks.gate.sentences``)."""
+    return JudgedDrop(
+        subject=f"the mean of {format_count(verdict.tasks, 'task')}",
+        reference=verdict.reference,
+        drop=verdict.drop,
+        low=verdict.low,
+        high=verdict.high,
+        outcome=verdict.outcome,
+        max_drop=verdict.max_drop,
+        bound=verdict.margin,
+        setting="mean margin",
+        documents=verdict.documents,
+        planned=planned_documents,
+        needed=verdict.documents_needed,
+    ).sentence()
