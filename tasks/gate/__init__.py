@@ -8,7 +8,7 @@ from mergegate.tasks.gate.alpha_spending import (
 )
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
-from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.drift import BROKEN_LOSS, DriftVerdict, StratumDrift, drift_findings
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import (
@@ -69,6 +69,7 @@ from mergegate.tasks.gate.verdict_record import (
 
 __all__ = [
     "ANCHOR",
+    "BROKEN_LOSS",
     "CHAMPION",
     "EVIDENCE_RECORD",
     "EVIDENCE_TABLES",
@@ -90,6 +91,7 @@ __all__ = [
     "PastGuardOutcome",
     "PlannedTask",
     "RecordedEvidence",
+    "StratumDrift",
     "SuiteVerdict",
     "VerdictDifference",
     "VerdictRecord",
@@ -106,6 +108,7 @@ __all__ = [
     "decide_again",
     "decide_guard",
     "distinct_guards",
+    "drift_findings",
     "estimate_discordance",
     "find_past_discordance",
     "gate",

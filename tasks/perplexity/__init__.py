@@ -19,10 +19,12 @@ from mergegate.tasks.perplexity.stage import (
 )
 from mergegate.tasks.perplexity.text import (
     ChatMessage,
+    DistinctDocuments,
     HeldOutText,
     OwnDocument,
     TextSetting,
     pin_text,
+    read_distinct,
     read_documents_verbatim,
     read_texts,
 )
@@ -30,6 +32,7 @@ from mergegate.tasks.perplexity.text import (
 __all__ = [
     "LIKELIHOODS_FILE",
     "ChatMessage",
+    "DistinctDocuments",
     "DocumentLikelihood",
     "DriftLimits",
     "HeldOutText",
@@ -45,6 +48,7 @@ __all__ = [
     "perplexity",
     "pin_documents",
     "pin_text",
+    "read_distinct",
     "read_documents",
     "read_documents_verbatim",
     "read_held_out",

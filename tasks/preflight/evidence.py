@@ -47,6 +47,7 @@ from mergegate.tasks.perplexity import (
     PerplexitySettings,
     WindowSettings,
     pin_documents,
+    read_distinct,
     read_texts,
 )
 from mergegate.tasks.store import digest
@@ -235,7 +236,8 @@ def overlap_findings(
         )
 
     if evidence.documents and evidence.windows:
-        held_out = [text.strip() for _, text in read_texts(evidence.documents, evidence.windows.documents)]
+        text = read_distinct(evidence.documents, evidence.windows.documents)
+        held_out = [document.text.strip() for document in text.documents]
         calibration = {text.strip() for text in texts.texts}
         if shared := [text for text in held_out if text in calibration]:
             yield overlap("perplexity.documents", len(shared), len(held_out), shared[0])
