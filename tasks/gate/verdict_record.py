@@ -156,7 +156,7 @@ def record_evidence(
     if rows:
         write_documents(out / LIKELIHOODS, [row for documents in rows.values() for row in documents])
         _add_columns(out / LIKELIHOODS, model=[model for model, documents in rows.items() for _ in documents])
-    tables = {name: (out / name).read_bytes() for name in EVIDENCE_TABLES if (out / name).is_file()}
+    tables = {name: out / name for name in EVIDENCE_TABLES if (out / name).is_file()}
     if differences := compare_verdicts(record.verdict, plain_verdict(decide_again(record, tables))):
         raise Refused(
             "evidence",
@@ -205,10 +205,10 @@ def _add_columns(path: Path, **columns: Sequence[object]) -> None:
     pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=_DICTIONARY_BYTES)
 
 
-def decide_again(record: VerdictRecord, tables: Mapping[str, bytes]) -> GateVerdict:
+def decide_again(record: VerdictRecord, tables: Mapping[str, Path | bytes]) -> GateVerdict:
     """Return the verdict that the stage ``gate`` decides from recorded inputs.
 
-    ``tables`` holds the content of ``OUTCOMES`` and ``LIKELIHOODS``. A table without rows is absent.
+    ``tables`` holds the path or the content of ``OUTCOMES`` and ``LIKELIHOODS``. A table without rows is absent.
 
     Raises:
         ValueError: The record or a table does not have the form that ``record_evidence`` writes.
@@ -244,14 +244,15 @@ def decide_again(record: VerdictRecord, tables: Mapping[str, bytes]) -> GateVerd
 class _Table:
     """Table of a release, divided into the files that the gate reads."""
 
-    def __init__(self, name: str, tables: Mapping[str, bytes], scratch: Path) -> None:
+    def __init__(self, name: str, tables: Mapping[str, Path | bytes], scratch: Path) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         self.name, self._scratch, self._written_rows = name, scratch, 0
         self._table = pa.table({"model": pa.array([], pa.string()), "part": pa.array([], pa.int64())})
         if name in tables:
-            with pq.ParquetFile(pa.BufferReader(tables[name])) as file:
+            source = tables[name]
+            with pq.ParquetFile(pa.BufferReader(source) if isinstance(source, bytes) else source) as file:
                 if file.metadata.num_rows > _MAX_ROWS:
                     raise ValueError(f"{name}: {file.metadata.num_rows:,} rows, more than {_MAX_ROWS:,}")
                 self._table = file.read()
