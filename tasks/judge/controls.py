@@ -72,14 +72,14 @@ def damaged_copy(answer: str, damage: Damage) -> str | None:
     return joint.join(shuffled) if shuffled != list(units) else None
 
 
-def control_result(found: Sequence[bool], confidence: float, min_share: float) -> ControlResult:
+def control_result(hits: Sequence[bool], confidence: float, min_share: float) -> ControlResult:
     """Return the share of controls that were found, with the exact bound of Clopper & Pearson (1934).
 
-    ``found`` says for each control whether the judge preferred the intact answer in both orders. ``confidence`` is that
+    ``hits`` says for each control whether the judge preferred the intact answer in both orders. ``confidence`` is that
     of the lower bound, in (0, 1).
     """
     from scipy.special import betaincinv
 
-    n, hits = len(found), sum(found)
-    low = float(betaincinv(hits, n - hits + 1, 1 - confidence)) if hits else 0.0
-    return ControlResult(pairs=n, found=hits, low=low, min_share=min_share)
+    n, found = len(hits), sum(hits)
+    low = float(betaincinv(found, n - found + 1, 1 - confidence)) if found else 0.0
+    return ControlResult(pairs=n, found=found, low=low, min_share=min_share)

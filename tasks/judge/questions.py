@@ -161,12 +161,12 @@ def judge_recorded_pairs(
     pairs: Sequence[RecordedAnswerPair],
     judging: JudgmentSettings,
     server: JudgeServer,
-    judged: Collection[JudgmentKey] = (),
+    judged_keys: Collection[JudgmentKey] = (),
     controls: Collection[str] = (),
 ) -> Iterator[Judgment]:
     """Yield the judgment on each pair in each order as it arrives. Pairs of equal answers are skipped.
 
-    ``judged`` holds the keys of earlier judgments, which are not requested again. ``controls`` holds the IDs of the
+    ``judged_keys`` holds the keys of earlier judgments, which are not requested again. ``controls`` holds the IDs of the
     pairs whose control is judged, too.
 
     Raises:
@@ -176,6 +176,6 @@ def judge_recorded_pairs(
         question
         for pair in pairs
         for question in (*pair.questions(), *(pair.controls() if pair.id in controls else ()))
-        if question.key not in judged
+        if question.key not in judged_keys
     ]
     return ask_judge(questions, judging, server, INSTRUCTIONS)

@@ -78,27 +78,27 @@ class JudgedTotals(NamedTuple):
 
 
 def shadow_verdict(
-    candidate: str, judged: JudgedTotals, rows: Sequence[ArmRow], hours: float, settings: ShadowSettings
+    candidate: str, totals: JudgedTotals, rows: Sequence[ArmRow], hours: float, settings: ShadowSettings
 ) -> ShadowVerdict:
     """Return the current verdict on a candidate, which was watched for a number of hours.
 
     Args:
         candidate: Version of the candidate.
-        judged: Judged pairs and control pairs.
+        totals: Judged pairs and control pairs.
         rows: Requests of both arms, in the order in which they ended.
         hours: Hours of watching.
         settings: Conditions for promotion and rollback, and the limits of the kill switch.
     """
     candidate_rows = [row for row in rows if row.arm == "candidate"]
     parent_rows = [row for row in rows if row.arm == "parent"]
-    evidence = evidence_of(judged.scores, settings.rule)
-    consistency = judged.consistency
+    evidence = evidence_of(totals.scores, settings.rule)
+    consistency = totals.consistency
     # A bound that is valid at all looks together, as the controls are looked at again and again.
-    share = error_rate(sum(judged.controls), len(judged.controls), settings.rule.confidence)
+    share = error_rate(sum(totals.controls), len(totals.controls), settings.rule.confidence)
     controls = ControlResult(
         pairs=share.requests, found=share.failed, low=share.low, min_share=settings.rule.min_controls_found
     )
-    length_ratio = judged.characters[1] / judged.characters[0] if judged.characters[0] else None
+    length_ratio = totals.characters[1] / totals.characters[0] if totals.characters[0] else None
     outcome: ShadowOutcome = "kill"
     reason = kill_reason(candidate_rows, parent_rows, settings.kill_switch)
     if reason is None:
@@ -109,7 +109,7 @@ def shadow_verdict(
                 f"the judge gives the same judgment in both orders for only {100 * consistency:.0f} % of the pairs, "
                 f"and promotion requires {100 * MIN_CONSISTENCY:.0f} %; {reason}"
             )
-        elif outcome == "promote" and (obstacle := _obstacle(judged, controls, length_ratio, settings.rule)):
+        elif outcome == "promote" and (obstacle := _obstacle(totals, controls, length_ratio, settings.rule)):
             outcome, reason = "wait", f"{obstacle}; {reason}"
     return ShadowVerdict(
         candidate=candidate,
@@ -121,22 +121,22 @@ def shadow_verdict(
         arms=compare_arms(candidate_rows, parent_rows, settings.rule.confidence),
         controls=controls,
         length_ratio=length_ratio,
-        cut_off=judged.cut_off,
+        cut_off=totals.cut_off,
     )
 
 
 def _obstacle(
-    judged: JudgedTotals, controls: ControlResult, length_ratio: float | None, rule: ShadowRule
+    totals: JudgedTotals, controls: ControlResult, length_ratio: float | None, rule: ShadowRule
 ) -> str | None:
     """Return why the judged pairs cannot promote a candidate, whatever the win rate, or None."""
-    if judged.consistency is not None and not controls.passed:
+    if totals.consistency is not None and not controls.passed:
         return controls.describe()
     if rule.max_length_ratio is not None and length_ratio is not None and length_ratio > rule.max_length_ratio:
         return (
             f"the candidate's answers are {length_ratio:.1f} times as long as the parent's, and max_length_ratio is "
             f"{rule.max_length_ratio:g}"
         )
-    parent, candidate = judged.cut_off
+    parent, candidate = totals.cut_off
     if candidate - parent > rule.max_cut_off:
         return (
             f"the token limit cuts off {candidate:.1f} % of the candidate's answers and {parent:.1f} % of the "
