@@ -166,8 +166,8 @@ def judge_recorded_pairs(
 ) -> Iterator[Judgment]:
     """Yield the judgment on each pair in each order as it arrives. Pairs of equal answers are skipped.
 
-    ``judged_keys`` holds the keys of earlier judgments, which are not requested again. ``controls`` holds the IDs of the
-    pairs whose control is judged, too.
+    ``judged_keys`` holds the keys of earlier judgments, which are not requested again. ``controls`` holds the IDs of
+    the pairs whose control is judged, too.
 
     Raises:
         InvalidInput: If the server cannot be reached.
