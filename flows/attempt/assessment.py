@@ -203,10 +203,15 @@ def _replace_scores(
     position = {task.name: index for index, task in enumerate(scorings[0].evidence.tasks)} if scorings else {}
     scores = dict(before)
     for scoring, parts in zip(scorings, results, strict=True):
-        kept = [part for part in scores[scoring.model.name] if part.value.tasks[0].task != scoring.task.name]
+        known = scores[scoring.model.name]
+        kept = [part for part in known if part not in _parts_of(scoring.task, known)]
         # A stable sort keeps the parts of a task in order.
         scores[scoring.model.name] = sorted((*kept, *parts), key=lambda part: position[part.value.tasks[0].task])
     return scores
+
+
+def _parts_of(task: EvalTask, scores: Sequence[Artifact[Scores]]) -> list[Artifact[Scores]]:
+    return [part for part in scores if part.value.tasks[0].task == task.name]
 
 
 def _lengthen(look: _InterimLook, before: AllScores, runner: Runner) -> AllScores:
@@ -214,7 +219,7 @@ def _lengthen(look: _InterimLook, before: AllScores, runner: Runner) -> AllScore
     evidence = look.evidence
     # All tasks of a model follow one another, because some backends load each model in a process of its own.
     scorings = [
-        _Scoring(model, task, evidence, look.documents[task.name], look.doublings[task.name])
+        _Scoring(model, task, evidence, look.documents[task.name], 1, tuple(_parts_of(task, before[model.name])))
         for model in look.models
         for task in evidence.tasks
         if task.name in look.tasks and _is_scored(model, task, evidence)
@@ -247,7 +252,8 @@ class _TextOfModel(NamedTuple):
 class _Scoring(NamedTuple):
     """The first ``documents`` of one task, with the model to score on them.
 
-    ``doublings`` is how often the token budget of cut-off answers has been doubled.
+    ``doublings`` is how often the token budget of cut-off answers is doubled. ``known`` holds the scores whose answers
+    are lengthened. Empty: the documents are evaluated first.
     """
 
     model: Model
@@ -255,6 +261,7 @@ class _Scoring(NamedTuple):
     evidence: Evidence
     documents: int
     doublings: int = 0
+    known: tuple[Artifact[Scores], ...] = ()
 
 
 # The functions below are at module level so that other processes can import them.
@@ -269,7 +276,7 @@ def _measure_perplexity(text: _TextOfModel) -> Artifact[Likelihoods]:
 
 def _score(scoring: _Scoring) -> list[Artifact[Scores]]:
     model, task, settings = scoring.model, scoring.task, scoring.evidence.scoring
-    parts = evaluate_documents(model, task, settings, scoring.documents, runtime())
+    parts = list(scoring.known) or evaluate_documents(model, task, settings, scoring.documents, runtime())
     if not scoring.doublings:
         return parts
     limit = scoring.evidence.rule.max_answer_tokens
