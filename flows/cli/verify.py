@@ -42,17 +42,17 @@ def verify_command(
             return
         console.print(str(verified), markup=False)
         if verified.recomputed:
-            _print_recomputed(console, verified.recomputed)
+            _print_verdict(console, verified.recomputed)
 
 
-def _print_recomputed(console: Console, recomputed: RecomputedVerdict) -> None:
+def _print_verdict(console: Console, result: RecomputedVerdict) -> None:
     """Print the stored and the recomputed drop of each guard, then the sentences about the verdict."""
 
     def row(name: str, reference: str, *pair: GuardVerdict | SuiteVerdict) -> tuple[str, ...]:
         drops = (f"{each.drop:.2f} [{each.low:.2f}, {each.high:.2f}]".replace("-", "\N{MINUS SIGN}") for each in pair)
         return name, reference, *drops, pair[-1].outcome
 
-    stored, again = recomputed.stored, recomputed.verdict
+    stored, again = result.stored, result.verdict
     rows = [row(old.task, old.reference, old, new) for old, new in zip(stored.guards, again.guards, strict=True)]
     rows += [row(f"mean of {old.tasks}", "", old, new) for old, new in zip(stored.suites, again.suites, strict=True)]
     if stored.drift and again.drift:
@@ -63,7 +63,7 @@ def _print_recomputed(console: Console, recomputed: RecomputedVerdict) -> None:
         rows.append(("perplexity", stored.drift.reference, *ratios, again.drift.outcome))
     if rows:
         print_table(console, ("guard", "reference", "stored drop", "recomputed", "verdict"), rows, numbers=True)
-    console.print(Text(str(recomputed)))
+    console.print(Text(str(result)))
 
 
 def reproduce_command(

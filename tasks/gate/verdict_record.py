@@ -89,7 +89,11 @@ class VerdictDifference(NamedTuple):
         return all(type(value) is float for value in pair) and math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12)
 
     def __str__(self) -> str:
-        return f"{self.subject}: stored {self.stored!r}, recomputed {self.recomputed!r}"
+        old, new = (
+            f"{len(value)} entries" if isinstance(value, list | dict) else f"{value!r}"
+            for value in (self.stored, self.recomputed)
+        )
+        return f"{self.subject}: stored {old}, recomputed {new}"
 
 
 def verdict_record(inputs: GateInputs, verdict: GateVerdict, further_verdicts: Sequence[Verdict]) -> VerdictRecord:
@@ -283,33 +287,35 @@ def joint_verdict(record: VerdictRecord, verdict: GateVerdict) -> GateVerdict:
     return verdict.model_copy(update=combine_verdicts((own, *further))._asdict())
 
 
-def compare_verdicts(stored: Mapping[str, Any], recomputed: Mapping[str, Any]) -> tuple[VerdictDifference, ...]:
+def compare_verdicts(
+    stored_verdict: Mapping[str, Any], new_verdict: Mapping[str, Any]
+) -> tuple[VerdictDifference, ...]:
     """Return all values of two verdicts in plain JSON that are not exactly equal, those of guards first."""
-    differences = [*_differences((), stored, recomputed)]
+    differences = [*_differences((), stored_verdict, new_verdict)]
     order = ("guards", "suites", "drift")
     differences.sort(key=lambda each: order.index(each[0][0]) if each[0][0] in order else len(order))
-    return tuple(VerdictDifference(_subject(path, stored, recomputed), old, new) for path, old, new in differences)
+    return tuple(VerdictDifference(_subject(path, new_verdict), old, new) for path, old, new in differences)
 
 
-def _differences(path: tuple[Any, ...], stored: Any, recomputed: Any) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    if isinstance(stored, Mapping) and isinstance(recomputed, Mapping):
-        for name in {**recomputed, **stored}:
-            yield from _differences((*path, name), stored.get(name), recomputed.get(name))
-    elif isinstance(stored, list) and isinstance(recomputed, list) and len(stored) == len(recomputed):
-        for at, (left, right) in enumerate(zip(stored, recomputed, strict=True)):
-            yield from _differences((*path, at), left, right)
-    elif stored != recomputed or type(stored) is not type(recomputed):
-        yield path, stored, recomputed
+def _differences(path: tuple[Any, ...], old: Any, new: Any) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in {**new, **old}:
+            yield from _differences((*path, name), old.get(name), new.get(name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for at, pair in enumerate(zip(old, new, strict=True)):
+            yield from _differences((*path, at), *pair)
+    elif old != new or type(old) is not type(new):
+        yield path, old, new
 
 
-def _subject(path: tuple[Any, ...], stored: Mapping[str, Any], recomputed: Mapping[str, Any]) -> str:
+def _subject(path: tuple[Any, ...], verdict: Mapping[str, Any]) -> str:
     """Return the name of a value for users, such as ``gsm8k against base: drop``."""
     section, *rest = path
     if section == "guards" and rest:
-        guard = recomputed["guards"][rest[0]]
+        guard = verdict["guards"][rest[0]]
         section, rest = f"{guard['task']} against {guard['reference']}", rest[1:]
     elif section == "suites" and rest:
-        section, rest = f"mean against {recomputed['suites'][rest[0]]['reference']}", rest[1:]
+        section, rest = f"mean against {verdict['suites'][rest[0]]['reference']}", rest[1:]
     elif section == "drift":
         section = "perplexity"
     return ": ".join([str(section), *([".".join(map(str, rest))] if rest else [])])
