@@ -53,7 +53,7 @@ from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
-from mergegate.tasks.gate import needs_champion
+from mergegate.tasks.gate import needs_champion, record_evidence, verdict_record
 from mergegate.tasks.merge import (
     merge,
     merged_model,
@@ -64,7 +64,7 @@ from mergegate.tasks.merge import (
     select_named_parents,
 )
 from mergegate.tasks.perplexity import ensemble_likelihoods
-from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import load_released_model
 from mergegate.tasks.publish.targets import Target
@@ -223,6 +223,9 @@ def make_attempt(
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
         if champion and champion.complete and champion.digest == model.digest:
             return AlreadyReleased(cleared_candidate, champion)
+    if champion:
+        is_same = champion.digest == model.digest  # its publication was interrupted: judge it on the same documents
+        evidence = with_next_samples(evidence, champion.samples, repeat=is_same)
     if champion and evidence.rule.anchor:
         anchor = load_released_model(profile.publish, profile.root, model, store().hashes, evidence.rule.anchor)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
@@ -270,7 +273,13 @@ def publish_attempt(
     state = None
     if optimizer_steps(attempt.pinned):  # for the next round of clients
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
-    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
+    inputs, (_, *further_verdicts) = attempt.assessment.gate_inputs, attempt.verdicts
+    evidence = record_evidence(
+        names.apply(verdict_record(inputs, attempt.assessment.verdict.value, further_verdicts)),
+        names.apply(inputs.scores),
+        names.apply(inputs.likelihoods),
+    )
+    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names)
 
     def publish_now(approved_digest: str | None = None) -> RunOutcome:
         result = publish(
