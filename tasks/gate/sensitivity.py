@@ -129,7 +129,7 @@ def _leaves_at_chance(evidence: GuardEvidence, verdict: GuardVerdict) -> list[st
         n = len(values)
         mean, chance = (sum(column) / n for column in zip(*values, strict=True))
         spread = sum((score - mean) ** 2 for score, _ in values) / n
-        return mean - quantile * math.sqrt(spread / n) <= chance
+        return bool(mean - quantile * math.sqrt(spread / n) <= chance)
 
     return [leaf for leaf, values in leaves.items() if is_weak(values)] if len(leaves) > 1 else []
 

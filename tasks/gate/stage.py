@@ -356,7 +356,7 @@ def _find_missing_power(guards: Sequence[GuardVerdict], suites: Sequence[SuiteVe
     is_weak = all(any(finding.kind == NO_POWER for finding in guard.findings) for guard in guards)
     if not guards or not is_weak or any(suite.detectable_drop <= suite.margin for suite in suites):
         return ()
-    if any(part.outcome != "pass" for part in (*guards, *suites)):
+    if {*(guard.outcome for guard in guards), *(suite.outcome for suite in suites)} != {"pass"}:
         return ()  # Their reasons already say what would decide.
     reason = f"{UNSAFE}: too few documents to detect the loss of a skill. {weak[0]}. More documents would decide"
     return (GateFinding(kind=NO_POWER, outcome="inconclusive", reason=reason),)
