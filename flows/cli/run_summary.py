@@ -30,6 +30,7 @@ from mergegate.tasks.report import (
     costs,
     cut_off_answers,
     final_table,
+    regenerated_answers,
     search_effort,
     sweep_outcome,
     sweep_sentence,
@@ -83,6 +84,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     if outcome.content is not None:
         console.print()
         print_scores(console, final_table(outcome.content))
+        for sentence in regenerated_answers(outcome.content):
+            console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
         for warning in cut_off_answers(outcome.content):
             console.print(Text(f"! {warning}", style="yellow"), soft_wrap=not console.is_terminal)
         if (cost_table := costs(outcome.content)).rows:
