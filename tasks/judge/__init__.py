@@ -12,7 +12,7 @@ sees every pair in both orders because of the position bias (Shi et al. 2024, ar
 """
 
 from mergegate.tasks.judge.comparison import ORDERS, SCORES, JudgeVerdict, Judgment, Order, settle
-from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
+from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts, read_prompts
 from mergegate.tasks.judge.questions import RecordedAnswerPair, judge_recorded_pairs
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
 from mergegate.tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
@@ -34,5 +34,6 @@ __all__ = [
     "judge_models",
     "judge_recorded_pairs",
     "pin_prompts",
+    "read_prompts",
     "settle",
 ]
