@@ -11,7 +11,7 @@ from mergegate.tasks.evaluation.contamination import (
     ContaminatedDocuments,
     find_contaminated_documents,
 )
-from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -95,6 +95,7 @@ __all__ = [
     "PairedScores",
     "PromptSettings",
     "ResultsFile",
+    "SampleUse",
     "Scores",
     "Scoring",
     "SetName",

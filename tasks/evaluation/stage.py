@@ -36,6 +36,7 @@ from mergegate.tasks.evaluation.document_order import (
     cover_documents,
     document_ranges,
     document_sort_key,
+    sample_ranges,
 )
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
@@ -225,7 +226,8 @@ def evaluate_documents(
 ) -> list[Artifact[Scores]]:
     """Score ``model`` on the first ``documents`` documents of ``task``, and return the artifacts, one per part.
 
-    ``documents`` counts in the task's fixed order. None, or a number larger than the task has, means all documents.
+    ``documents`` counts from the start of the task's sample. None, or a number larger than the task has, means all
+    documents. The artifacts are in the order of the sample.
     Documents with stored scores are not evaluated again, even if they were divided into other parts (see
     ``document_order.cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt. Raises
     the same errors as ``evaluate``.
@@ -264,7 +266,9 @@ def _pieces(
     total = task.documents or 0
     limit = total if documents is None else min(documents, total)
     ranges = [part.value.part for part in scores if part.value.part]
-    return cover_documents(limit, document_ranges(total, task.first_look(scoring)), ranges)
+    start = task.sample_start
+    sample = sample_ranges(total, start, limit)
+    return cover_documents(sample, document_ranges(total, task.first_look(scoring), start), ranges)
 
 
 def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
@@ -340,7 +344,8 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
 class TaskScores:
     """Scores of one model on one task, joined from all parts.
 
-    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` may be in any order.
+    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` are in the order of the
+    sample (see ``evaluate_documents``).
     """
 
     location: str
@@ -357,10 +362,9 @@ class TaskScores:
         Raises:
             InvalidInput: If two parts contain the same document.
         """
-        parts = sorted(self.parts, key=lambda part: part.value.part.first if part.value.part else 0)
         together = tuple(
             row
-            for part in parts
+            for part in self.parts
             for row in sorted(
                 read_document_scores(part.directory / SCORES_FILE),
                 key=lambda row: document_sort_key(row.task, row.doc_id, part.value.seed),
@@ -390,6 +394,12 @@ class TaskScores:
         if len(self.parts) == 1:
             return self.parts[0].value.tasks
         return score_table(self.task, self.rows)
+
+    @property
+    def sample_start(self) -> int:
+        """Position in the task's order at which the scored sample starts."""
+        part = self.parts[0].value.part
+        return part.first if part else 0
 
     @property
     def requested_documents(self) -> int:

@@ -45,6 +45,7 @@ from mergegate.tasks.gate.stage import (
     cannot_pass,
     gate,
     perplexity_drift,
+    tasks_with_short_answers,
     undecided_tasks,
 )
 from mergegate.tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
@@ -95,6 +96,7 @@ __all__ = [
     "record_refusal",
     "reference_models",
     "student_quantile",
+    "tasks_with_short_answers",
     "undecidable_finding",
     "undecided_tasks",
     "with_anchor",

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.statistics import likelihood_ratio
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
 from mergegate.tasks.stage import Outcome
@@ -114,15 +115,24 @@ def judge_drift(
 
 
 def _sentence(verdict: DriftVerdict) -> str:
-    """Return ``perplexity: 1.031 times that of base [1.012, 1.050] is within the limit 1.05``."""
+    """Return the verdict as a sentence (see ``tasks.gate.sentences``).
+
+    For example: ``perplexity is 1.031 times that of base and at most 1.050; the limit is 1.05``.
+    """
     if verdict.ratio is None or verdict.low is None or verdict.high is None:
-        return "perplexity: not finite, so the merge is broken"
+        return "perplexity is not finite, so the merge is broken"
     ratio, low, high = (
         f"{value:.3f}" if value < 10 else f"{value:,.0f}" if value < 1e6 else f"{value:.1e}"
         for value in (verdict.ratio, verdict.low, verdict.high)
     )
     per_byte = " per byte" if verdict.unit == "byte" else ""
-    sentence = f"perplexity: {ratio} times that of {verdict.reference}{per_byte} [{low}, {high}]"
-    if verdict.outcome == "inconclusive":
-        return f"{sentence} is inconclusive after {verdict.documents:,} documents (limit {verdict.max_ratio:g})"
-    return f"{sentence} {'exceeds' if verdict.outcome == 'fail' else 'is within'} the limit {verdict.max_ratio:g}"
+    sentence, limit = f"perplexity is {ratio} times that of {verdict.reference}{per_byte}", f"{verdict.max_ratio:g}"
+    if verdict.outcome == "pass":
+        return f"{sentence} and at most {high}; the limit is {limit}"
+    if verdict.outcome == "fail":
+        least = f"at least {low}" if verdict.low > verdict.max_ratio else f"and not by chance (at least {low})"
+        return f"{sentence}, {least}; the limit is {limit}"
+    reason = f"and may be up to {high} times" if verdict.high > verdict.max_ratio else "which may be chance"
+    return (
+        f"{UNSAFE}: {sentence} {reason}; the limit is {limit}. More than {verdict.documents:,} documents would decide"
+    )

@@ -144,7 +144,10 @@ def recommended_action(content: ReportContent) -> str:
         judged.documents_needed for judged in judgments if judged.outcome == "inconclusive" and judged.documents_needed
     ]
     if verdict.outcome == "inconclusive" and needed:
-        return f"Evaluate more documents: about {max(needed):,} would decide. Raise evaluate.documents in the profile."
+        return (
+            f"Evaluate more documents: about {max(needed):,} would decide. If the task has no more, use a larger task "
+            "for the same skill, or a wider margin."
+        )
     if content.judge is not None and content.judge.outcome != "pass" and not verdict.guards:
         return "Read the judged answers, then change the recipe."
     return (
@@ -178,21 +181,16 @@ def sentence(content: ReportContent) -> str:
         return f"{verdict.reasons[0].removesuffix('.')}."
     sentences = []
     if verdict.suites and verdict.guards:
-        for suite in verdict.suites:
-            change = f"drop of {number(suite.drop, 1)} points {interval(suite.low, suite.high, 1)}"
-            sentences.append(
-                f"The mean of {suite.tasks} tasks shows a {change} against {suite.reference} ({limits(suite)})."
-            )
+        sentences += [f"{suite.reason[0].upper()}{suite.reason[1:]}." for suite in verdict.suites]
         task_limits = sorted({plain(guard.limit) for guard in verdict.guards if guard.limit is not None})
         sentences.append(f"No task exceeds its per-task limit ({', '.join(task_limits)}).")
     elif verdict.guards:
         closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
-        change = f"a drop of {drop(closest, 'points ')} against {closest.reference} ({limits(closest)})"
-        if len(verdict.guards) == 1:
-            sentences.append(f"{closest.task} passed with {change}.")
-        else:
+        if len(verdict.guards) > 1:
             count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
-            sentences.append(f"{count} guards passed. The closest is {closest.task}, with {change}.")
+            sentences.append(f"{count} guards passed. The closest: {closest.reason}.")
+        else:
+            sentences.append(f"{closest.reason}.")
     elif not verdict.notes:
         sentences.append("No task has a guard.")
     sentences += [f"{note}." for note in verdict.notes]

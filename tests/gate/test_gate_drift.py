@@ -29,13 +29,13 @@ def test_drift_passes_warns_and_fails_at_its_limits(increase: float, outcome: st
 
 def test_drift_is_reported_in_a_sentence() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.003)), LIMITS, 0.95)
-    assert verdict.reason == "perplexity: 1.003 times that of base [1.002, 1.004] is within the limit 1.05"
+    assert verdict.reason == "perplexity is 1.003 times that of base and at most 1.004; the limit is 1.05"
 
 
 def test_noisy_documents_leave_drift_inconclusive() -> None:
     verdict = judge_drift({"base": PARENT}, worse(math.log(1.06), noise=1.5), LIMITS, 0.95)
     assert verdict.outcome == "inconclusive"
-    assert "inconclusive after 500 documents (limit 1.05)" in verdict.reason
+    assert verdict.reason.endswith("; the limit is 1.05. More than 500 documents are needed to decide")
 
 
 def test_the_better_parent_is_the_reference() -> None:
@@ -55,7 +55,7 @@ def test_a_broken_parent_is_not_a_reference() -> None:
 def test_one_nonfinite_document_breaks_the_merge(bad: float) -> None:
     verdict = judge_drift({"base": PARENT}, likelihoods([2.0] * 499 + [bad]), LIMITS, 0.95)
     assert (verdict.broken, verdict.outcome, verdict.ratio) == (True, "fail", None)
-    assert verdict.reason == "perplexity: not finite, so the merge is broken"
+    assert verdict.reason == "perplexity is not finite, so the merge is broken"
 
 
 def test_more_than_double_the_perplexity_is_broken() -> None:
