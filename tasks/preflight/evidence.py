@@ -75,6 +75,7 @@ class Evidence(NamedTuple):
     resample: bool = True  # whether a new release changes the sample (see ``with_next_samples``)
     # Reason why models are computed in another format than they are stored in; empty if they are not.
     computed: str = ""
+    accepted_copies: tuple[str, ...] = ()  # Names of the parents that the merge may copy.
 
 
 def check_references(
