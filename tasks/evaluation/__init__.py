@@ -35,6 +35,7 @@ from mergegate.tasks.evaluation.metrics import (
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import call_with_task_data
+from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
@@ -130,6 +131,7 @@ __all__ = [
     "is_file_name",
     "join_parts",
     "known_scores",
+    "lengthen_answers",
     "measured_seconds",
     "named_data",
     "pair_documents",

@@ -169,7 +169,7 @@ def describe_remedy(extensible: int, limit: int | None) -> str:
     if extensible:
         return "Longer answers would decide"
     if limit is not None:
-        return f"A larger evaluate.max_answer_tokens than {limit:,} would decide"
+        return f"evaluate.max_answer_tokens above {limit:,} would decide"
     return "A larger max_gen_toks would decide"
 
 

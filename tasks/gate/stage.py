@@ -309,7 +309,8 @@ def gate_verdict(
         parts += [(finding.outcome, finding.reason)] if (finding.outcome, finding.reason) not in parts else []
     parts += [(suite.outcome, suite.reason) for suite in suites]
     if drift is not None:
-        parts.insert(0, (drift.outcome, drift.reason))
+        further = [(found.outcome, found.reason) for found in drift.findings if found.reason != drift.reason]
+        parts = [(drift.outcome, drift.reason), *further, *parts]
     outcome = worst_verdict(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # Stable: drift first, then the order of the profile.

@@ -48,6 +48,7 @@ from mergegate.tasks.perplexity import (
     PerplexitySettings,
     WindowSettings,
     pin_documents,
+    read_distinct,
     read_texts,
 )
 from mergegate.tasks.store import digest
@@ -237,7 +238,8 @@ def overlap_findings(
         )
 
     if evidence.documents and evidence.windows:
-        held_out = [text for _, text in read_texts(evidence.documents, evidence.windows.documents)]
+        distinct = read_distinct(evidence.documents, evidence.windows.documents).documents
+        held_out = [document.text for document in distinct]
         if found := find_occurring([(text, "") for text in held_out], texts.texts):
             yield overlap("perplexity.documents", len(found), len(held_out), held_out[found[0]].strip())
     if evidence.answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
+from mergegate.tasks.gate import BROKEN_LOSS, DriftVerdict, GateVerdict, GuardVerdict, StratumDrift, SuiteVerdict
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
 
@@ -90,6 +90,30 @@ def format_ratio(drift: DriftVerdict) -> str:
     if drift.low is None or drift.high is None:
         return number(drift.ratio, decimals)
     return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
+
+
+def stratum_ratio(stratum: StratumDrift) -> str:
+    """Return the perplexity ratio of one stratum as text: '1.003 [0.998, 1.008]'."""
+    if stratum.ratio >= 10_000:
+        return _scientific(stratum.ratio)
+    return f"{number(stratum.ratio, 3)} {interval(stratum.low, stratum.high, 3)}"
+
+
+def drift_notes(drift: DriftVerdict) -> tuple[str, ...]:
+    """Return one sentence each on findings beside the ratio, and on the ratio over all tokens."""
+    notes = [f"{finding.reason}." for finding in drift.findings if finding.reason != drift.reason]
+    if not drift.broken_documents and drift.ratio is not None:
+        notes.append(
+            f"No document loses more than {BROKEN_LOSS:g} nats per token. {drift.documents:,} documents exclude that "
+            f"more than {100 * drift.broken_high:.1f} % of such documents do (limit "
+            f"{plain(100 * drift.max_broken_documents)} %)."
+        )
+    if drift.total_ratio is not None:
+        notes.append(
+            f"Each document counts once. Over all {drift.unit}s of the text, where long documents count more, the "
+            f"ratio is {format_magnitude(drift.total_ratio)}; it does not decide."
+        )
+    return tuple(notes)
 
 
 def format_magnitude(value: float | None) -> str:
