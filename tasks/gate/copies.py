@@ -24,7 +24,9 @@ MIN_DOCUMENTS = 100  # Smallest number of equal answers that make a merge a copy
 
 
 def find_copies(
-    same_weights: str, answers: Mapping[str, Sequence[tuple[DocumentScore, DocumentScore]]], accepted: Collection[str]
+    same_weights: str,
+    answers: Mapping[str, Sequence[tuple[DocumentScore, DocumentScore]]],
+    accepted_parents: Collection[str],
 ) -> Iterator[GateFinding]:
     """Yield a finding for each parent that the merge copies: the weights are equal, or all answers are.
 
@@ -34,7 +36,7 @@ def find_copies(
     Args:
         same_weights: Name of a parent with the same weights, or an empty string.
         answers: Scores of the parent and the merge for every document of all tasks, by parent.
-        accepted: Names of the parents that the merge may copy. They are only noted.
+        accepted_parents: Names of the parents that the merge may copy. They are only noted.
     """
     facts = {}
     for name, rows in answers.items():
@@ -47,7 +49,7 @@ def find_copies(
     for name, fact in facts.items():
         advice = f"publish {name} itself, or set checks.copies.accepted: [{name}]"
         remedy = f". Raise weight or density in the recipe if its changes cancel out, {advice}"
-        is_accepted = name in accepted
+        is_accepted = name in accepted_parents
         yield GateFinding(
             kind="copy", outcome="pass" if is_accepted else "fail", reason=fact + ("" if is_accepted else remedy)
         )

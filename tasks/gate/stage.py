@@ -215,7 +215,7 @@ def gate(
         )
         for guard in pending
     )
-    answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, merged)
+    answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
     findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
     return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
 
@@ -361,20 +361,20 @@ def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tu
 
 
 def _answers_by_parent(
-    guards: Sequence[Guard], models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], merged: str
+    guards: Sequence[Guard], models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], plan: GatePlan
 ) -> dict[str, list[tuple[DocumentScore, DocumentScore]]]:
     """Return the scores of parent and merge for all documents, by parent, for the parents with scores on every task."""
     settings = {guard.task: guard.metric for guard in guards}
     answers = {}
     for name in models:
-        if name in (merged, *RELEASES) or not all((name, task) in scores_by_task for task in settings):
+        if name in (plan.merged, *RELEASES) or not all((name, task) in scores_by_task for task in settings):
             continue
         pairs: list[tuple[DocumentScore, DocumentScore]] = []
         for task, setting in settings.items():
-            metrics = scores_by_task[merged, task].metrics(setting)
+            metrics = scores_by_task[plan.merged, task].metrics(setting)
             of_parent, of_merge = (
                 {(row.task, row.doc_id): row for row in metrics.select(scores_by_task[model, task].rows)}
-                for model in (name, merged)
+                for model in (name, plan.merged)
             )
             pairs += [(of_parent[key], row) for key, row in of_merge.items() if key in of_parent]
         answers[name] = pairs

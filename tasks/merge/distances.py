@@ -163,25 +163,25 @@ def find_copied_parent(merge: Model, parents: tuple[Model, ...]) -> CopiedParent
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-10}
 
 
-def _are_equal(tensor: AnyTensor, other: AnyTensor) -> bool:
-    readers = [(each, _elements_of(each)) for each in (tensor, other)]
-    step = _PIECE // max(tensor.dtype.size, other.dtype.size)
+def _are_equal(tensor: AnyTensor, parent_tensor: AnyTensor) -> bool:
+    readers = [(each, _elements_of(each)) for each in (tensor, parent_tensor)]
+    step = _PIECE // max(tensor.dtype.size, parent_tensor.dtype.size)
     for first in range(0, tensor.numel, step):
         blocks = []
         for each, elements in readers:
             block = np.empty(min(step, tensor.numel - first) * each.dtype.size, np.uint8)
             elements(first, block)
             blocks.append(block)
-        if tensor.dtype == other.dtype and np.array_equal(blocks[0], blocks[1]):
+        if tensor.dtype == parent_tensor.dtype and np.array_equal(blocks[0], blocks[1]):
             continue
-        if {tensor.dtype.kind, other.dtype.kind} != {"float"}:
+        if {tensor.dtype.kind, parent_tensor.dtype.kind} != {"float"}:
             return False
         one, two = (
             numbers(patterns(block, each.dtype), each.dtype) for block, (each, _) in zip(blocks, readers, strict=True)
         )
         # Sums of float32 numbers may differ in their last bits. Rounded to 16 bits, equal numbers are equal.
-        relative = max(_ROUNDING.get(each.dtype.code, 0.0) for each in (tensor, other))
-        is_narrow = tensor.dtype == other.dtype and relative > 0
+        relative = max(_ROUNDING.get(each.dtype.code, 0.0) for each in (tensor, parent_tensor))
+        is_narrow = tensor.dtype == parent_tensor.dtype and relative > 0
         absolute = 0.0 if is_narrow else 1e-6 * float(np.abs(two).max())
         if not (np.abs(one - two) <= (0.0 if is_narrow else relative) * np.abs(two) + absolute).all():
             return False
