@@ -73,6 +73,7 @@ def _lengths(rows: Sequence[DocumentScore], limit: int | None) -> AnswerLengths:
         cut_off=sum(row.is_cut_off for row in rows) - endless,
         endless=endless,
         regenerated=sum(len(row.budgets) > 1 for row in rows),
+        largest_budget=max((row.budgets[-1] for row in rows if len(row.budgets) > 1), default=None),
         mean_tokens=sum(tokens) / len(tokens) if tokens else None,
     )
 
@@ -169,7 +170,7 @@ def describe_remedy(extensible: int, limit: int | None) -> str:
     if extensible:
         return "Longer answers would decide"
     if limit is not None:
-        return f"A larger evaluate.max_answer_tokens than {limit:,} would decide"
+        return f"evaluate.max_answer_tokens above {limit:,} would decide"
     return "A larger max_gen_toks would decide"
 
 

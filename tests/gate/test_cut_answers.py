@@ -129,7 +129,7 @@ def test_a_small_limit_does_not_make_answers_endless() -> None:
     limited = evidence(WORDY, answer_limit=40)
     verdict = judge(limited)
     assert verdict.outcome == "inconclusive"
-    assert verdict.reason.endswith("A larger evaluate.max_answer_tokens than 40 would decide")
+    assert verdict.reason.endswith("evaluate.max_answer_tokens above 40 would decide")
     assert tasks_with_short_answers(gate_verdict([verdict], None, "block")) == ()
 
 
