@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark
+from gate_samples import table_in_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -301,3 +302,14 @@ def test_an_equal_merge_rarely_fails_by_its_length(script: ModuleType) -> None:
         *script.endless_table(200, np.random.default_rng(0))[2:],
     ):
         assert float(row.split("|")[3]) <= 2.0
+
+
+def test_the_published_table_keeps_its_promises() -> None:
+    head, *rows = table_in_docs("cut-off-answers.md", "cut-off answers")
+    assert len(rows) == 14
+    for row in rows:
+        values = dict(zip(head, row, strict=True))
+        assert float(values["wrong: again"]) <= 5.0 + 3 * 0.35
+        assert float(values["equal: again"]) == pytest.approx(float(values["equal: complete"]), abs=0.1)
+        if values["cut off: reference / merge"] != "0 / 0":
+            assert float(values["wrong: once"]) == 0.0
