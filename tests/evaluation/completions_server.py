@@ -77,12 +77,15 @@ def _choice(network: Any, tokenizer: Any, prompt: list[int], body: dict[str, Any
     with torch.no_grad():
         for _ in range(body["max_tokens"]):
             tokens.append(int(network(torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == tokenizer.eos_token_id and not body.get("echo"):
+                break
         log_p = torch.log_softmax(network(torch.tensor([tokens])).logits[0].float(), -1)
     new = tokens[len(prompt) :]
-    text = whole = tokenizer.decode(new)
+    has_ended = new[-1] == tokenizer.eos_token_id and not body.get("echo")
+    text = whole = tokenizer.decode(new[:-1] if has_ended else new)
     for stop in body.get("stop") or []:
         text = text.split(stop)[0]
-    reason = "length" if text == whole else "stop"
+    reason = "length" if text == whole and not has_ended else "stop"
     if not body.get("logprobs") or habit == "no log-probabilities":
         return {"text": text, "logprobs": None, "finish_reason": reason}
     said: list[float | None] = [None]
