@@ -82,11 +82,15 @@ def _generation_settings(loaded_task: LoadedTask, name: str, prompting: Resolved
     }
 
 
+def answer_budget(settings: Mapping[str, Any]) -> int:
+    """Return the largest number of tokens of an answer with these generation settings."""
+    return int(next((value for name in BUDGET_NAMES if (value := settings.get(name)) is not None), DEFAULT_BUDGET))
+
+
 def _with_one_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return checked generation settings with the budget as ``max_gen_toks``, the name that every backend reads."""
     others = {key: value for key, value in settings.items() if key not in BUDGET_NAMES}
-    budget = next((settings[key] for key in BUDGET_NAMES if settings.get(key) is not None), DEFAULT_BUDGET)
-    return {**others, "max_gen_toks": int(budget)}
+    return {**others, "max_gen_toks": answer_budget(settings)}
 
 
 def room_for_prompt(
