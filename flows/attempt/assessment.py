@@ -28,6 +28,7 @@ from mergegate.tasks.evaluation import (
 from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
+    GateInputs,
     GatePlan,
     GateVerdict,
     anchor_confidence,
@@ -62,6 +63,7 @@ class Assessment(NamedTuple):
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
     verdict: StoredValue[GateVerdict]
     evidence: Evidence  # inputs and settings of the measurement
+    gate_inputs: GateInputs  # everything that the verdict follows from
 
 
 def assess_merge(
@@ -122,17 +124,19 @@ def assess_merge(
     while True:
         look = _InterimLook(models, evidence, undecided, documents, doublings, is_lost)
         scores, waiting = _run_look(look, scores, runner)
-        verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
+        gate_inputs = GateInputs(guards, scores, compared, limits, gate_plan, waiting)
+        verdict = gate(*gate_inputs)
         while short := tasks_with_short_answers(verdict.value):
             doublings |= {task: doublings.get(task, 0) + 1 for task in short}
             scores = _lengthen(look._replace(tasks=short), scores, runner)
-            verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
+            gate_inputs = gate_inputs._replace(scores=scores)
+            verdict = gate(*gate_inputs)
         if not (undecided := undecided_tasks(verdict.value)):
             with_anchor = [suite.outcome for suite in verdict.value.suites if suite.reference == ANCHOR]
             with_anchor += [guard.outcome for guard in verdict.value.guards if guard.reference == ANCHOR]
             if anchor and any(outcome != "pass" for outcome in with_anchor):
                 record_refusal(anchor.digest, merge.digest)
-            return Assessment(scores, likelihoods, verdict, evidence)
+            return Assessment(scores, likelihoods, verdict, evidence, gate_inputs)
         documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
 
 

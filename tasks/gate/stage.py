@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -138,6 +138,17 @@ class GatePlan:
     def confidence(self, *, is_anchor: bool) -> float:
         """Return the confidence of comparisons with the anchor, or with all other references."""
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
+
+
+class GateInputs(NamedTuple):
+    """Arguments of the stage :func:`gate`, which a release records so that its verdict can be recomputed."""
+
+    guards: tuple[Guard, ...]
+    scores: Mapping[str, Sequence[Artifact[Scores]]]
+    likelihoods: Mapping[str, Artifact[Likelihoods]]
+    limits: DriftLimits | None
+    plan: GatePlan
+    waiting: tuple[str, ...] = ()
 
 
 @value_stage("gate", version=5)
