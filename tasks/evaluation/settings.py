@@ -326,16 +326,16 @@ def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scori
     )
 
 
-def check_thinking(task: str, own: PromptSettings | None, scoring: Scoring) -> None:
+def check_thinking(task: str, task_settings: PromptSettings | None, scoring: Scoring) -> None:
     """Check that the settings for thinking of one task fit together.
 
     Raises:
         ValueError: If ``enable_thinking`` lacks ``think_end_token``, or a setting of the task has no effect.
     """
-    resolved = resolve_prompt_settings(own, scoring)
-    if not resolved.is_chat and own is not None:
+    resolved = resolve_prompt_settings(task_settings, scoring)
+    if not resolved.is_chat and task_settings is not None:
         for name in _TEMPLATE_SETTINGS:
-            if getattr(own, name) is not None:
+            if getattr(task_settings, name) is not None:
                 raise ValueError(f"{task}: {name} requires a chat template: set apply_chat_template: true")
     if resolved.enable_thinking and resolved.think_end_token is None:
         raise ValueError(

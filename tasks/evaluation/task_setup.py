@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, find_backend, thought_of
+from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, find_backend, find_thought_end
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring
 from mergegate.tasks.evaluation.task_loading import LoadedTask
 
@@ -47,11 +47,11 @@ def set_up_tasks(
             found=f"the tokenizer {lm.tokenizer.name_or_path} has no chat template",
             remedy="chat_template: false",
         )
-    thought = thought_of(prompting.think_end_token, prompting.enable_thinking, lm.tokenizer)
+    thought_end = find_thought_end(prompting.think_end_token, prompting.enable_thinking, lm.tokenizer)
     answering_lm = getattr(lm, "answering_lm", lm)
     answering_lm.chat_template_args = dict(prompting.template_arguments)
     answering_lm.think_end_token = prompting.think_end_token
-    answering_lm.thought = thought
+    answering_lm.thought_end = thought_end
     leaves = {name: loaded_task.leaves[name] for name in documents}
     random.seed(seed)
     np.random.seed(seed)  # lm-eval's tasks draw from the global state

@@ -33,7 +33,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.backends import AnswerEnd, Thought, thought_of, vllm
+from mergegate.tasks.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
 from mergegate.tasks.evaluation.backends.hf import answer_end
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -270,7 +270,7 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
     """The reference adds one token at a time, and then applies lm-eval's own rule to the text."""
     ids = [ord(letter) for letter in (text + "$" if has_eos else text) or "a"]
     generated = "".join(map(chr, ids))
-    thought = Thought("z", ord("z") if is_token else None, is_expected)
+    thought_end = ThoughtEnd("z", ord("z") if is_token else None, is_expected)
 
     def decode(tokens: list[int]) -> list[str]:
         return ["".join(map(chr, tokens)).removesuffix("$")]
@@ -284,11 +284,11 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
             break
     kept = generated[:count].removesuffix("$")
     thinking = kept.rindex("z") + 1 if "z" in kept else count if is_expected and reason == "length" else 0
-    end = answer_end(ids, {ord("$")}, stop, decode, len(ids), thought)
+    end = answer_end(ids, {ord("$")}, stop, decode, len(ids), thought_end)
     assert end == AnswerEnd(reason, count, thinking)  # type: ignore[arg-type]
     assert end.is_unfinished_thought == (reason == "length" and thinking == count > 0)
     answer = postprocess_generated_text(kept, stop, "z")
-    cut = thought.without_tail(generated.removesuffix("$"), stop)
+    cut = thought_end.without_tail(generated.removesuffix("$"), stop)
     if is_expected:
         assert postprocess_generated_text(cut, stop, "z") == answer
 
@@ -329,9 +329,9 @@ def test_the_end_of_a_thought_may_be_a_token_id(tmp_path: Path) -> None:
 
 def test_a_special_token_that_ends_a_thought_is_found_by_its_id() -> None:
     tokenizer = AutoTokenizer.from_pretrained(THINKER)
-    assert thought_of("<s>", None, tokenizer) == Thought("<s>", tokenizer.bos_token_id)
-    assert thought_of("z", False, tokenizer) == Thought("z", None, is_expected=False)
-    assert thought_of(None, None, tokenizer) is None
+    assert find_thought_end("<s>", None, tokenizer) == ThoughtEnd("<s>", tokenizer.bos_token_id)
+    assert find_thought_end("z", False, tokenizer) == ThoughtEnd("z", None, is_expected=False)
+    assert find_thought_end(None, None, tokenizer) is None
 
 
 def test_a_server_cannot_send_a_special_token(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ class BackendScoring(Protocol):
 # (model, scoring, device) -> lm-eval's ``LM``, which answers requests while the context is open and has the model's
 # transformers tokenizer as ``tokenizer``. ``device`` is ``cpu`` or ``cuda``; a backend may choose its own.
 # mergegate sets these attributes before each task: ``chat_template_args``, which ``apply_chat_template`` must use, and
-# ``think_end_token`` and ``thought`` (a ``Thought``), by which the ``LM`` removes a thought from an answer. An ``LM``
-# with a property ``max_scored_tokens``, the largest number of tokens of a prompt and its continuation for which it
-# computes a log-probability, has the truncated prompts counted.
+# ``think_end_token`` and ``thought_end`` (a ``ThoughtEnd``), by which the ``LM`` removes a thought from an answer.
+# For an ``LM`` with a property ``max_scored_tokens``, mergegate counts truncated prompts. The property is the largest
+# number of tokens in a prompt and its continuation for which the ``LM`` computes log-probabilities.
 # Raises InvalidInput if the model cannot be loaded, or its server does not answer correctly.
 Opened = Callable[["Model", BackendScoring, str], AbstractContextManager[Any]]
 

@@ -26,7 +26,7 @@ import numpy as np
 from mergegate.tasks.checkpoints import load_model
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
-from mergegate.tasks.evaluation.backends.thinking import Thought, first_stop
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
@@ -70,16 +70,16 @@ def shared_prefix_type() -> type[Any]:
         """An ``HFLM`` that computes tokens shared by several requests once, wherever this does not change results."""
 
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
-        _thought: Thought | None = None
+        _thought_end: ThoughtEnd | None = None
 
         @property
-        def thought(self) -> Thought | None:
-            return self._thought
+        def thought_end(self) -> ThoughtEnd | None:
+            return self._thought_end
 
-        @thought.setter
-        def thought(self, thought: Thought | None) -> None:
-            self._thought = thought
-            self.think_end_token = thought and (thought.end if thought.token is None else thought.token)
+        @thought_end.setter
+        def thought_end(self, thought_end: ThoughtEnd | None) -> None:
+            self._thought_end = thought_end
+            self.think_end_token = thought_end and (thought_end.end if thought_end.token is None else thought_end.token)
 
         @property
         def max_scored_tokens(self) -> int:
@@ -152,10 +152,10 @@ def shared_prefix_type() -> type[Any]:
             begin = context.shape[1]
             ends = {*self._eos, *np.atleast_1d(settings.get("eos_token_id") or []).tolist()}
             self.answer_ends = deque(
-                answer_end(row, ends, stop, self._texts, max_length - begin, self.thought)
+                answer_end(row, ends, stop, self._texts, max_length - begin, self.thought_end)
                 for row in written[:, begin:].tolist()
             )
-            if self.thought is not None:  # what follows the end of an answer must not change where its thought ends
+            if self.thought_end is not None:  # what follows the end of an answer must not change where its thought ends
                 for row, end in zip(written, self.answer_ends, strict=True):
                     row[begin + (end.tokens or 0) :] = self.tokenizer.pad_token_id
             return written
@@ -173,7 +173,7 @@ def shared_prefix_type() -> type[Any]:
 
             write = super()._model_generate
             strings = [text for text in stop if text]
-            if self.thought is not None and self.thought.is_expected:  # lm-eval would stop within a thought
+            if self.thought_end is not None and self.thought_end.is_expected:  # lm-eval would stop within a thought
                 stop = [text for text in strings if text == self.tok_decode(self.eot_token_id, False)]
             is_supported = (
                 not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE and self._writes_exactly
@@ -214,8 +214,8 @@ def shared_prefix_type() -> type[Any]:
 
         def _has_stopped(self, ids: list[int], stop: Sequence[str]) -> bool:
             """Return whether an answer contains a stop string, after its thought if it has one."""
-            thought = self.thought or Thought("", is_expected=False)
-            texts = thought.answer_texts(ids, lambda tokens: [self.tok_decode(tokens)])
+            thought_end = self.thought_end or ThoughtEnd("", is_expected=False)
+            texts = thought_end.answer_texts(ids, lambda tokens: [self.tok_decode(tokens)])
             return any(string in text for text in texts for string in stop)
 
         @property
@@ -298,28 +298,27 @@ def answer_end(
     stop: Sequence[str],
     texts: Callable[[list[int]], Sequence[str]],
     budget: int,
-    thought: Thought | None = None,
+    thought_end: ThoughtEnd | None = None,
 ) -> AnswerEnd:
     """Return how one answer of a batch ended.
 
     ``ids`` are the tokens after the prompt. Tokens after the end of the answer, such as padding, are ignored. ``eos``
     and ``stop`` are the tokens and texts that end an answer, ``texts`` decodes tokens into the texts in which ``stop``
-    is searched, the last of which is scored. ``budget`` is the largest number of tokens in an answer, and ``thought``
-    tells how thoughts end.
+    is searched, the last of which is scored. ``budget`` is the largest number of tokens in an answer.
     """
     last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
     before = list(ids if last is None else ids[: last - 1])
-    if (stopped := first_stop(before, stop, texts, thought)) is not None:
+    if (stopped := first_stop(before, stop, texts, thought_end)) is not None:
         end = AnswerEnd("stop", stopped)
     elif last is not None:
         end = AnswerEnd("eos", last)
     else:
         # A batch that ends before its budget has no unfinished answer: transformers has other criteria, like max_time.
         end = AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
-    if thought is None:
+    if thought_end is None:
         return end
     answer, is_cut_off = before[: end.tokens], end.reason in CUT_OFF
-    return end._replace(thinking=thought.length(answer, lambda tokens: texts(tokens)[-1], is_cut_off=is_cut_off))
+    return end._replace(thinking=thought_end.length(answer, lambda tokens: texts(tokens)[-1], is_cut_off=is_cut_off))
 
 
 def max_shared_length(config: Mapping[str, Any]) -> int:

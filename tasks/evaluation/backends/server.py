@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.thinking import Thought
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -97,23 +97,23 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         """Client that tokenizes exactly as the transformers backend does, and records how answers ended."""
 
         chat_template_args: Mapping[str, Any] = MappingProxyType({})
-        _thought: Thought | None = None
+        _thought_end: ThoughtEnd | None = None
         _stop: Sequence[str] = ()  # stop strings of the current requests; concurrent requests have the same settings
 
         @property
-        def thought(self) -> Thought | None:
-            return self._thought
+        def thought_end(self) -> ThoughtEnd | None:
+            return self._thought_end
 
-        @thought.setter
-        def thought(self, thought: Thought | None) -> None:
-            if thought is not None and thought.end in self.tokenizer.all_special_tokens:
+        @thought_end.setter
+        def thought_end(self, thought_end: ThoughtEnd | None) -> None:
+            if thought_end is not None and thought_end.end in self.tokenizer.all_special_tokens:
                 raise InvalidInput(
-                    f"evaluate.think_end_token: {thought.end}",
+                    f"evaluate.think_end_token: {thought_end.end}",
                     found=f"a special token of {model.name}, which servers remove from answers",
                     expected="a token that is in the text of an answer",
                     remedy="use backend: hf or vllm",
                 )
-            self._thought = thought
+            self._thought_end = thought_end
 
         @property
         def max_scored_tokens(self) -> int:
@@ -125,7 +125,9 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
             payload = super()._create_payload(messages, generate, **more)
             if generate:
                 self._stop = payload["stop"]
-                if self.thought is not None and self.thought.is_expected:  # the server would stop within a thought
+                if (
+                    self.thought_end is not None and self.thought_end.is_expected
+                ):  # the server would stop within a thought
                     payload["stop"] = []
             return payload
 
@@ -144,17 +146,17 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
             def count(part: str) -> int:
                 return len(self.tokenizer.encode(part, add_special_tokens=False))
 
-            if self.thought is None:
+            if self.thought_end is None:
                 tokens = count(text) + (end.reason not in CUT_OFF) if end.tokens is None else end.tokens
                 return text, end._replace(tokens=tokens)
-            if (kept := self.thought.without_tail(text, self._stop)) != text:
+            if (kept := self.thought_end.without_tail(text, self._stop)) != text:
                 end = AnswerEnd("stop", count(kept) + 1)
             elif end.tokens is None:
                 end = end._replace(tokens=count(kept) + (end.reason not in CUT_OFF))
-            before, found, _ = kept.rpartition(self.thought.end)
-            is_unfinished = not found and self.thought.is_expected and end.reason in CUT_OFF
+            before, found, _ = kept.rpartition(self.thought_end.end)
+            is_unfinished = not found and self.thought_end.is_expected and end.reason in CUT_OFF
             thinking = end.tokens if is_unfinished else min(count(before + found), end.tokens or 0)
-            answer = postprocess_generated_text(kept, list(self._stop), self.thought.end)
+            answer = postprocess_generated_text(kept, list(self._stop), self.thought_end.end)
             return answer, end._replace(thinking=thinking)
 
         def tok_encode(

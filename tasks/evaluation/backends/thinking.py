@@ -16,7 +16,7 @@ from mergegate.merge_core.errors import InvalidInput
 Decode = Callable[[list[int]], str]
 
 
-class Thought(NamedTuple):
+class ThoughtEnd(NamedTuple):
     """How a model marks the end of a thought."""
 
     end: str  # text that ends a thought
@@ -63,21 +63,21 @@ def first_stop(
     ids: Sequence[int],
     stop: Sequence[str],
     texts: Callable[[list[int]], Iterable[str]],
-    thought: Thought | None = None,
+    thought_end: ThoughtEnd | None = None,
 ) -> int | None:
     """Return the number of tokens up to the first stop string that ends an answer; None if there is none."""
 
     def has_stopped(count: int) -> bool:
         tokens = list(ids[:count])
-        searched = texts(tokens) if thought is None else thought.answer_texts(tokens, texts)
+        searched = texts(tokens) if thought_end is None else thought_end.answer_texts(tokens, texts)
         return any(string in text for text in searched for string in stop if string)
 
     return bisect_left(range(len(ids)), True, key=has_stopped) if has_stopped(len(ids)) else None
 
 
-def thought_of(
+def find_thought_end(
     think_end_token: str | int | None, enable_thinking: bool | None, tokenizer: Any, *, location: str = "evaluate"
-) -> Thought | None:
+) -> ThoughtEnd | None:
     """Return how a model with ``tokenizer`` ends its thoughts, or None if ``think_end_token`` is None.
 
     Raises:
@@ -93,8 +93,8 @@ def thought_of(
                 found=f"{think_end_token}, but the tokenizer {tokenizer.name_or_path} has {len(tokenizer):,} tokens",
                 expected="the id of a token, or its text such as '</think>'",
             )
-        return Thought(tokenizer.decode([think_end_token]), think_end_token, is_expected)
+        return ThoughtEnd(tokenizer.decode([think_end_token]), think_end_token, is_expected)
     # Decoding an answer drops special tokens.
     is_special = think_end_token in tokenizer.all_special_tokens
     token = tokenizer.convert_tokens_to_ids(think_end_token) if is_special else None
-    return Thought(think_end_token, token, is_expected)
+    return ThoughtEnd(think_end_token, token, is_expected)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.thinking import Thought, first_stop
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
@@ -60,17 +60,17 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
     class RecordingVllm(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """lm-eval's vLLM model, which also records how answers ended."""
 
-        _thought: Thought | None = None
+        _thought_end: ThoughtEnd | None = None
         _stops: tuple[list[str], ...] = ()  # stop strings of the requests in the next batch
 
         @property
-        def thought(self) -> Thought | None:
-            return self._thought
+        def thought_end(self) -> ThoughtEnd | None:
+            return self._thought_end
 
-        @thought.setter
-        def thought(self, thought: Thought | None) -> None:
-            self._thought = thought
-            self.think_end_token = thought and thought.end
+        @thought_end.setter
+        def thought_end(self, thought_end: ThoughtEnd | None) -> None:
+            self._thought_end = thought_end
+            self.think_end_token = thought_end and thought_end.end
 
         @property
         def max_scored_tokens(self) -> int:
@@ -103,18 +103,18 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
                     elif answer.finish_reason == "length":
                         reason = "context" if limit is not None and tokens < limit else "length"
                     end = AnswerEnd(reason, tokens)
-                    self.answer_ends.append(end if self.thought is None else self._finish(answer, end, stop))
+                    self.answer_ends.append(end if self.thought_end is None else self._finish(answer, end, stop))
             return outputs
 
         def _finish(self, answer: Any, end: AnswerEnd, stop: list[str]) -> AnswerEnd:
             """Apply the stop strings that lm-eval withholds from vLLM while a model thinks, and return the new end."""
-            assert self.thought is not None
+            assert self.thought_end is not None
             ids, decode = list(answer.token_ids), partial(self.tokenizer.decode, skip_special_tokens=True)
-            if (stopped := first_stop(ids, stop, lambda tokens: [decode(tokens)], self.thought)) is not None:
+            if (stopped := first_stop(ids, stop, lambda tokens: [decode(tokens)], self.thought_end)) is not None:
                 end, ids = AnswerEnd("stop", stopped), ids[:stopped]
                 answer.text = decode(ids)
-            thinking = self.thought.length(ids, decode, is_cut_off=end.reason in CUT_OFF)
-            if self.thought.token in ids:
+            thinking = self.thought_end.length(ids, decode, is_cut_off=end.reason in CUT_OFF)
+            if self.thought_end.token in ids:
                 answer.text = decode(ids[thinking:]).lstrip()
             return end._replace(thinking=thinking)
 
