@@ -30,6 +30,7 @@ class GateFinding(BaseModel):
     kind: str  # Name of the check, such as 'reference' or 'cut answers'.
     outcome: Outcome  # A ``pass`` is a note that does not affect the verdict.
     reason: str  # Sentence with the task, the numbers and the limit.
+    chance_left: float | None = None  # Chance that the remaining documents settle it; None if unknown.
 
 
 class CutAnswers(BaseModel):
@@ -57,6 +58,7 @@ class AnswerLengths(BaseModel):
     cut_off: int  # Documents with an answer that was cut off and might have ended with a larger budget.
     endless: int  # Documents with an answer that never ends (see ``DocumentScore.never_ends``).
     regenerated: int  # Documents that were answered again with a larger budget.
+    largest_budget: int | None  # Largest budget of these answers; None: there are none.
     mean_tokens: float | None  # Mean number of tokens per document; None: unknown.
 
 

@@ -19,13 +19,16 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.sensitivity import NO_POWER
+from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.sequential import FUTILE
-from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
@@ -115,6 +118,8 @@ class GatePlan:
         first_release: Whether there is no champion yet, so that guards against it are skipped. Default: false.
         parents: Parents that 'best parent' chooses from. Default: all models except the merge and releases.
         anchor_confidence: Confidence of comparisons with the anchor. Default: that of ``rule``.
+        copy_of: Parent with the weights of the merge. Default: none.
+        accepted_copies: Names of the parents that the merge may copy.
     """
 
     rule: GateRule
@@ -123,6 +128,8 @@ class GatePlan:
     first_release: bool = False
     parents: tuple[str, ...] | None = None
     anchor_confidence: float | None = None
+    copy_of: str = ""
+    accepted_copies: tuple[str, ...] = ()
 
     def content_key(self) -> object:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -165,7 +172,7 @@ def gate(
     Args:
         guards: Guards with pinned tasks (see ``pin_tasks``).
         scores: Scores by model, including the merge. A task may have several artifacts, which are judged together. May
-            be empty if the perplexity shows that the merge is broken.
+            be empty if the perplexity shows that the merge is broken, or if the merge copies a parent.
         likelihoods: Likelihoods by model, including the merge. May be empty if ``limits`` is None.
         limits: Limits of the perplexity drift. None: perplexity is not judged.
         plan: Rule of the gate, planned looks and name of the merge.
@@ -176,6 +183,9 @@ def gate(
         InvalidInput: The model, task or metric of a guard does not exist, or scores are not comparable.
     """
     rule, merged = plan.rule, plan.merged
+    if plan.copy_of and plan.copy_of not in plan.accepted_copies:
+        copies = tuple(find_copies(plan.copy_of, {}, plan.accepted_copies))
+        return gate_verdict((), None, rule.on_inconclusive, findings=copies)
     drift = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
     if drift is not None and drift.broken:
         return gate_verdict((), drift, rule.on_inconclusive)
@@ -207,7 +217,9 @@ def gate(
         )
         for guard in pending
     )
-    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings=())
+    answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
+    findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
+    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
 
 
 def cannot_pass(
@@ -286,10 +298,12 @@ def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     if any(cut and cut.decide and cut.lowest_drop <= low and cut.highest_drop > high for cut, low, high in limits):
         return ()  # More documents do not complete the answers that the verdict depends on.
     chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
+    chances += [finding.chance_left for guard in verdict.guards for finding in guard.findings]
     if any(chance is not None and chance < FUTILE for chance in chances):
         return ()  # The remaining documents of this run would not decide it.
     undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
-    if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
+    is_weak = any(finding.kind == NO_POWER and finding.outcome == "inconclusive" for finding in verdict.findings)
+    if is_weak or (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
         undecided = list(verdict.guards)
     return tuple(dict.fromkeys(guard.task for guard in undecided if guard.documents_left))
 
@@ -304,6 +318,7 @@ def gate_verdict(
     findings: tuple[GateFinding, ...] = (),
 ) -> GateVerdict:
     """Combine the verdicts on a merge into one decision: the most severe outcome and whether it allows publication."""
+    findings = (*findings, *_find_missing_power(guards, suites))
     # A failed task tells more than the mean that it drags down, so the guards come before the suites.
     parts = [(guard.outcome, guard.reason) for guard in guards]
     for finding in (*(finding for guard in guards for finding in guard.findings), *findings):
@@ -342,12 +357,48 @@ def gate_verdict(
     )
 
 
+def _find_missing_power(guards: Sequence[GuardVerdict], suites: Sequence[SuiteVerdict]) -> tuple[GateFinding, ...]:
+    """Return a finding if neither a guard nor the mean of a suite could detect a drop as large as its limit.
+
+    A suite may pass although each task is weak, if its mean detects its margin.
+    """
+    weak = [finding.reason for guard in guards for finding in guard.findings if finding.kind == NO_POWER]
+    is_weak = all(any(finding.kind == NO_POWER for finding in guard.findings) for guard in guards)
+    if not guards or not is_weak or any(suite.detectable_drop <= suite.margin for suite in suites):
+        return ()
+    if {*(guard.outcome for guard in guards), *(suite.outcome for suite in suites)} != {"pass"}:
+        return ()  # Their reasons already say what would decide.
+    reason = f"{UNSAFE}: too few documents to detect the loss of a skill. {weak[0]}. More documents would decide"
+    return (GateFinding(kind=NO_POWER, outcome="inconclusive", reason=reason),)
+
+
 def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tuple[str, str], TaskScores]:
     return {
         (model, task): task_scores
         for model, parts in scores.items()
         for task, task_scores in by_task(model, parts).items()
     }
+
+
+def _answers_by_parent(
+    guards: Sequence[Guard], models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], plan: GatePlan
+) -> dict[str, list[tuple[DocumentScore, DocumentScore]]]:
+    """Return the scores of parent and merge for all documents, by parent, for the parents with scores on every task."""
+    settings = {guard.task: guard.metric for guard in guards}
+    answers = {}
+    for name in models:
+        if name in (plan.merged, *RELEASES) or not all((name, task) in scores_by_task for task in settings):
+            continue
+        pairs: list[tuple[DocumentScore, DocumentScore]] = []
+        for task, setting in settings.items():
+            metrics = scores_by_task[plan.merged, task].metrics(setting)
+            of_parent, of_merge = (
+                {(row.task, row.doc_id): row for row in metrics.select(scores_by_task[model, task].rows)}
+                for model in (name, plan.merged)
+            )
+            pairs += [(of_parent[key], row) for key, row in of_merge.items() if key in of_parent]
+        answers[name] = pairs
+    return answers
 
 
 def _measure(
