@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from mergegate.tasks.gate.alarms import find_alarms
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
 
 GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
-_CHECKS: tuple[GuardCheck, ...] = ()
+_CHECKS: tuple[GuardCheck, ...] = (find_alarms,)
 
 
 def find_guard_problems(evidence: GuardEvidence, verdict: GuardVerdict) -> tuple[GateFinding, ...]:

@@ -154,6 +154,7 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         documents_asked=evidence.documents,
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
+        advisory=guard.advisory,
     )
     verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
     findings = find_guard_problems(evidence, verdict)

@@ -17,9 +17,22 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.evaluation import (
+    DocumentScore,
+    Scores,
+    TaskScores,
+    by_task,
+    pair_documents,
+)
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
+from mergegate.tasks.gate.evidence import (
+    GateFinding,
+    GuardEvidence,
+    GuardVerdict,
+    MetricDrop,
+    ReferenceChoice,
+    measure_guard,
+)
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import FUTILE
@@ -37,6 +50,9 @@ from mergegate.tasks.stage import (
     worst_verdict,
 )
 from mergegate.tasks.store import Artifact
+
+# Scores by metric, then by task below a group and document.
+ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
 
 OnInconclusive = Literal["block", "warn", "pass"]
 
@@ -359,4 +375,43 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    return replace(evidence, leaf_metrics=dict(metrics.by_leaf_if_different), data=merge.data)
+    other, unusable = _other_metrics(evidence, *(metrics.others(scores.rows) for scores in (references[best], merge)))
+    return replace(
+        evidence,
+        leaf_metrics=dict(metrics.by_leaf_if_different),
+        data=merge.data,
+        other_metrics=other,
+        unusable_metrics=unusable,
+    )
+
+
+def _other_metrics(
+    evidence: GuardEvidence, reference: ScoresByMetric, merge: ScoresByMetric
+) -> tuple[tuple[MetricDrop, ...], tuple[str, ...]]:
+    """Return the drops under the metrics that do not judge the guard, and the metrics without scores in [0, 1].
+
+    A metric that the two models have for different documents does not count.
+    """
+    drops, unusable = [], []
+    for metric, ours in merge.items():
+        theirs = reference.get(metric, {})
+        if theirs.keys() != ours.keys():
+            continue
+        pairs = [(theirs[document], row) for document, row in ours.items()]
+        if not all(0 <= row.outcome <= 1 for pair in pairs for row in pair):
+            unusable.append(metric)
+            continue
+        drops.append(
+            MetricDrop(
+                metric=metric,
+                reference_score=sum(row.outcome for row, _ in pairs) / len(pairs),
+                merge_score=sum(row.outcome for _, row in pairs) / len(pairs),
+                differences=tuple(
+                    (1 if row.higher_is_better else -1) * (other.outcome - row.outcome) for other, row in pairs
+                ),
+                clusters=tuple(row.task if evidence.guard.clustered_by == "task" else row.cluster for _, row in pairs)
+                if evidence.clusters is not None
+                else None,
+            )
+        )
+    return tuple(drops), tuple(unusable)
