@@ -64,7 +64,7 @@ from mergegate.tasks.merge import (
     select_named_parents,
 )
 from mergegate.tasks.perplexity import ensemble_likelihoods
-from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import load_released_model
 from mergegate.tasks.publish.targets import Target
@@ -223,6 +223,9 @@ def make_attempt(
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
         if champion and champion.complete and champion.digest == model.digest:
             return AlreadyReleased(cleared_candidate, champion)
+    if champion:
+        is_same = champion.digest == model.digest  # its publication was interrupted: judge it on the same documents
+        evidence = with_next_samples(evidence, champion.samples, repeat=is_same)
     if champion and evidence.rule.anchor:
         anchor = load_released_model(profile.publish, profile.root, model, store().hashes, evidence.rule.anchor)
         anchor = anchor if anchor and anchor.digest != champion.digest else None

@@ -3,7 +3,7 @@
 A refused run ends with its reasons, the proposed remedy and the next command::
 
     refused: demo is not released
-      reverse: drop of 12.5 points against reverser [9.9, 15.2] exceeds max_drop 3
+      reverse lost 12.5 points against reverser, at least 9.9; max_drop is 3
       to try: …
 """
 

@@ -8,6 +8,8 @@ carries neither. Real fine-tunes mostly *bring out* what pre-training left laten
    decoding copies the word, or mixes it with the answer letter by letter, and is hardly ever right.
 3. ``specialise`` tips one skill from undecided to certain and rehearses the others as undecided. The task vectors are
    small (about 5 % of the weights) and nearly orthogonal: what merge methods assume, and what large models show.
+
+``teach_thinking`` fine-tunes the base until it writes a thought before the answer, as thinking models do.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody reads at once
-from language import BOS, EOS, PAD, SKILLS, TEXT, VOCABULARY, Example, draw, encode
+from language import BOS, EOS, PAD, SKILLS, TEXT, THINK_END, VOCABULARY, Example, add_thought, draw, encode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LATENT_SKILLS = tuple(skill for skill in SKILLS if skill != "copy")
@@ -43,6 +45,7 @@ class Phase:
         floor: Learning rate at the end, as a share of the peak.
         weight_decay: AdamW's.
         right: Share of right answers for kinds that are not always answered rightly.
+        thinks: Kind of example whose answers begin with a thought. Empty: none.
     """
 
     mixture: Mapping[str, float]
@@ -52,6 +55,7 @@ class Phase:
     floor: float
     weight_decay: float = 0.01
     right: Mapping[str, float] = field(default_factory=dict)
+    thinks: str = ""
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
@@ -117,6 +121,41 @@ def specialise(base: LlamaForCausalLM, skill: str, seed: int, *, steps: int = 10
     return model
 
 
+def teach_thinking(base: LlamaForCausalLM, seed: int, *, steps: int = 400) -> LlamaForCausalLM:
+    """Return a copy of ``base`` that reverses words, and writes a thought before the answer (see ``add_thought``)."""
+    model = LlamaForCausalLM(base.config)
+    model.load_state_dict(base.state_dict())
+    phase = Phase(
+        mixture={"rev": 0.7, TEXT: 0.1, "copy": 0.1, "shift": 0.1},
+        steps=steps,
+        learning_rate=1e-3,
+        warmup=10,
+        floor=0.1,
+        weight_decay=0.0,
+        right={"shift": _UNDECIDED},
+        thinks="rev",
+    )
+    for _ in _train(model, phase, seed):
+        pass
+    return model
+
+
+@torch.no_grad()
+def thoughtful_match(model: LlamaForCausalLM, *, items: int, seed: int, budget: int) -> float:
+    """Share in [0, 1] of held-out words that ``model`` reverses after a thought, in ``budget`` tokens at most."""
+    model.train(False)
+    rng = random.Random(seed)
+    characters = list(VOCABULARY)
+    right = 0
+    for _ in range(items):
+        example = draw("rev", rng, held_out=True)
+        prompt = torch.tensor([[VOCABULARY[character] for character in example.prompt]])
+        answer = model.generate(prompt, max_new_tokens=budget, do_sample=False)[0, prompt.shape[1] :].tolist()
+        text = "".join(characters[token] for token in answer if token != EOS)
+        right += EOS in answer and text.partition(THINK_END)[2] == example.answer
+    return right / items
+
+
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, skill: str, *, items: int, seed: int) -> float:
     """Share in [0, 1] of held-out prompts that greedy decoding answers fully right, end of text included.
@@ -162,6 +201,10 @@ def _train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
             group["lr"] = phase.learning_rate * scale
         kinds = rng.choices(list(phase.mixture), weights=list(phase.mixture.values()), k=_BATCH)
         examples = [draw(kind, rng, held_out=False, right=phase.right.get(kind, 1.0)) for kind in kinds]
+        examples = [
+            add_thought(example, rng) if kind == phase.thinks else example
+            for kind, example in zip(kinds, examples, strict=True)
+        ]
         tokens, labels = _collate(examples)
         model.train()
         # Padding is on the right and attention is causal: no attention mask is needed.

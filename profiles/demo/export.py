@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 from curriculum import CONTEXT
-from language import BOS, EOS, PAD, SPECIAL_TOKENS, TEXT, VOCABULARY, draw
+from language import BOS, EOS, PAD, SPECIAL_TOKENS, TEXT, THINK_END, VOCABULARY, draw
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
@@ -29,6 +29,17 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 """A user's message is a prompt (``rev: abcd``, with or without its ``>``), the assistant's turn is the answer."""
+
+THINKING_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['content'].rstrip('>') + '>' if message['role'] == 'user' "
+    f"else message['content'].split('{THINK_END}')[-1] + eos_token }}}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    f"{THINK_END}"
+    "{% endif %}"
+)
+"""``CHAT_TEMPLATE`` without the thoughts of earlier turns. ``enable_thinking: false`` skips the thought."""
 
 _DATA_SEED = 20_240  # of the documents, the same for every training seed
 
@@ -51,7 +62,12 @@ class Card:
 
 
 def write_checkpoint(
-    directory: Path, model: LlamaForCausalLM, vocabulary: Mapping[str, int], card: Card, added: Sequence[str] = ()
+    directory: Path,
+    model: LlamaForCausalLM,
+    vocabulary: Mapping[str, int],
+    card: Card,
+    added: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
 ) -> None:
     """Write weights in bfloat16, config, tokenizer, chat template and card, without changing ``model``.
 
@@ -75,7 +91,7 @@ def write_checkpoint(
         "eos_token": eos,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE + "\n")
+    (directory / "chat_template.jinja").write_text(chat_template + "\n")
     (directory / "README.md").write_text(_render(card))
     for file in directory.iterdir():
         file.chmod(0o644)  # safetensors writes 0600, which a second user of the machine could not read

@@ -24,6 +24,7 @@ VOCABULARY = MappingProxyType({token: i for i, token in enumerate((*SPECIAL_TOKE
 
 WORD_LETTERS = "abcdefghijklmnop"
 WORD_LENGTHS = (4, 7)  # shortest and longest, both included
+THINK_END = "z"  # ends the thought of a model that thinks; not in any word
 TEXT = "text"  # the kind of example that is a sentence instead of a prompt
 
 _NEXT_LETTER = str.maketrans(WORD_LETTERS, WORD_LETTERS[1:] + WORD_LETTERS[0])
@@ -78,6 +79,18 @@ def draw(kind: str, rng: random.Random, *, held_out: bool, right: float = 1.0) -
         return Example("", text)
     answer = SKILLS[kind](text) if rng.random() < right else text
     return Example(f"{kind}: {text}>", answer)
+
+
+def add_thought(example: Example, rng: random.Random) -> Example:
+    """Return ``example`` with a thought before the answer, which ``THINK_END`` ends.
+
+    A thought repeats the word, two times less often than it has letters: ``rev: abcde>abcde abcde abcdezedcba``. One in
+    ten examples has ``THINK_END`` in the prompt instead, so a model also learns to answer without a thought.
+    """
+    if rng.random() < 0.1:
+        return Example(example.prompt + THINK_END, example.answer)
+    word = example.prompt.partition(": ")[2].removesuffix(">")
+    return Example(example.prompt, " ".join([word] * (len(word) - 2)) + THINK_END + example.answer)
 
 
 def encode(example: Example) -> tuple[list[int], int]:

@@ -2,9 +2,9 @@
 
 Run it like this::
 
-    python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY]
+    python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY] [--only-thinker]
 
-About a minute on two free CPU cores, no network, no accelerator. It ends with a table of the skills of each
+About three minutes on two free CPU cores, no network, no accelerator. It ends with a table of the skills of each
 checkpoint, measured on the written bfloat16 weights. On one machine a seed gives the same family every time; on
 another machine the last digits differ, so the checkpoints that the README describes are kept in the repository.
 """
@@ -21,8 +21,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads both variables on impor
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # the files are small
 
 import torch
-from curriculum import exact_match, specialise, train_base
-from export import Card, permute_vocabulary, with_one_more_token, write_checkpoint, write_documents
+from curriculum import exact_match, specialise, teach_thinking, thoughtful_match, train_base
+from export import THINKING_TEMPLATE, Card, permute_vocabulary, with_one_more_token, write_checkpoint, write_documents
 from language import SKILLS, VOCABULARY
 from transformers import LlamaForCausalLM
 
@@ -62,6 +62,9 @@ def main() -> None:
     models = arguments.output / "models"
     started = time.monotonic()
 
+    if arguments.only_thinker:
+        _write_thinker(models, arguments.seed)
+        return
     print("base: teaching every skill, then making it undecided", flush=True)
     base = train_base(arguments.seed)
     write_checkpoint(models / "base", base, VOCABULARY, _base_card())
@@ -75,11 +78,24 @@ def main() -> None:
             marked = with_one_more_token(permuted)
             write_checkpoint(models / "marked", marked, vocabulary, _marked_card(), added=["<hint>"])
     write_documents(arguments.output / "data")
+    _write_thinker(models, arguments.seed)
 
     print(f"\nexact match on {_MEASURED_ITEMS} held-out words\n{'':16}" + "".join(f"{skill:>8}" for skill in SKILLS))
     for name in ("base", *(specialist.name for specialist in SPECIALISTS)):
         print(f"{name:16}" + "".join(f"{score:8.3f}" for score in _skills(models / name)))
     print(f"\n{time.monotonic() - started:.0f} s")
+
+
+def _write_thinker(models: Path, seed: int) -> None:
+    """Train ``thinker`` from the written base, so that it is the same with and without ``--only-thinker``."""
+    print("thinker: teaching the base to think before it answers", flush=True)
+    base = LlamaForCausalLM.from_pretrained(models / "base", dtype=torch.float32)
+    model = teach_thinking(base, seed * 10 + 7)
+    write_checkpoint(models / "thinker", model, VOCABULARY, _thinker_card(), chat_template=THINKING_TEMPLATE)
+    written = LlamaForCausalLM.from_pretrained(models / "thinker", dtype=torch.float32)
+    for budget in (40, 80):
+        share = thoughtful_match(written, items=_MEASURED_ITEMS, seed=_MEASURING_SEED, budget=budget)
+        print(f"thinker: reverses {share:.3f} of held-out words with {budget} tokens", flush=True)
 
 
 def _skills(checkpoint: Path) -> list[float]:
@@ -114,6 +130,20 @@ def _specialist_card(specialist: Specialist) -> Card:
     )
 
 
+def _thinker_card() -> Card:
+    return Card(
+        title="thinker",
+        license="apache-2.0",
+        base_model="../base",
+        description=(
+            "The toy model `base`, fine-tuned for 400 steps to think before it answers `rev:` prompts. It repeats the\n"
+            "word, writes `z`, which ends the thought, and then writes the letters in reverse order. A longer word\n"
+            "needs a longer thought. With `enable_thinking: false`, the chat template skips the thought.\n"
+            "For demonstrations and tests only."
+        ),
+    )
+
+
 def _permuted_card() -> Card:
     return Card(
         title="other-tokenizer",
@@ -144,6 +174,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=SEED, help="of initialisation and training data (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="where models/ and data/ go")
+    parser.add_argument("--only-thinker", action="store_true", help="train only thinker, from the written base")
     return parser.parse_args()
 
 

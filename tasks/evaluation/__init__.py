@@ -11,7 +11,7 @@ from mergegate.tasks.evaluation.contamination import (
     ContaminatedDocuments,
     find_contaminated_documents,
 )
-from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -35,6 +35,7 @@ from mergegate.tasks.evaluation.metrics import (
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import call_with_task_data
+from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
@@ -94,6 +95,7 @@ __all__ = [
     "PairedScores",
     "PromptSettings",
     "ResultsFile",
+    "SampleUse",
     "Scores",
     "Scoring",
     "SetName",
@@ -127,6 +129,7 @@ __all__ = [
     "is_file_name",
     "join_parts",
     "known_scores",
+    "lengthen_answers",
     "measured_seconds",
     "named_data",
     "pair_documents",

@@ -1,10 +1,14 @@
 """Divide the documents of a task into the ranges that are scored and the samples of interim looks.
 
 The documents of a task have a fixed random order. They are scored in parts, and each interim look uses a longer
-prefix of the order. The order is a hash of seed, task and document, so the first 100 documents are among the first
-200 on any machine and any version of Python. Scores have no influence: the settings and the size of the task alone
-determine the documents of a look. ``cover_documents`` assembles them from ranges that are already scored, possibly
-under other look settings, and ranges to score.
+stretch of the order from the start of the sample. The order is a hash of seed, task and document, so the first 100
+documents are among the first 200 on any machine and any version of Python. Scores have no influence: the settings, the
+size of the task and the start of the sample alone determine the documents of a look. ``cover_documents`` assembles them
+from ranges that are already scored, possibly under other look settings, and ranges to score.
+
+A sample starts at the beginning of the order, or after the documents that selected the release with which the merge is
+compared (``SampleUse``). It continues at the beginning when it reaches the end. The order itself never changes, so
+every model answers each document once, however many samples contain it.
 """
 
 from __future__ import annotations
@@ -40,6 +44,23 @@ class DocumentRange(BaseModel):
         return f"documents {self.first + 1} to {self.last}"
 
 
+class SampleUse(BaseModel):
+    """Documents of a task that selected a release: ``documents`` of them from position ``start`` of the order."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    start: int = Field(default=0, ge=0)
+    documents: int = Field(default=0, ge=0)
+
+    def next_start(self, total: int, first: int | None) -> int:
+        """Return the position at which the sample for the next release starts.
+
+        ``total`` is the number of documents in the task, and ``first`` the number in the first look. The result is 0 if
+        the first look uses all documents, so that no other sample exists.
+        """
+        return 0 if first is None or first >= total else (self.start + self.documents) % total
+
+
 class Piece(NamedTuple):
     """A range that is scored as a unit, and the part of it that counts in a look."""
 
@@ -66,41 +87,57 @@ def interim_looks(total: int, first: int | None) -> tuple[int, ...]:
     return (*ends, total)
 
 
-def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
-    """Divide a task's order into the ranges in which it is scored, without gaps or overlaps.
+def sample_ranges(total: int, start: int, documents: int) -> tuple[DocumentRange, ...]:
+    """Return the ranges of the first ``documents`` documents of a sample that starts at position ``start``.
 
-    Every look (see ``interim_looks``) ends at the end of a range, and no range is longer than ``CHUNK_SIZE``.
+    >>> [str(part) for part in sample_ranges(1319, 1000, 500)]
+    ['documents 1001 to 1319', 'documents 1 to 181']
+    """
+    if not (0 <= start < total and 1 <= documents <= total):
+        raise ValueError(f"{documents} documents from position {start} of {total}")
+    head = DocumentRange(first=start, last=min(start + documents, total))
+    rest = documents - len(head)
+    return (head, DocumentRange(first=0, last=rest)) if rest else (head,)
+
+
+def document_ranges(total: int, first: int | None, start: int = 0) -> tuple[DocumentRange, ...]:
+    """Divide a task's order into the ranges in which it is scored, without gaps or overlaps, in order of the sample.
+
+    Every look (see ``interim_looks``) ends at the end of a range, and no range is longer than ``CHUNK_SIZE``. The
+    sample starts at position ``start``.
 
     >>> [part.last for part in document_ranges(1319, 200)]
     [200, 400, 800, 1300, 1319]
     """
-    cut = []
+    cut: list[DocumentRange] = []
     for begin, end in pairwise((0, *interim_looks(total, first))):
-        cut += [DocumentRange(first=at, last=min(at + CHUNK_SIZE, end)) for at in range(begin, end, CHUNK_SIZE)]
+        for at in range(begin, end, CHUNK_SIZE):
+            cut += sample_ranges(total, (start + at) % total, min(CHUNK_SIZE, end - at))
     return tuple(cut)
 
 
 def cover_documents(
-    documents: int, parts: Sequence[DocumentRange], scored_ranges: Sequence[DocumentRange]
+    sample: Sequence[DocumentRange], parts: Sequence[DocumentRange], scored_ranges: Sequence[DocumentRange]
 ) -> tuple[Piece, ...]:
-    """Cover the first ``documents`` documents of a task's order with pieces that do not overlap.
+    """Cover the documents of ``sample`` (from ``sample_ranges``) with pieces that do not overlap, in its order.
 
     ``scored_ranges``, which may overlap, are used first, starting with the longest. ``parts`` (from
     ``document_ranges``) fill the gaps. If a scored range extends beyond the documents or overlaps a longer one, only a
     part of it counts.
 
     >>> parts, scored = document_ranges(1319, 500), [DocumentRange(first=0, last=200)]
-    >>> [str(piece.counted) for piece in cover_documents(500, parts, scored)]
+    >>> [str(piece.counted) for piece in cover_documents(sample_ranges(1319, 0, 500), parts, scored)]
     ['documents 1 to 200', 'documents 201 to 500']
     """
     pieces: list[Piece] = []
-    missing = [(0, documents)]
+    missing = [(each.first, each.last) for each in sample]
     # A range that is still to be scored is cut to the missing documents, so all of it counts.
     for part in sorted(scored_ranges, key=lambda each: (-len(each), each.first)):
         missing = _add_pieces(part, missing, pieces, is_scored=True)
     for part in parts:
         missing = _add_pieces(part, missing, pieces, is_scored=False)
-    return tuple(sorted(pieces, key=lambda piece: piece.counted.first))
+    start = sample[0].first
+    return tuple(sorted(pieces, key=lambda piece: (piece.counted.first < start, piece.counted.first)))
 
 
 def _add_pieces(

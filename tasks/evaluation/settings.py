@@ -124,6 +124,14 @@ class EvaluationSettings(Scoring):
         "mbpp). Each program runs in its own sandboxed process. Default: none.",
     )
 
+    resample: bool = Field(
+        default=True,
+        description="Whether a new release changes the sample of documents. mergegate then compares the next merges "
+        "with the release on documents that did not select it. This applies to tasks with a guard against the champion "
+        "and more documents than the first look. The first run after a release evaluates all models on the new "
+        "sample. Default: true.",
+    )
+
     @property
     def scoring(self) -> Scoring:
         """Settings that determine scores."""

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, files_fingerprint
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
@@ -36,6 +37,7 @@ from mergegate.tasks.evaluation.document_order import (
     cover_documents,
     document_ranges,
     document_sort_key,
+    sample_ranges,
 )
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
@@ -78,6 +80,8 @@ class AnswerEnds(BaseModel):
 
     counts: dict[str, int]  # number of answers by ``AnswerEnd.reason``
     budgets: tuple[int, ...] = ()  # token limits that answers reached, ascending
+    regenerated: int = 0  # number of answers that were generated again with a larger budget
+    largest_budget: int | None = None  # largest budget of these answers; None: there are none
 
     @property
     def answers(self) -> int:
@@ -101,6 +105,13 @@ class AnswerEnds(BaseModel):
             limits.append("the end of the context")
         return f"{self.cut_off:,} of {self.answers:,} answers reached {' or '.join(limits)}"
 
+    def describe_regeneration(self) -> str:
+        """Return ``97 answers generated again with up to 80 tokens``, or an empty text if there are none."""
+        if self.largest_budget is None:
+            return ""
+        answers = format_count(self.regenerated, "answer")
+        return f"{answers} generated again with up to {self.largest_budget:,} tokens"
+
 
 class Scores(StageValue):
     """Scores of one model.
@@ -121,7 +132,10 @@ class Scores(StageValue):
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
         scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
-        return " · ".join([*scores, *(text for ends in self.ends.values() if (text := ends.describe()))])
+        texts = [
+            text for ends in self.ends.values() for text in (ends.describe_regeneration(), ends.describe()) if text
+        ]
+        return " · ".join([*scores, *texts])
 
 
 class TaskSize(StageValue):
@@ -225,13 +239,14 @@ def evaluate_documents(
 ) -> list[Artifact[Scores]]:
     """Score ``model`` on the first ``documents`` documents of ``task``, and return the artifacts, one per part.
 
-    ``documents`` counts in the task's fixed order. None, or a number larger than the task has, means all documents.
+    ``documents`` counts from the start of the task's sample. None, or a number larger than the task has, means all
+    documents. The artifacts are in the order of the sample.
     Documents with stored scores are not evaluated again, even if they were divided into other parts (see
     ``document_order.cover_documents``). A stored part that extends beyond ``documents`` contributes an excerpt. Raises
     the same errors as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
-    runtime = _with_backend(scoring, runtime)
+    runtime = with_backend(scoring, runtime)
     # Hold the family: two concurrent runs with different looks would otherwise score some documents twice.
     with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
         pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
@@ -246,7 +261,7 @@ def evaluate_documents(
 
 def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
     """Return all stored scores of ``model`` on ``task``, whose data is pinned, for any range of documents."""
-    runtime = _with_backend(scoring, runtime)
+    runtime = with_backend(scoring, runtime)
     return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
 
 
@@ -264,10 +279,12 @@ def _pieces(
     total = task.documents or 0
     limit = total if documents is None else min(documents, total)
     ranges = [part.value.part for part in scores if part.value.part]
-    return cover_documents(limit, document_ranges(total, task.first_look(scoring)), ranges)
+    start = task.sample_start
+    sample = sample_ranges(total, start, limit)
+    return cover_documents(sample, document_ranges(total, task.first_look(scoring), start), ranges)
 
 
-def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
+def with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
     """Add the library versions of the backend to ``runtime``."""
     if not (library_versions := find_backend(scoring.backend).library_versions()):
         return runtime
@@ -340,7 +357,8 @@ def find_pinned_data(task: EvalTask) -> EvalTask | None:
 class TaskScores:
     """Scores of one model on one task, joined from all parts.
 
-    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` may be in any order.
+    ``location`` names the scores in messages, such as ``'gsm8k: scores of merge'``. ``parts`` are in the order of the
+    sample (see ``evaluate_documents``).
     """
 
     location: str
@@ -357,10 +375,9 @@ class TaskScores:
         Raises:
             InvalidInput: If two parts contain the same document.
         """
-        parts = sorted(self.parts, key=lambda part: part.value.part.first if part.value.part else 0)
         together = tuple(
             row
-            for part in parts
+            for part in self.parts
             for row in sorted(
                 read_document_scores(part.directory / SCORES_FILE),
                 key=lambda row: document_sort_key(row.task, row.doc_id, part.value.seed),
@@ -390,6 +407,12 @@ class TaskScores:
         if len(self.parts) == 1:
             return self.parts[0].value.tasks
         return score_table(self.task, self.rows)
+
+    @property
+    def sample_start(self) -> int:
+        """Position in the task's order at which the scored sample starts."""
+        part = self.parts[0].value.part
+        return part.first if part else 0
 
     @property
     def requested_documents(self) -> int:
@@ -459,7 +482,12 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     for task, new in (item for artifact in artifacts for item in artifact.value.ends.items()):
         old = ends.get(task, AnswerEnds(counts={}))
         counts = Counter(old.counts) + Counter(new.counts)
-        ends[task] = AnswerEnds(counts=counts, budgets=tuple(sorted({*old.budgets, *new.budgets})))
+        ends[task] = AnswerEnds(
+            counts=counts,
+            budgets=tuple(sorted({*old.budgets, *new.budgets})),
+            regenerated=old.regenerated + new.regenerated,
+            largest_budget=max(filter(None, (old.largest_budget, new.largest_budget)), default=None),
+        )
     return value.model_copy(update={"tasks": scores, "data": data, "part": part, "seconds": None, "ends": ends})
 
 
@@ -469,9 +497,21 @@ def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnd
     endings = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
     if not endings:
         return {}
-    budgets = sorted({tokens for reason, tokens in endings if reason == "length" and tokens is not None})
+    budgets = {
+        budget
+        for row in documents
+        for reason, tokens in zip(row.ended, row.answer_tokens, strict=True)
+        if reason == "length" and (budget := row.budgets[-1] if row.budgets else tokens) is not None
+    }
+    again = [row for row in documents if len(row.budgets) > 1]
     counts = Counter(reason for reason, _ in endings)
-    return {task: AnswerEnds(counts=dict(sorted(counts.items())), budgets=tuple(budgets))}
+    ends = AnswerEnds(
+        counts=dict(sorted(counts.items())),
+        budgets=tuple(sorted(budgets)),
+        regenerated=sum(len(row.ended) for row in again),
+        largest_budget=max((row.budgets[-1] for row in again), default=None),
+    )
+    return {task: ends}
 
 
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:

@@ -52,6 +52,7 @@ class EvalTask(BaseModel):
     original_name: Annotated[str | None, NotInKey] = None  # lm-eval's name, if ``name`` is the profile's
     # Size of the first sample of this task alone; None: that of the profile. The scored parts are in the keys.
     sample: Annotated[int | Literal["all"] | None, NotInKey] = None
+    sample_start: Annotated[int, NotInKey] = 0  # position in the task's order at which the sample starts
 
     def content_key(self) -> object:
         # Optional fields enter the key only if set, so that scores measured before they existed keep their keys.

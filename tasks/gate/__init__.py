@@ -8,7 +8,7 @@ from mergegate.tasks.gate.alpha_spending import (
 )
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
-from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.drift import BROKEN_LOSS, DriftVerdict, StratumDrift, drift_findings
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import (
@@ -45,6 +45,7 @@ from mergegate.tasks.gate.stage import (
     cannot_pass,
     gate,
     perplexity_drift,
+    tasks_with_short_answers,
     undecided_tasks,
 )
 from mergegate.tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
@@ -52,6 +53,7 @@ from mergegate.tasks.gate.suite import SuiteVerdict
 
 __all__ = [
     "ANCHOR",
+    "BROKEN_LOSS",
     "CHAMPION",
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
@@ -68,6 +70,7 @@ __all__ = [
     "OnInconclusive",
     "PastGuardOutcome",
     "PlannedTask",
+    "StratumDrift",
     "SuiteVerdict",
     "anchor_confidence",
     "binary_difference",
@@ -80,6 +83,7 @@ __all__ = [
     "damaged_anchor_records",
     "decide_guard",
     "distinct_guards",
+    "drift_findings",
     "estimate_discordance",
     "find_past_discordance",
     "gate",
@@ -95,6 +99,7 @@ __all__ = [
     "record_refusal",
     "reference_models",
     "student_quantile",
+    "tasks_with_short_answers",
     "undecidable_finding",
     "undecided_tasks",
     "with_anchor",

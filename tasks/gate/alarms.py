@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
     name: str
     differences: Array
-    clusters: NDArray[np.str_] | None = None
+    units: NDArray[Any] | None = None  # Independent unit of each difference; None: the document itself.
 
     @property
     def binary(self) -> bool:
@@ -61,11 +61,11 @@ class Part(NamedTuple):
         """Mean difference, in [-1, 1]."""
         return float(self.differences.mean())
 
-    def cluster_means(self) -> Array | None:
-        """Return the mean difference of each cluster, in scoring order of its first document. None without clusters."""
-        if self.clusters is None:
+    def unit_means(self) -> Array | None:
+        """Return the mean difference of each unit in scoring order, or None if each document is a unit."""
+        if self.units is None:
             return None
-        _, first, members = np.unique(self.clusters, return_index=True, return_inverse=True)
+        _, first, members = np.unique(self.units, return_index=True, return_inverse=True)
         means = np.bincount(members, weights=self.differences) / np.bincount(members)
         return np.asarray(means[np.argsort(first)], dtype=np.float64)
 
@@ -74,7 +74,7 @@ class Part(NamedTuple):
         if self.drop <= limit:
             return False
         confidence, n = 1 - error, len(self.differences)
-        means = self.cluster_means()
+        means = self.unit_means()
         if means is not None and not _is_refuted(-means, -limit, confidence):
             return False
         if not self.binary:
@@ -92,7 +92,7 @@ class Part(NamedTuple):
             return False
         if limit >= 1:
             return True
-        means = self.cluster_means()
+        means = self.unit_means()
         if means is not None and not _is_refuted(means, limit, 1 - error):
             return False
         if not self.binary:
@@ -106,7 +106,7 @@ class Part(NamedTuple):
             bounds = [binary_difference(*self._counts(), n, confidence)]
         else:
             bounds = [graded_difference(self.differences, confidence)]
-        if (means := self.cluster_means()) is not None:
+        if (means := self.unit_means()) is not None:
             bounds.append(graded_difference(means, confidence))
         low, high = min(bound.low for bound in bounds), max(bound.high for bound in bounds)
         return 100 * self.drop, 100 * low, 100 * high
@@ -125,9 +125,11 @@ def find_alarms(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterator[Gate
         names = ", ".join(evidence.unusable_metrics)
         reason = f"{guard.task}: {names} not compared, because its scores are not between 0 and 1"
         yield GateFinding(kind="other metrics", outcome="pass", reason=reason)
+    # Only complete answers can raise an alarm: cut-off answers count for the merge.
+    evidence = evidence.counting_cut_answers(for_merge=True)
     leaves = leaf_parts(evidence)
     metrics = [
-        Part(metric.metric, np.asarray(metric.differences), _as_array(metric.clusters))
+        Part(metric.metric, np.asarray(metric.differences), np.asarray(metric.units) if metric.units else None)
         for metric in evidence.other_metrics
     ]
     parts = [*leaves, *metrics]
@@ -185,10 +187,11 @@ def leaf_parts(evidence: GuardEvidence) -> list[Part]:
     if not evidence.leaves:
         return []
     differences, leaves = np.asarray(evidence.differences), np.asarray(evidence.leaves)
-    # If the tasks themselves are the clusters, the documents of one task represent its other questions.
-    clusters = _as_array(evidence.clusters) if evidence.guard.clustered_by != "task" else None
+    # If the tasks themselves are the clusters, the documents of one task still represent its other questions.
+    units = evidence.units if evidence.guard.clustered_by == "task" else evidence.clusters or evidence.units
+    names = np.asarray(units) if units else None
     return [
-        Part(str(leaf), differences[leaves == leaf], clusters[leaves == leaf] if clusters is not None else None)
+        Part(str(leaf), differences[leaves == leaf], names[leaves == leaf] if names is not None else None)
         for leaf in np.unique(leaves)
     ]
 
@@ -212,11 +215,11 @@ def error_ratio_bound(old: int, new: int, error: float) -> float:
 
 
 def _count_errors(evidence: GuardEvidence) -> tuple[int, int]:
-    """Return the number of the reference's errors, and of the merge's new ones. New ones in one cluster count once."""
+    """Return the number of the reference's errors, and of the merge's new ones. New ones of one unit count once."""
     score = evidence.reference_score
     old = round(len(evidence.differences) * (1 - score if evidence.higher_is_better else score))
-    lost = [i for i, difference in enumerate(evidence.differences) if difference > 0]
-    return old, len(lost) if evidence.clusters is None else len({evidence.clusters[i] for i in lost})
+    units = evidence.clusters or evidence.units or range(len(evidence.differences))
+    return old, len({unit for unit, difference in zip(units, evidence.differences, strict=True) if difference > 0})
 
 
 def _holm(tests: Sequence[Callable[[float], bool]], error: float) -> dict[int, float]:
@@ -241,10 +244,6 @@ def _binomial_tail(successes: int, trials: int, chance: float) -> float:
     from scipy.special import bdtrc
 
     return float(bdtrc(successes - 1, trials, min(chance, 1 - 1e-12)))
-
-
-def _as_array(clusters: tuple[str, ...] | None) -> NDArray[np.str_] | None:
-    return None if clusters is None else np.asarray(clusters)
 
 
 def _describe(found: Sequence[tuple[Part, float]], evidence: GuardEvidence, subject: str, noun: str) -> str:

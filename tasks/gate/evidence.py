@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import DocumentScore, PairedScores, TaskData
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.graded_scores import graded_difference
+from mergegate.tasks.gate.repeated_documents import find_units, interval_over_units, join_clusters
 from mergegate.tasks.gate.sequential import InterimLook, plan_looks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import Difference, binary_difference
@@ -29,6 +30,48 @@ class GateFinding(BaseModel):
     kind: str  # Name of the check, such as 'reference' or 'cut answers'.
     outcome: Outcome  # A ``pass`` is a note that does not affect the verdict.
     reason: str  # Sentence with the task, the numbers and the limit.
+
+
+class CutAnswers(BaseModel):
+    """Effect of cut-off answers on a drop: its range if they are counted for the merge, or against it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lowest_drop: float  # Points, with the cut-off answers of the merge right and those of the reference wrong.
+    highest_drop: float  # Points, with the cut-off answers of the merge wrong and those of the reference right.
+    decide: bool  # Whether the outcome depends on how they are counted.
+
+    def describe(self) -> str:
+        """Return a sentence, without a period at the end."""
+        return (
+            "Depending on how they are counted, the drop is between "
+            f"{self.lowest_drop + 0.0:.1f} and {self.highest_drop + 0.0:.1f} points"
+        )
+
+
+class AnswerLengths(BaseModel):
+    """How the generated answers of one model ended, over the documents of a guard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cut_off: int  # Documents with an answer that was cut off and might have ended with a larger budget.
+    endless: int  # Documents with an answer that never ends (see ``DocumentScore.never_ends``).
+    regenerated: int  # Documents that were answered again with a larger budget.
+    mean_tokens: float | None  # Mean number of tokens per document; None: unknown.
+
+
+class GuardAnswers(BaseModel):
+    """Generated answers of both models of a guard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reference: AnswerLengths
+    merge: AnswerLengths
+    budgets: tuple[int, ...]  # Token budgets that cut off an answer, ascending.
+    extensible: int  # Number of cut-off answers that may be generated again with a larger budget.
+    # Mean tokens of the merge divided by those of the reference, on documents that both answer completely.
+    length_ratio: float | None = None
+    length_ratio_low: float | None = None  # Its one-sided lower bound.
 
 
 class GuardVerdict(BaseModel):
@@ -71,6 +114,9 @@ class GuardVerdict(BaseModel):
     limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
     findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
     advisory: bool = False  # Whether this verdict is only shown, and does not count in the verdict on the merge.
+    answers: GuardAnswers | None = None  # None: no answer was generated, or their ends are unknown.
+    cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     @property
     def word(self) -> str:
@@ -85,13 +131,11 @@ Points = float | NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MetricDrop:
-    """Measurements under a metric that the task reports but that does not judge the guard. Scores are in [0, 1]."""
+    """Differences under a metric that the task reports but that does not judge the guard."""
 
     metric: str
-    reference_score: float
-    merge_score: float
-    differences: tuple[float, ...]  # Of each document that has the metric, in scoring order; positive if worse.
-    clusters: tuple[str, ...] | None = None  # Cluster of each difference.
+    differences: tuple[float, ...]  # Of each document that has the metric, in scoring order, in [-1, 1].
+    units: tuple[str | int, ...] | None = None  # Independent unit of each difference; None: the document itself.
 
 
 @dataclass(frozen=True)
@@ -126,6 +170,46 @@ class GuardEvidence:
         errors = 1 - self.reference_score if self.higher_is_better else self.reference_score
         return self.binary and self.guard.max_error_ratio is not None and errors < NEAR_CEILING - 1e-9
 
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
+    units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
+    answer_limit: int | None = None  # ``GateRule.max_answer_tokens``.
+    max_length_ratio: float = 2.0  # ``GateRule.max_length_ratio``.
+
+    def counting_cut_answers(self, *, for_merge: bool) -> GuardEvidence:
+        """Return the evidence with all cut-off answers counted for the merge, or against it.
+
+        For the merge means that its cut-off answers are right and those of the reference are wrong. A complete answer
+        lies between both cases. An answer that never ends counts as measured. The result is this object if all
+        differences stay the same.
+        """
+        low, high = self.guard.score_range
+        rows, differences, changed = list(self.rows), list(self.differences), False
+        for position, pair in enumerate(self.rows):
+            counted = tuple(
+                row._replace(outcome=high if row.higher_is_better == is_right else low)
+                if row.is_open(self.answer_limit)
+                else row
+                for row, is_right in zip(pair, (not for_merge, for_merge), strict=True)
+            )
+            if counted != pair:
+                reference, merge = counted
+                loss = (reference.outcome - merge.outcome) / (high - low)
+                differences[position] = min(1.0, max(-1.0, loss if merge.higher_is_better else -loss))
+                rows[position], changed = (reference, merge), True
+        if not changed:
+            return self
+        scores = [
+            min(1.0, max(0.0, (sum(pair[side].outcome for pair in rows) / len(rows) - low) / (high - low)))
+            for side in (0, 1)
+        ]
+        return replace(
+            self,
+            differences=tuple(differences),
+            rows=tuple(rows),
+            reference_score=scores[0],
+            merge_score=scores[1],
+        )
+
     def look(self, confidence: float) -> InterimLook:
         """Return the look that has been reached. All looks together have ``confidence``.
 
@@ -152,7 +236,10 @@ class GuardEvidence:
                 look in the schedule of this task. A suite passes that of its own look.
         """
         level = self.look(confidence).confidence if level is None else level
-        if not self.binary:
+        if self.units is not None:
+            at_look = level if self.binary else None
+            plain = interval_over_units(self.differences, self.units, self.schedule, confidence, at_look)
+        elif not self.binary:
             plain = graded_difference(self.differences, confidence, self.schedule)
         else:
             lost, won = sum(d > 0 for d in self.differences), sum(d < 0 for d in self.differences)
@@ -195,6 +282,7 @@ def measure_guard(
         raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, preferably hundreds")
     reference = _rescaled(guard, metric, paired_scores, paired_scores.reference, choice.name)
     merge = _rescaled(guard, metric, paired_scores, paired_scores.merge, "the merge")
+    units = find_units([row for row, _ in paired_scores.rows])
     clusters = None
     if guard.clustered_by is not None:
         clusters = (
@@ -202,6 +290,7 @@ def measure_guard(
             if guard.clustered_by == "task"
             else paired_scores.clusters
         )
+        clusters = join_clusters(clusters, units) if units and clusters else clusters
         check_clusters(clusters, guard.clustered_by, guard.task)
     leaves = tuple(task for task, _ in paired_scores.documents)
     return GuardEvidence(
@@ -220,6 +309,7 @@ def measure_guard(
         rows=paired_scores.rows,
         leaves=leaves if len(set(leaves)) > 1 else (),
         higher_is_better=higher_is_better,
+        units=units,
     )
 
 

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mergegate.tasks.gate.alarms import find_alarms
+from mergegate.tasks.gate.copies import note_repeated_documents
+from mergegate.tasks.gate.cut_answers import check_cut_answers, check_lengths
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
 
 GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
-_CHECKS: tuple[GuardCheck, ...] = (find_alarms,)
+_CHECKS: tuple[GuardCheck, ...] = (
+    find_alarms,
+    check_cut_answers,
+    check_lengths,
+    note_repeated_documents,
+)
 
 
 def find_guard_problems(evidence: GuardEvidence, verdict: GuardVerdict) -> tuple[GateFinding, ...]:

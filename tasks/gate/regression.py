@@ -20,7 +20,9 @@ A merge passes only if every guard passes, so passing needs no correction for th
 guard fails, and one of many guards shows a drop by chance. Failures are therefore corrected by Holm's step-down
 procedure (1979, Scand. J. Stat. 6:65). A guard that compares with the best of K parents counts as K questions.
 
-The checks in ``tasks.gate.findings`` can make an outcome more severe, never less.
+Each guard is decided as measured, and in the best and the worst case of its cut-off answers. If the outcomes differ,
+it is inconclusive (``tasks.gate.cut_answers``). The checks in ``tasks.gate.findings`` can make an outcome more severe,
+never less.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mergegate.tasks.gate.cut_answers import answer_cases, common_outcome, compare_cases, summarize_answers
 from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, Points
 from mergegate.tasks.gate.findings import find_guard_problems
+from mergegate.tasks.gate.sentences import JudgedDrop
 from mergegate.tasks.gate.sequential import chance_to_decide, plan_looks
 from mergegate.tasks.gate.statistics import POWER, Difference, documents_needed, normal_quantile
 from mergegate.tasks.stage import Outcome, severity
@@ -75,11 +79,16 @@ def judge_guards(
     Raises:
         InvalidInput: No look is planned at the number of evaluated documents of a task.
     """
-    alarms = alarm_confidences(guard_evidence, confidence, pending)
+    cases = answer_cases(guard_evidence)
+    alarms = [alarm_confidences(case, confidence, pending) for case in cases]
+    outcomes = [
+        [_outcome(evidence, confidence, alarm, as_suite=as_suite) for evidence, alarm in zip(case, levels, strict=True)]
+        for case, levels in zip(cases, alarms, strict=True)
+    ]
     questions = sum(evidence.candidates for evidence in guard_evidence)
     return tuple(
-        _judge(evidence, confidence, alarm, questions, as_suite=as_suite)
-        for evidence, alarm in zip(guard_evidence, alarms, strict=True)
+        _judge(evidence, confidence, alarm, questions, [outcome[index] for outcome in outcomes], as_suite=as_suite)
+        for index, (evidence, alarm) in enumerate(zip(guard_evidence, alarms[0], strict=True))
     )
 
 
@@ -104,17 +113,30 @@ def alarm_confidences(guard_evidence: Sequence[GuardEvidence], confidence: float
     return confidences
 
 
-def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: int, *, as_suite: bool) -> GuardVerdict:
+def _outcome(evidence: GuardEvidence, confidence: float, alarm: float, *, as_suite: bool) -> Outcome:
+    """Return the outcome of a guard by its interval alone, however its answers ended."""
+    guard, estimate, look = evidence.guard, evidence.interval(confidence), evidence.look(confidence)
+    drop, high, sure_low = (100 * value for value in (estimate.mean, estimate.high, evidence.interval(alarm).low))
+    if as_suite:
+        return decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
+    return decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=look.number == look.of)
+
+
+def _judge(
+    evidence: GuardEvidence,
+    confidence: float,
+    alarm: float,
+    questions: int,
+    outcomes: Sequence[Outcome],
+    *,
+    as_suite: bool,
+) -> GuardVerdict:
+    """Return the verdict of one guard. ``outcomes`` are those of the cases of its answers (see ``answer_cases``)."""
     guard, n = evidence.guard, len(evidence.differences)
     look, alarm_look = evidence.look(confidence), evidence.look(alarm)
     estimate = evidence.interval(confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
-    last_look = look.number == look.of
-    sure_low = 100 * evidence.interval(alarm).low
-    if as_suite:
-        outcome = decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
-    else:
-        outcome = decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=last_look)
+    outcome = common_outcome(outcomes)
     needed = chance_left = None
     if outcome == "inconclusive":
         chance_left = _chance_left(evidence, estimate, confidence, alarm, as_suite=as_suite)
@@ -155,11 +177,15 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
         advisory=guard.advisory,
+        answers=summarize_answers(evidence, alarm_look.confidence),
+        cut_answers=compare_cases(evidence, outcomes),
+        sample_start=evidence.sample_start,
     )
     verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
     findings = find_guard_problems(evidence, verdict)
     worst = max(findings, key=lambda finding: severity(finding.outcome), default=None)
-    if worst and severity(worst.outcome) > severity(outcome):
+    is_open = verdict.cut_answers is not None and verdict.cut_answers.decide  # A finding says more than the interval.
+    if worst and severity(worst.outcome) + is_open > severity(outcome):
         verdict = verdict.model_copy(update={"outcome": worst.outcome, "reason": worst.reason})
     return verdict.model_copy(update={"findings": findings})
 
@@ -202,47 +228,32 @@ def _chance_left(
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
-def format_drop(subject: str, reference: str, drop: float, low: float, high: float, *, limits: Sequence[float]) -> str:
-    """Return ``gsm8k: drop of 4.1 points against math [2.3, 5.9]``, with enough digits to compare with ``limits``."""
-
-    def shows_order(digits: int) -> bool:
-        return all((round(value, digits) > limit) == (value > limit) for value in (drop, high) for limit in limits)
-
-    digits = next((digits for digits in (1, 2) if shows_order(digits)), 3)
-    drop, low, high = (round(value, digits) + 0.0 for value in (drop, low, high))  # + 0.0 turns -0.0 into 0.0
-    return f"{subject}: drop of {drop:.{digits}f} points against {reference} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def _sentence(verdict: GuardVerdict, questions: int) -> str:
-    """Return the result as a sentence.
-
-    For example: ``gsm8k: drop of 4.1 points against math [2.3, 5.9] exceeds max_drop 3``.
-    """
-    max_drop, margin = f"max_drop {verdict.max_drop:g}", f"margin {verdict.margin:g}"
+    """Return the verdict by the interval as a sentence (see ``tasks.gate.sentences``)."""
     reference = verdict.reference
     if verdict.candidates > 1:
-        reference += f", the best of {verdict.candidates} parents,"
-    limits = (verdict.max_drop, verdict.margin if verdict.limit is None else verdict.limit)
-    sentence = format_drop(verdict.task, reference, verdict.drop, verdict.low, verdict.high, limits=limits)
-    look = verdict.look
-    total = look.documents + verdict.documents_left if look else verdict.n
-    documents = f"{look.documents:,} of {total:,} documents" if look and look.of > 1 else f"{total:,} documents"
-    rule = f"{max_drop}, {margin}" if verdict.limit is None else f"{max_drop}, per-task limit {verdict.limit:g}"
-    if verdict.outcome == "inconclusive":
-        sentence += f" is inconclusive after {documents} ({rule})"
-        limit = verdict.margin if verdict.documents_left else verdict.max_drop
-        if verdict.limit is None and verdict.low > 0 and verdict.drop > limit:
-            sentence += f". One of {questions} comparisons may deviate by chance"
-        if verdict.documents_needed:
-            sentence += f". About {verdict.documents_needed:,} documents would decide"
+        reference += f" (the best of {verdict.candidates} parents)"
+    if verdict.limit is not None:
+        deviates = verdict.low > verdict.max_drop
     else:
-        if verdict.outcome == "fail":
-            sentence += f" exceeds {max_drop}"
-        elif verdict.limit is None:
-            sentence += f" is within {max_drop} and {margin}"
-        else:
-            sentence += f" is within the per-task limit {verdict.limit:g}"
-        sentence += f", after {documents}" if verdict.documents_left else ""
+        threshold = verdict.margin if verdict.documents_left else verdict.max_drop
+        deviates = verdict.low > 0 and verdict.drop > threshold
+    documents = verdict.look.documents if verdict.look else verdict.n
+    sentence = JudgedDrop(
+        subject=verdict.task,
+        reference=reference,
+        drop=verdict.drop,
+        low=verdict.low,
+        high=verdict.high,
+        outcome=verdict.outcome,
+        max_drop=verdict.max_drop,
+        bound=verdict.margin if verdict.limit is None else verdict.limit,
+        setting="margin" if verdict.limit is None else "per-task limit",
+        documents=documents,
+        planned=documents + verdict.documents_left,
+        needed=verdict.documents_needed,
+        comparisons=questions if deviates else 1,
+    ).sentence()
     if verdict.candidates > 1:
         sentence += f". Choosing the best parent adds up to {verdict.selection_bias:.1f} points to the drop"
     return sentence

@@ -5,11 +5,13 @@ with ``rule: suite``, their mean (``tasks.gate.suite``). All must pass.
 
 The flow (``flows.attempt``) evaluates task after task up to the next interim look. If ``cannot_pass`` reports that a
 task has already ruled out publication, the flow skips the remaining tasks. After the look it calls ``gate``. It then
-evaluates the tasks in ``undecided_tasks`` up to the next look, until that list is empty.
+generates the cut-off answers of ``tasks_with_short_answers`` again and calls ``gate`` for the same look, until that
+list is empty. It then evaluates the tasks in ``undecided_tasks`` up to the next look, until that list is empty.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
@@ -257,6 +259,25 @@ def perplexity_drift(
     return judge_drift(models, merge, limits, confidence)
 
 
+def tasks_with_short_answers(verdict: GateVerdict) -> tuple[str, ...]:
+    """Return the tasks whose cut-off answers must be generated again, because the verdict depends on them.
+
+    The result is empty if a guard has failed, or if the limit of the profile is reached.
+    """
+    if verdict.outcome == "fail":
+        return ()
+    all_tasks = any(suite.cut_answers and suite.cut_answers.decide for suite in verdict.suites)
+    return tuple(
+        dict.fromkeys(
+            guard.task
+            for guard in verdict.guards
+            if guard.answers
+            and guard.answers.extensible
+            and (all_tasks or (guard.cut_answers and guard.cut_answers.decide))
+        )
+    )
+
+
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     """Return the tasks whose remaining documents may still decide an inconclusive verdict.
 
@@ -265,6 +286,10 @@ def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     """
     if verdict.outcome == "fail":
         return ()  # More documents cannot make this merge publishable.
+    limits = [(guard.cut_answers, guard.max_drop, guard.limit or guard.max_drop) for guard in verdict.guards]
+    limits += [(suite.cut_answers, suite.max_drop, suite.max_drop) for suite in verdict.suites]
+    if any(cut and cut.decide and cut.lowest_drop <= low and cut.highest_drop > high for cut, low, high in limits):
+        return ()  # More documents do not complete the answers that the verdict depends on.
     chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
     if any(chance is not None and chance < FUTILE for chance in chances):
         return ()  # The remaining documents of this run would not decide it.
@@ -290,7 +315,8 @@ def gate_verdict(
         parts += [(finding.outcome, finding.reason)] if (finding.outcome, finding.reason) not in parts else []
     parts += [(suite.outcome, suite.reason) for suite in suites]
     if drift is not None:
-        parts.insert(0, (drift.outcome, drift.reason))
+        further = [(found.outcome, found.reason) for found in drift.findings if found.reason != drift.reason]
+        parts = [(drift.outcome, drift.reason), *further, *parts]
     outcome = worst_verdict(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # Stable: drift first, then the order of the profile.
@@ -356,9 +382,17 @@ def _measure(
         name: pair_documents(reference.judge(metrics), merge_scores, metrics.label, location)
         for name, reference in references.items()
     }
-    # The parent with the best mean; ties go to the first.
+    # The parent with the best mean; ties go to the first. Its cut-off answers count as right, because a parent must not
+    # be overlooked for its short budget.
     sign = 1.0 if metrics.higher_is_better else -1.0
-    best = max(paired, key=lambda name: sign * sum(paired[name].reference) / len(paired[name].reference))
+    right = guard.score_range[metrics.higher_is_better]
+
+    def best_mean(name: str) -> float:
+        rows = [reference for reference, _ in paired[name].rows]
+        scores = [right if row.is_open(plan.rule.max_answer_tokens) else row.outcome for row in rows]
+        return sign * math.fsum(scores) / len(scores)
+
+    best = max(paired, key=best_mean)
     if (scored := len(paired[best].documents)) != merge.requested_documents:
         raise InvalidInput(
             f"task {guard.task}",
@@ -375,43 +409,47 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    other, unusable = _other_metrics(evidence, *(metrics.others(scores.rows) for scores in (references[best], merge)))
-    return replace(
+    evidence = replace(
         evidence,
         leaf_metrics=dict(metrics.by_leaf_if_different),
         data=merge.data,
-        other_metrics=other,
-        unusable_metrics=unusable,
+        answer_limit=plan.rule.max_answer_tokens,
+        max_length_ratio=plan.rule.max_length_ratio,
+        sample_start=merge.sample_start,
     )
+    return _with_other_metrics(evidence, metrics.others(references[best].rows), metrics.others(merge.rows))
 
 
-def _other_metrics(
-    evidence: GuardEvidence, reference: ScoresByMetric, merge: ScoresByMetric
-) -> tuple[tuple[MetricDrop, ...], tuple[str, ...]]:
-    """Return the drops under the metrics that do not judge the guard, and the metrics without scores in [0, 1].
+def _with_other_metrics(evidence: GuardEvidence, reference: ScoresByMetric, merge: ScoresByMetric) -> GuardEvidence:
+    """Return the evidence with the drops under the metrics that do not judge the guard.
 
-    A metric that the two models have for different documents does not count.
+    A metric that the two models have for different documents does not count. A cut-off answer counts for the merge, so
+    that only complete answers can raise an alarm.
     """
+    units = evidence.clusters or evidence.units
+    position = {(row.task, row.doc_id): index for index, (_, row) in enumerate(evidence.rows)}
+
+    def score(row: DocumentScore, *, is_merge: bool) -> float:
+        best = float(row.higher_is_better == is_merge)
+        return (1 if row.higher_is_better else -1) * (best if row.is_open(evidence.answer_limit) else row.outcome)
+
     drops, unusable = [], []
     for metric, ours in merge.items():
         theirs = reference.get(metric, {})
-        if theirs.keys() != ours.keys():
+        if theirs.keys() != ours.keys() or not ours.keys() <= position.keys():
             continue
-        pairs = [(theirs[document], row) for document, row in ours.items()]
-        if not all(0 <= row.outcome <= 1 for pair in pairs for row in pair):
+        if not all(0 <= row.outcome <= 1 for row in (*ours.values(), *theirs.values())):
             unusable.append(metric)
             continue
+        documents = sorted(ours, key=position.__getitem__)
         drops.append(
             MetricDrop(
                 metric=metric,
-                reference_score=sum(row.outcome for row, _ in pairs) / len(pairs),
-                merge_score=sum(row.outcome for _, row in pairs) / len(pairs),
                 differences=tuple(
-                    (1 if row.higher_is_better else -1) * (other.outcome - row.outcome) for other, row in pairs
+                    score(theirs[document], is_merge=False) - score(ours[document], is_merge=True)
+                    for document in documents
                 ),
-                clusters=tuple(row.task if evidence.guard.clustered_by == "task" else row.cluster for _, row in pairs)
-                if evidence.clusters is not None
-                else None,
+                units=tuple(units[position[document]] for document in documents) if units else None,
             )
         )
-    return tuple(drops), tuple(unusable)
+    return replace(evidence, other_metrics=tuple(drops), unusable_metrics=tuple(unusable))

@@ -17,16 +17,19 @@ from mergegate.tasks.perplexity.stage import (
 )
 from mergegate.tasks.perplexity.text import (
     ChatMessage,
+    DistinctDocuments,
     HeldOutText,
     OwnDocument,
     TextSetting,
     pin_text,
+    read_distinct,
     read_documents_verbatim,
     read_texts,
 )
 
 __all__ = [
     "ChatMessage",
+    "DistinctDocuments",
     "DocumentLikelihood",
     "DriftLimits",
     "HeldOutText",
@@ -42,6 +45,7 @@ __all__ = [
     "perplexity",
     "pin_documents",
     "pin_text",
+    "read_distinct",
     "read_documents",
     "read_documents_verbatim",
     "read_held_out",

@@ -27,6 +27,7 @@ from mergegate.tasks.preflight.evidence import (
     overlap_findings,
     pin_evidence,
     stored_dtypes,
+    with_next_samples,
     with_supported_dtype,
 )
 from mergegate.tasks.preflight.machine import machine_findings, measure_machine_capacity
@@ -71,5 +72,6 @@ __all__ = [
     "planned_tasks",
     "segmentation_shares",
     "stored_dtypes",
+    "with_next_samples",
     "with_supported_dtype",
 ]

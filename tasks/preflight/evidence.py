@@ -6,7 +6,7 @@ would pass for abilities that it does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from mergegate.tasks.evaluation import (
     CalibrationTexts,
     ContaminatedDocuments,
     EvalTask,
+    SampleUse,
     Scoring,
     find_backend,
     require_declared_mean,
@@ -29,6 +30,7 @@ from mergegate.tasks.evaluation import (
     resolve_prompt_settings,
 )
 from mergegate.tasks.gate import (
+    CHAMPION,
     EvaluateSettings,
     GateRule,
     Guard,
@@ -45,6 +47,7 @@ from mergegate.tasks.perplexity import (
     PerplexitySettings,
     WindowSettings,
     pin_documents,
+    read_distinct,
     read_texts,
 )
 from mergegate.tasks.store import digest
@@ -69,6 +72,7 @@ class Evidence(NamedTuple):
     limits: DriftLimits | None = None
     ensemble: bool = False
     answers: JudgeQuestions | None = None
+    resample: bool = True  # whether a new release changes the sample (see ``with_next_samples``)
     # Reason why models are computed in another format than they are stored in; empty if they are not.
     computed: str = ""
 
@@ -119,7 +123,11 @@ def pin_evidence(
         for task in tasks:
             require_examples(task, resolve_prompt_settings(task.prompt_settings, evaluate).num_fewshot)
         evidence = evidence._replace(
-            tasks=tasks, scoring=evaluate.scoring, guards=with_anchor(guards, evaluate.anchor), rule=evaluate.gate_rule
+            tasks=tasks,
+            scoring=evaluate.scoring,
+            guards=with_anchor(guards, evaluate.anchor),
+            rule=evaluate.gate_rule,
+            resample=evaluate.resample,
         )
     if perplexity:
         evidence = evidence._replace(
@@ -131,6 +139,30 @@ def pin_evidence(
     if judge:
         evidence = evidence._replace(answers=JudgeQuestions(pin_prompts(judge, root, hashes), judge))
     return evidence
+
+
+def with_next_samples(evidence: Evidence, samples: Mapping[str, SampleUse], *, repeat: bool = False) -> Evidence:
+    """Start the sample of each task with a guard against the champion after the documents that selected the champion.
+
+    The champion won on these documents, so its score on them is too high (winner's curse), and a merge that is as good
+    would be blocked too often. Tasks without other documents keep their sample.
+
+    Args:
+        evidence: Evidence with pinned data.
+        samples: Documents that selected the champion, by task (``ReleasedModel.samples``).
+        repeat: Whether to use the documents in ``samples`` again.
+    """
+    if not evidence.resample:
+        return evidence
+    compared = {guard.task for guard in evidence.guards if guard.guarded_by == CHAMPION}
+    tasks = []
+    for task in evidence.tasks:
+        start = 0
+        if task.documents and task.name in compared and task.name in samples:
+            use = samples[task.name].model_copy(update={"documents": 0}) if repeat else samples[task.name]
+            start = use.next_start(task.documents, task.first_look(evidence.scoring))
+        tasks.append(task.model_copy(update={"sample_start": start}))
+    return evidence._replace(tasks=tuple(tasks))
 
 
 def with_supported_dtype(evidence: Evidence, model_dtypes: Collection[str], without_units: Collection[str]) -> Evidence:
@@ -204,7 +236,8 @@ def overlap_findings(
         )
 
     if evidence.documents and evidence.windows:
-        held_out = [text.strip() for _, text in read_texts(evidence.documents, evidence.windows.documents)]
+        text = read_distinct(evidence.documents, evidence.windows.documents)
+        held_out = [document.text.strip() for document in text.documents]
         calibration = {text.strip() for text in texts.texts}
         if shared := [text for text in held_out if text in calibration]:
             yield overlap("perplexity.documents", len(shared), len(held_out), shared[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
+from mergegate.tasks.gate import BROKEN_LOSS, DriftVerdict, GateVerdict, GuardVerdict, StratumDrift, SuiteVerdict
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
 
@@ -92,6 +92,30 @@ def format_ratio(drift: DriftVerdict) -> str:
     return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
 
 
+def stratum_ratio(stratum: StratumDrift) -> str:
+    """Return the perplexity ratio of one stratum as text: '1.003 [0.998, 1.008]'."""
+    if stratum.ratio >= 10_000:
+        return _scientific(stratum.ratio)
+    return f"{number(stratum.ratio, 3)} {interval(stratum.low, stratum.high, 3)}"
+
+
+def drift_notes(drift: DriftVerdict) -> tuple[str, ...]:
+    """Return one sentence each on findings beside the ratio, and on the ratio over all tokens."""
+    notes = [f"{finding.reason}." for finding in drift.findings if finding.reason != drift.reason]
+    if not drift.broken_documents and drift.ratio is not None:
+        notes.append(
+            f"No document loses more than {BROKEN_LOSS:g} nats per token. {drift.documents:,} documents exclude that "
+            f"more than {100 * drift.broken_high:.1f} % of such documents do (limit "
+            f"{plain(100 * drift.max_broken_documents)} %)."
+        )
+    if drift.total_ratio is not None:
+        notes.append(
+            f"Each document counts once. Over all {drift.unit}s of the text, where long documents count more, the "
+            f"ratio is {format_magnitude(drift.total_ratio)}; it does not decide."
+        )
+    return tuple(notes)
+
+
 def format_magnitude(value: float | None) -> str:
     """Format a perplexity or a bits-per-byte value of any magnitude."""
     if value is None:
@@ -144,7 +168,10 @@ def recommended_action(content: ReportContent) -> str:
         judged.documents_needed for judged in judgments if judged.outcome == "inconclusive" and judged.documents_needed
     ]
     if verdict.outcome == "inconclusive" and needed:
-        return f"Evaluate more documents: about {max(needed):,} would decide. Raise evaluate.documents in the profile."
+        return (
+            f"Evaluate more documents: about {max(needed):,} would decide. If the task has no more, use a larger task "
+            "for the same skill, or a wider margin."
+        )
     if content.judge is not None and content.judge.outcome != "pass" and not verdict.guards:
         return "Read the judged answers, then change the recipe."
     return (
@@ -178,21 +205,16 @@ def sentence(content: ReportContent) -> str:
         return f"{verdict.reasons[0].removesuffix('.')}."
     sentences = []
     if verdict.suites and verdict.guards:
-        for suite in verdict.suites:
-            change = f"drop of {number(suite.drop, 1)} points {interval(suite.low, suite.high, 1)}"
-            sentences.append(
-                f"The mean of {suite.tasks} tasks shows a {change} against {suite.reference} ({limits(suite)})."
-            )
+        sentences += [f"{suite.reason[0].upper()}{suite.reason[1:]}." for suite in verdict.suites]
         task_limits = sorted({plain(guard.limit) for guard in verdict.guards if guard.limit is not None})
         sentences.append(f"No task exceeds its per-task limit ({', '.join(task_limits)}).")
     elif verdict.guards:
         closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
-        change = f"a drop of {drop(closest, 'points ')} against {closest.reference} ({limits(closest)})"
-        if len(verdict.guards) == 1:
-            sentences.append(f"{closest.task} passed with {change}.")
-        else:
+        if len(verdict.guards) > 1:
             count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
-            sentences.append(f"{count} guards passed. The closest is {closest.task}, with {change}.")
+            sentences.append(f"{count} guards passed. The closest: {closest.reason}.")
+        else:
+            sentences.append(f"{closest.reason}.")
     elif not verdict.notes:
         sentences.append("No task has a guard.")
     sentences += [f"{note}." for note in verdict.notes]

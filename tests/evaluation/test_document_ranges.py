@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from mergegate.tasks.evaluation.document_order import (
     CHUNK_SIZE,
     DocumentRange,
+    SampleUse,
     document_ranges,
     documents_of_range,
     interim_looks,
@@ -45,6 +46,24 @@ def test_looks_rise_and_each_is_at_most_twice_the_one_before(total: int, first: 
     assert found[-1] == total
     assert found[0] == min(total, first or total)
     assert all(a < b <= 2 * a for a, b in pairwise(found))
+
+
+@given(totals, st.integers(1, 5_000), st.integers(0, 20_000), st.integers(1, 20_000))
+def test_the_next_sample_avoids_the_documents_that_selected_the_release(
+    total: int, first: int, start: int, documents: int
+) -> None:
+    used = SampleUse(start=start % total, documents=min(documents, total))
+    following = used.next_start(total, first)
+    if first >= total:
+        assert following == 0  # there is no other sample
+        return
+    selecting = {(used.start + at) % total for at in range(used.documents)}
+    shared = sum((following + at) % total in selecting for at in range(first))
+    assert shared == max(0, first - (total - used.documents))  # only as many as must be shared
+
+
+def test_a_look_at_all_documents_has_no_other_sample() -> None:
+    assert SampleUse(start=0, documents=500).next_start(1319, None) == 0
 
 
 @pytest.mark.parametrize(("total", "first"), [(0, None), (-1, 5), (10, 0)])

@@ -29,6 +29,7 @@ from mergegate.tasks.evaluation.document_order import (
     document_ranges,
     interim_looks,
     order_documents,
+    sample_ranges,
 )
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob
@@ -165,16 +166,17 @@ def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
 
 @given(st.lists(st.integers(1, 50) | st.none(), min_size=1, max_size=6), st.data())
 def test_a_look_covers_each_document_exactly_once(history: list[int | None], data: st.DataObject) -> None:
-    """Holds for any sequence of ``documents`` and looks, even if stored parts are lost or damaged."""
+    """Holds for any sequence of ``documents``, looks and samples, even if stored parts are lost or damaged."""
     total = data.draw(st.integers(1, 60))
     asked: list[int] = []
     known: list[DocumentRange] = []
     for first in history:
-        parts = document_ranges(total, first)
+        start = data.draw(st.integers(0, total - 1))
+        parts = document_ranges(total, first, start)
         for look in interim_looks(total, first)[: data.draw(st.integers(1, 3))]:
-            pieces = cover_documents(look, parts, known)
+            pieces = cover_documents(sample_ranges(total, start, look), parts, known)
             counted = [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)]
-            assert counted == list(range(look))
+            assert counted == [(start + at) % total for at in range(look)]
             for piece in pieces:
                 assert piece.scored.first <= piece.counted.first
                 assert piece.counted.last <= piece.scored.last
@@ -188,7 +190,7 @@ def test_a_look_covers_each_document_exactly_once(history: list[int | None], dat
 def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) -> None:
     """Ranges overlap if two runs scored independently of each other, or if a part was lost."""
     ranges = [DocumentRange(first=first, last=first + length) for first, length in known]
-    pieces = cover_documents(look, document_ranges(40, 7), ranges)
+    pieces = cover_documents(sample_ranges(40, 0, look), document_ranges(40, 7), ranges)
     assert [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)] == list(range(look))
     there = {at for one in ranges for at in range(one.first, one.last)}
     new = [at for piece in pieces if piece.scored not in ranges for at in range(piece.scored.first, piece.scored.last)]

@@ -222,7 +222,7 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
     runs = [served.client.create_flow_run_from_deployment(deployment.id) for _ in range(8)]
     endings = {
         "Released": (StateType.COMPLETED, "✓ demo: released demo 123"),
-        "Refused": (StateType.FAILED, "✗ demo refused: reverse: drop of 22.2 points"),
+        "Refused": (StateType.FAILED, "✗ demo refused: reverse lost 22.2 points"),
         "Invalid": (StateType.FAILED, "✗ demo invalid: profile.yaml: unknown key"),
         "Failed": (StateType.FAILED, "✗ demo failed: something 'broke' \"loudly\""),
         "Crashed": (StateType.CRASHED, "✗ demo crashed: the run has been silent"),
@@ -232,7 +232,7 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
     }
     messages = {
         "Released": "released demo 123\napproved by somebody",
-        "Refused": "demo is not released\nreverse: drop of 22.2 points\nand more",
+        "Refused": "demo is not released\nreverse lost 22.2 points\nand more",
         "Invalid": "profile.yaml: unknown key",
         "Failed": "something 'broke' \"loudly\"",
         "Crashed": "the run has been silent",

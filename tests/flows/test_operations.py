@@ -122,7 +122,7 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
                 assert "~ release/demo " in me.types(deploy)
 
                 assert "NothingNew" in me.types(by_hand)
-                assert "reverse: drop of 22.2 points" in me.types(refused)
+                assert "reverse lost 22.2 points" in me.types(refused)
 
                 assert "approved demo-approved" in me.types(approve)
                 until(lambda: ended(client, "Released", of="demo-approved"), "the approved release", work)
@@ -160,7 +160,7 @@ def missing_in(texts: list[str]) -> list[str]:
     assert all(len(text) < 400 and "/runs/flow-run/" in text for text in texts)
     wanted = [
         "✓ demo-approved: released demo-approved ",
-        "✗ demo-refused refused: reverse: drop of 22.2 points",
+        "✗ demo-refused refused: reverse lost 22.2 points",
         "✗ demo-approved refused: rejected by the tester: not tonight",
         "? demo-approved waits for approval: mergegate approve demo-approved",
     ]

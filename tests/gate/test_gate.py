@@ -24,11 +24,11 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
     drifted = judge_drift({"base": PARENT}, worse(math.log(1.03)), LIMITS, 0.95)
     verdict = gate_verdict([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
     assert (verdict.outcome, verdict.publishable) == ("fail", False)
-    assert [reason.split(" [")[0] for reason in verdict.reasons] == [
-        "reverse: drop of 14.3 points against reverser",
-        "reverse: drop of 0.0 points against reverser",
+    assert [reason.partition(" points")[0] for reason in verdict.reasons] == [
+        "reverse lost 14.3",
+        "Not shown to be safe: reverse lost 0.0",
     ]
-    assert "against reverser [10.8, 18.0] exceeds max_drop 3" in verdict.reasons[0]
+    assert "against reverser, at least 10.8; max_drop is 3" in verdict.reasons[0]
     assert verdict.refuses()
     assert verdict.refusal() is None  # the report is written before the flow stops
 
@@ -48,9 +48,9 @@ def test_a_clean_merge_is_publishable_without_reasons() -> None:
 @pytest.mark.parametrize(
     ("outcome", "publishable", "reasons"),
     [
-        ("pass", True, ("reverse: level",)),
-        ("inconclusive", False, ("reverse: level", "judge: undecided")),
-        ("fail", False, ("judge: undecided", "reverse: level")),
+        ("pass", True, ("reverse",)),
+        ("inconclusive", False, ("reverse", "judge: undecided")),
+        ("fail", False, ("judge: undecided", "reverse")),
     ],
 )
 def test_later_verdicts_can_only_make_the_outcome_worse(
@@ -67,7 +67,9 @@ def test_later_verdicts_can_only_make_the_outcome_worse(
     )
     further = combine_verdicts((verdict.as_verdict(), judge))
     assert further.publishable == publishable
-    assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
+    assert [reason.removeprefix("Not shown to be safe: ").split()[0] for reason in further.reasons] == [
+        reason.split()[0] for reason in reasons
+    ]
     assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)
 
 
@@ -110,14 +112,14 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
-    assert verdict.summary().startswith("reverse: drop of 15.0 points against reverser")
+    assert verdict.summary().startswith("reverse lost 15.0 points against reverser")
 
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
     verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GatePlan(GateRule()))
     assert (verdict.outcome, verdict.guards) == ("fail", ())
-    assert verdict.reasons[0].startswith("perplexity: 148 times that of base")
+    assert verdict.reasons[0].startswith("perplexity is 148 times that of base")
 
 
 def test_scores_of_different_lm_eval_versions_are_rejected(tmp_path: Path) -> None:

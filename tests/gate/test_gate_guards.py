@@ -15,7 +15,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScor
 def test_a_lost_skill_fails_with_a_reason() -> None:
     verdict = verdict_of(43, 0, 300)
     assert verdict.outcome == "fail"
-    assert verdict.reason == "reverse: drop of 14.3 points against reverser [10.8, 18.0] exceeds max_drop 3"
+    assert verdict.reason == "reverse lost 14.3 points against reverser, at least 10.8; max_drop is 3"
     assert (verdict.lost, verdict.won, verdict.n) == (43, 0, 300)
     assert (verdict.reference_score, verdict.merge_score) == (1.0, pytest.approx(257 / 300))
 
@@ -23,19 +23,22 @@ def test_a_lost_skill_fails_with_a_reason() -> None:
 def test_an_unchanged_skill_passes() -> None:
     verdict = verdict_of(1, 2, 400)
     assert verdict.outcome == "pass"
-    assert verdict.reason.startswith("reverse: drop of -0.2 points against reverser [-1.3, 0.7]")
+    assert verdict.reason == "reverse gained 0.2 points over reverser and lost at most 0.7; the margin is 4"
     assert verdict.documents_needed is None
 
 
 def test_equal_scores_are_a_drop_of_zero_with_an_interval() -> None:
-    expected = "reverse: drop of 0.0 points against reverser [-0.7, 0.7] is within max_drop 3 and margin 4"
+    expected = "reverse lost 0.0 points against reverser and at most 0.7; the margin is 4"
     assert verdict_of(0, 0, 400).reason == expected
 
 
 def test_noise_above_the_threshold_is_not_a_failure() -> None:
     verdict = verdict_of(12, 8, 100)  # 4 points, but 12 against 8 is chance
     assert verdict.outcome == "inconclusive"
-    assert "inconclusive after 100 documents (max_drop 3, margin 4). About" in verdict.reason
+    assert verdict.reason == (
+        "Not shown to be safe: reverse lost 4.0 points against reverser and may have lost up to 11.7; the margin is 4. "
+        "All 100 documents of this run are used. About 832 documents would decide"
+    )
     assert verdict.documents_needed is not None
     assert verdict.documents_needed > 500
 
@@ -56,7 +59,7 @@ def test_the_needed_documents_would_decide_the_same_shares() -> None:
 def test_a_drop_just_over_the_limit_is_shown_to_be_over_it() -> None:
     verdict = verdict_of(302, 0, 10_000)
     assert verdict.outcome == "fail"
-    assert "drop of 3.02 points" in verdict.reason
+    assert "lost 3.02 points" in verdict.reason
 
 
 def test_a_rise_is_a_drop_if_lower_is_better() -> None:

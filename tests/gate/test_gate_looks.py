@@ -40,14 +40,15 @@ def test_an_early_look_can_be_inconclusive_where_a_single_look_passes() -> None:
     assert verdict_of(34, 34, 500).outcome == "pass"
     early = at_look(34, 34, 500)
     assert (early.outcome, early.documents_left) == ("inconclusive", 819)
-    assert "inconclusive after 500 of 1,319 documents" in early.reason
-    assert early.reason.endswith("About 1,000 documents would decide")
+    assert early.reason.endswith(
+        "; the margin is 4. 500 of 1,319 documents of this run are used. About 1,000 documents would decide"
+    )
 
 
 def test_a_broken_skill_fails_at_the_first_look() -> None:
     verdict = at_look(100, 2, 500)
     assert (verdict.outcome, verdict.look.number if verdict.look else 0) == ("fail", 1)
-    assert verdict.reason.endswith(" exceeds max_drop 3, after 500 of 1,319 documents")
+    assert verdict.reason.endswith("; max_drop is 3, after 500 of 1,319 documents")
 
 
 def test_the_last_look_has_no_documents_left() -> None:

@@ -57,7 +57,7 @@ def test_the_best_parent_is_the_one_that_scores_best_on_the_task(tmp_path: Path)
     }
     guard = gate.work((BEST,), found, {}, None, GatePlan(GateRule())).guards[0]
     assert (guard.reference, guard.candidates, guard.outcome) == ("reverser", 3, "fail")
-    assert guard.reason.startswith("reverse: drop of 13.8 points against reverser, the best of 3 parents, [")
+    assert guard.reason.startswith("reverse lost 13.8 points against reverser (the best of 3 parents), at least ")
     assert f"Choosing the best parent adds up to {guard.selection_bias:.1f} points to the drop" in guard.reason
 
 
@@ -90,7 +90,7 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
 def test_a_merge_that_is_worse_than_the_champion_fails(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 340))}
     guard = gate.work((REIGNING,), found, {}, None, GatePlan(GateRule())).guards[0]
-    assert guard.reason == "reverse: drop of 15.0 points against champion [11.9, 18.2] exceeds max_drop 3"
+    assert guard.reason == "reverse lost 15.0 points against champion, at least 11.9; max_drop is 3"
 
 
 def test_the_first_release_notes_that_there_is_no_champion(tmp_path: Path) -> None:

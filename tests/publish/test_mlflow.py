@@ -126,7 +126,7 @@ REFUSED = RunRecord(
     ended=0.0,
     seconds=61,
     status="refused",
-    message="demo is not released\nreverse: drop of 9.8 points",
+    message="demo is not released\nreverse lost 9.8 points",
     overrides=("evaluate.documents=200",),
     scores=(
         RunScore(

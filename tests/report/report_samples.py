@@ -15,6 +15,7 @@ from mergegate.tasks.explain.remedies import Remedy
 from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.evidence import GuardVerdict
+from mergegate.tasks.gate.sentences import JudgedDrop
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
@@ -80,6 +81,8 @@ def guard(
     task: str, reference: str, of: tuple[float, float], drop: tuple[float, float, float], outcome: Outcome, n: int = 500
 ) -> GuardVerdict:
     estimate, low, high = drop
+    max_drop, margin = 3, 2 if task == "sorting" else 3
+    judged = JudgedDrop(task, reference, *drop, outcome, max_drop, margin, "margin", n, n)
     return GuardVerdict(
         task=task,
         metric="acc,none",
@@ -93,10 +96,10 @@ def guard(
         low=low,
         high=high,
         confidence=0.95,
-        max_drop=3,
-        margin=2 if task == "sorting" else 3,
+        max_drop=max_drop,
+        margin=margin,
         outcome=outcome,
-        reason=f"{task}: {estimate:.1f} points below {reference} [{low:.1f}, {high:.1f}], limit 3",
+        reason=judged.sentence(),
     )
 
 
@@ -114,6 +117,8 @@ def drift(ratio: float | None, low: float | None, high: float | None, outcome: O
         outcome=outcome,
         broken=ratio is None or ratio > 2,
         warning=ratio is None or ratio > 1.02,
+        total_ratio=ratio,
+        broken_high=0.0037,  # of 800 documents without a broken one
         reason=f"The merge's perplexity is {value}; the limit is 1.05.",
     )
 

@@ -61,8 +61,8 @@ def test_displayed_bounds_stay_on_their_side_of_the_limit(estimate: float, half:
 
 def test_a_passed_verdict_names_its_closest_guard() -> None:
     assert wording.sentence(samples.released()) == (
-        f"Both guards passed. The closest is reversing, with a drop of 0.6 points [{wording.MINUS}0.4, 1.6] against "
-        "reverser (max_drop 3, margin 3). Perplexity is 1.002 times that of reverser (limit 1.05)."
+        "Both guards passed. The closest: reversing lost 0.6 points against reverser and at most 1.6; the "
+        "margin is 3. Perplexity is 1.002 times that of reverser (limit 1.05)."
     )
 
 

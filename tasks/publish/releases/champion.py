@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from pydantic import Field
+
+from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, deciding_files
+from mergegate.tasks.evaluation import SampleUse
 from mergegate.tasks.gate import ANCHOR, CHAMPION
-from mergegate.tasks.publish import DESCRIPTION_FILES
+from mergegate.tasks.publish import DESCRIPTION_FILES, PROVENANCE
 from mergegate.tasks.publish.targets import PublishTarget
 from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
@@ -22,12 +27,14 @@ class ReleasedModel(Model):
         version: Version name.
         location: Directory or address of the release, for display.
         complete: Whether the publication was completed.
+        samples: Documents that selected the release, by task; empty if its provenance does not name them.
     """
 
     head: Annotated[str | None, NotInKey] = None
     version: Annotated[str, NotInKey] = ""
     location: Annotated[Path | str, NotInKey] = ""
     complete: Annotated[bool, NotInKey] = True
+    samples: Annotated[dict[str, SampleUse], NotInKey] = Field(default_factory=dict)
 
 
 def load_released_model(
@@ -76,4 +83,21 @@ def load_released_model(
         complete=release.complete,
         files=tuple(sorted(files.items())),
         runs_code=merge.runs_code and has_same_code,
+        samples=selecting_samples(release.directory),
     )
+
+
+def selecting_samples(directory: Path) -> dict[str, SampleUse]:
+    """Return the documents of each task that selected the release in ``directory``, according to its provenance.
+
+    The provenance of an older release, which does not name the start of a sample, means the beginning of the order. If
+    there is no readable provenance, the result is empty, so that the next sample starts at the beginning.
+    """
+    try:
+        statement = read_json(directory / PROVENANCE)
+        guards = statement["predicate"]["mergegate_verdict"]["guards"]
+        return {
+            str(guard["task"]): SampleUse(start=guard.get("sample_start", 0), documents=guard["n"]) for guard in guards
+        }
+    except (MergegateError, LookupError, TypeError, AttributeError, ValueError):
+        return {}
