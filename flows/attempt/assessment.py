@@ -28,6 +28,7 @@ from mergegate.tasks.evaluation import (
 from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
+    GateInputs,
     GatePlan,
     GateVerdict,
     anchor_confidence,
@@ -42,6 +43,7 @@ from mergegate.tasks.gate import (
     tasks_with_short_answers,
     undecided_tasks,
 )
+from mergegate.tasks.merge import find_copied_parent
 from mergegate.tasks.perplexity import Likelihoods, perplexity
 from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
 from mergegate.tasks.runners import Runner, local_runner
@@ -62,6 +64,7 @@ class Assessment(NamedTuple):
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
     verdict: StoredValue[GateVerdict]
     evidence: Evidence  # inputs and settings of the measurement
+    gate_inputs: GateInputs  # everything that the verdict follows from
 
 
 def assess_merge(
@@ -87,19 +90,27 @@ def assess_merge(
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
     refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
+    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment.
+    copied = find_copied_parent.build(merge, tuple(parents)).value.parent
+    copy_of = parents[copied].name if copied is not None else ""
+    is_refused_copy = bool(copy_of) and copy_of not in evidence.accepted_copies
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.
     likelihoods: dict[str, Artifact[Likelihoods]] = {}
-    if evidence.documents is not None and evidence.windows is not None:
+    if evidence.documents is not None and not is_refused_copy and evidence.windows is not None:
         texts = [_TextOfModel(model, evidence) for model in (*parents, merge)]
         results = _run_all(runner, _measure_perplexity, texts)
         likelihoods = {text.model.name: result for text, result in zip(texts, results, strict=True)}
     compared = (
         {name: likelihoods[name] for name in (*_parents_for(limits.reference, parents), merge.name) if likelihoods}
-        if limits
+        if limits and not is_refused_copy
         else {}
     )
-    broken = limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
-    tasks = () if broken else tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks)
+    broken = compared and limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
+    tasks = (
+        ()
+        if broken or is_refused_copy
+        else tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks)
+    )
     evidence = evidence._replace(tasks=tasks)
     plan = {task.name: plan_interim_looks(task, evidence) for task in tasks}
     models = (*parents, *(release for release in (champion, anchor) if release), merge)
@@ -110,6 +121,8 @@ def assess_merge(
         first_release=champion is None and needs_champion(guards),
         parents=_parents_for(rule.reference, parents),
         anchor_confidence=stricter,
+        copy_of=copy_of,
+        accepted_copies=evidence.accepted_copies,
     )
 
     def is_lost(task: str, scores: AllScores) -> bool:
@@ -122,17 +135,19 @@ def assess_merge(
     while True:
         look = _InterimLook(models, evidence, undecided, documents, doublings, is_lost)
         scores, waiting = _run_look(look, scores, runner)
-        verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
+        gate_inputs = GateInputs(guards, scores, compared, limits, gate_plan, waiting)
+        verdict = gate(*gate_inputs)
         while short := tasks_with_short_answers(verdict.value):
             doublings |= {task: doublings.get(task, 0) + 1 for task in short}
             scores = _lengthen(look._replace(tasks=short), scores, runner)
-            verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
+            gate_inputs = gate_inputs._replace(scores=scores)
+            verdict = gate(*gate_inputs)
         if not (undecided := undecided_tasks(verdict.value)):
             with_anchor = [suite.outcome for suite in verdict.value.suites if suite.reference == ANCHOR]
             with_anchor += [guard.outcome for guard in verdict.value.guards if guard.reference == ANCHOR]
             if anchor and any(outcome != "pass" for outcome in with_anchor):
                 record_refusal(anchor.digest, merge.digest)
-            return Assessment(scores, likelihoods, verdict, evidence)
+            return Assessment(scores, likelihoods, verdict, evidence, gate_inputs)
         documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
 
 

@@ -71,6 +71,7 @@ from mergegate.tasks.evaluation.task_data import TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
+from mergegate.tasks.evaluation.text_overlap import find_occurring
 from mergegate.tasks.evaluation.throughput import (
     document_seconds,
     estimate_document_cost,
@@ -123,6 +124,7 @@ __all__ = [
     "fetch_datasets",
     "find_backend",
     "find_contaminated_documents",
+    "find_occurring",
     "find_pinned_data",
     "find_results",
     "interim_looks",

@@ -14,18 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import (
-    DocumentScore,
-    Scores,
-    TaskScores,
-    by_task,
-    pair_documents,
-)
+from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.evidence import (
     GateFinding,
@@ -38,7 +33,7 @@ from mergegate.tasks.gate.evidence import (
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import FUTILE
-from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
@@ -131,6 +126,8 @@ class GatePlan:
         first_release: Whether there is no champion yet, so that guards against it are skipped. Default: false.
         parents: Parents that 'best parent' chooses from. Default: all models except the merge and releases.
         anchor_confidence: Confidence of comparisons with the anchor. Default: that of ``rule``.
+        copy_of: Parent with the weights of the merge. Default: none.
+        accepted_copies: Names of the parents that the merge may copy.
     """
 
     rule: GateRule
@@ -139,6 +136,8 @@ class GatePlan:
     first_release: bool = False
     parents: tuple[str, ...] | None = None
     anchor_confidence: float | None = None
+    copy_of: str = ""
+    accepted_copies: tuple[str, ...] = ()
 
     def content_key(self) -> object:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -156,6 +155,17 @@ class GatePlan:
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
 
 
+class GateInputs(NamedTuple):
+    """Arguments of the stage :func:`gate`, which a release records so that its verdict can be recomputed."""
+
+    guards: tuple[Guard, ...]
+    scores: Mapping[str, Sequence[Artifact[Scores]]]
+    likelihoods: Mapping[str, Artifact[Likelihoods]]
+    limits: DriftLimits | None
+    plan: GatePlan
+    waiting: tuple[str, ...] = ()
+
+
 @value_stage("gate", version=5)
 def gate(
     guards: tuple[Guard, ...],
@@ -170,7 +180,7 @@ def gate(
     Args:
         guards: Guards with pinned tasks (see ``pin_tasks``).
         scores: Scores by model, including the merge. A task may have several artifacts, which are judged together. May
-            be empty if the perplexity shows that the merge is broken.
+            be empty if the perplexity shows that the merge is broken, or if the merge copies a parent.
         likelihoods: Likelihoods by model, including the merge. May be empty if ``limits`` is None.
         limits: Limits of the perplexity drift. None: perplexity is not judged.
         plan: Rule of the gate, planned looks and name of the merge.
@@ -181,6 +191,9 @@ def gate(
         InvalidInput: The model, task or metric of a guard does not exist, or scores are not comparable.
     """
     rule, merged = plan.rule, plan.merged
+    if plan.copy_of and plan.copy_of not in plan.accepted_copies:
+        copies = tuple(find_copies(plan.copy_of, {}, plan.accepted_copies))
+        return gate_verdict((), None, rule.on_inconclusive, findings=copies)
     drift = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
     if drift is not None and drift.broken:
         return gate_verdict((), drift, rule.on_inconclusive)
@@ -212,7 +225,9 @@ def gate(
         )
         for guard in pending
     )
-    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings=())
+    answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
+    findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
+    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
 
 
 def cannot_pass(
@@ -353,6 +368,27 @@ def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tu
         for model, parts in scores.items()
         for task, task_scores in by_task(model, parts).items()
     }
+
+
+def _answers_by_parent(
+    guards: Sequence[Guard], models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], plan: GatePlan
+) -> dict[str, list[tuple[DocumentScore, DocumentScore]]]:
+    """Return the scores of parent and merge for all documents, by parent, for the parents with scores on every task."""
+    settings = {guard.task: guard.metric for guard in guards}
+    answers = {}
+    for name in models:
+        if name in (plan.merged, *RELEASES) or not all((name, task) in scores_by_task for task in settings):
+            continue
+        pairs: list[tuple[DocumentScore, DocumentScore]] = []
+        for task, setting in settings.items():
+            metrics = scores_by_task[plan.merged, task].metrics(setting)
+            of_parent, of_merge = (
+                {(row.task, row.doc_id): row for row in metrics.select(scores_by_task[model, task].rows)}
+                for model in (name, plan.merged)
+            )
+            pairs += [(of_parent[key], row) for key, row in of_merge.items() if key in of_parent]
+        answers[name] = pairs
+    return answers
 
 
 def _measure(

@@ -22,7 +22,7 @@ from mergegate.tasks.judge.comparison import (
     settle,
 )
 from mergegate.tasks.judge.controls import ControlResult, control_count
-from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
+from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts, read_prompts
 from mergegate.tasks.judge.questions import RecordedAnswerPair, judge_recorded_pairs
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
 from mergegate.tasks.judge.settings import ControlSettings, JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
@@ -49,5 +49,6 @@ __all__ = [
     "judge_models",
     "judge_recorded_pairs",
     "pin_prompts",
+    "read_prompts",
     "settle",
 ]

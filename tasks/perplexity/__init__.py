@@ -9,11 +9,13 @@ from mergegate.tasks.perplexity.measurement import (
     read_held_out,
 )
 from mergegate.tasks.perplexity.settings import DriftLimits, PerplexitySettings
+from mergegate.tasks.perplexity.stage import FILE as LIKELIHOODS_FILE
 from mergegate.tasks.perplexity.stage import (
     Likelihoods,
     perplexity,
     pin_documents,
     read_documents,
+    write_documents,
 )
 from mergegate.tasks.perplexity.text import (
     ChatMessage,
@@ -28,6 +30,7 @@ from mergegate.tasks.perplexity.text import (
 )
 
 __all__ = [
+    "LIKELIHOODS_FILE",
     "ChatMessage",
     "DistinctDocuments",
     "DocumentLikelihood",
@@ -50,4 +53,5 @@ __all__ = [
     "read_documents_verbatim",
     "read_held_out",
     "read_texts",
+    "write_documents",
 ]
