@@ -73,6 +73,7 @@ def _lengths(rows: Sequence[DocumentScore], limit: int | None) -> AnswerLengths:
         cut_off=sum(row.is_cut_off for row in rows) - endless,
         endless=endless,
         regenerated=sum(len(row.budgets) > 1 for row in rows),
+        largest_budget=max((row.budgets[-1] for row in rows if len(row.budgets) > 1), default=None),
         mean_tokens=sum(tokens) / len(tokens) if tokens else None,
     )
 

@@ -57,6 +57,7 @@ class AnswerLengths(BaseModel):
     cut_off: int  # Documents with an answer that was cut off and might have ended with a larger budget.
     endless: int  # Documents with an answer that never ends (see ``DocumentScore.never_ends``).
     regenerated: int  # Documents that were answered again with a larger budget.
+    largest_budget: int | None  # Largest budget of these answers; None: there are none.
     mean_tokens: float | None  # Mean number of tokens per document; None: unknown.
 
 

@@ -3,7 +3,8 @@
 A judge that calls every pair a tie approves any merge. Known-bad pairs are therefore mixed with the others: a real
 answer against a damaged copy of it, with its words in random order or its end missing. The judge finds a control if it
 prefers the intact answer in both orders. It decides only if the share of controls that it finds is shown to be above a
-limit (assay sensitivity; ICH E10, 2000, section 1.5). Controls do not count in the win rate.
+limit (assay sensitivity; ICH E10, 2000, section 1.5). The default limit is one quarter, which coin tosses would find.
+No judge finds all controls, because damage hardly matters in a bad answer. Controls do not count in the win rate.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-MIN_CONTROLS = 24  # enough that a judge that finds 90 % passes in 99.9 % of runs
+MIN_CONTROLS = 24  # a judge that finds three of four passes in 99.9 % of runs
 Damage = Literal["shuffled", "truncated"]
 DAMAGES: tuple[Damage, ...] = ("shuffled", "truncated")
 _FEW_WORDS = 8  # below this, letters are damaged instead of words
@@ -39,7 +40,7 @@ class ControlResult(BaseModel):
         return self.low > self.min_share
 
     def describe(self) -> str:
-        """Return ``the judge found 12 of 40 control pairs (at least 18 %, more than 50 % is required)``."""
+        """Return ``the judge found 12 of 40 control pairs (at least 18 %, more than 25 % is required)``."""
         if not self.pairs:
             return "no control pair shows that the judge can tell a good answer from a damaged copy of it"
         return (

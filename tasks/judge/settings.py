@@ -102,11 +102,11 @@ class JudgeRule(BaseModel):
         "inconclusive. Default: 0.7.",
     )
     min_controls_found: float = Field(
-        default=0.5,
+        default=0.25,
         ge=0,
         lt=1,
         description="Share of the control pairs that the judge must be shown to find; otherwise, the verdict is "
-        "inconclusive. Default: 0.5.",
+        "inconclusive. Default: 0.25, the share that a judge finds by tossing coins.",
     )
     max_length_ratio: float | None = Field(
         default=2.0,

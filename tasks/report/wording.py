@@ -225,6 +225,34 @@ def sentence(content: ReportContent) -> str:
     return " ".join(sentences)
 
 
+def regenerated_answers(content: ReportContent) -> tuple[str, ...]:
+    """Return a sentence for each task and model of which some answers were generated again with a larger budget."""
+    return tuple(
+        f"{task}: {text.replace(' generated', f' of {model.name} generated')}"
+        for model in content.models
+        if model.scores is not None
+        for task, ends in model.scores.ends.items()
+        if (text := ends.describe_regeneration())
+    )
+
+
+def answer_lengths(guard: GuardVerdict) -> tuple[str, ...]:
+    """Return one sentence per model about the generated answers of a guard. Empty if there are none."""
+    if guard.answers is None:
+        return ()
+    sentences = []
+    for name, answers in ((guard.reference, guard.answers.reference), ("the merge", guard.answers.merge)):
+        parts = [f"{number(answers.mean_tokens, 1)} tokens on average"] if answers.mean_tokens is not None else []
+        parts += [f"{number(100 * answers.cut_off / guard.n, 1)} % cut off"]
+        parts += [f"{number(100 * answers.endless / guard.n, 1)} % never end"] if answers.endless else []
+        if answers.regenerated:
+            parts += [f"{answers.regenerated:,} generated again with up to {answers.largest_budget:,} tokens"]
+        sentences.append(f"{guard.task}: answers of {name}: {', '.join(parts)}")
+    if guard.answers.length_ratio is not None:
+        sentences[-1] += f", {number(guard.answers.length_ratio, 2)} times as long as those of {guard.reference}"
+    return tuple(sentences)
+
+
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
     """Return a warning for each task and model of which some answers were cut off."""
     return tuple(

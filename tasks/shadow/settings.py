@@ -66,7 +66,7 @@ class ShadowRule(BaseModel):
     )
     minimum_pairs: int = Field(default=100, ge=1, description="Number of judged pairs before a promotion.")
     min_controls_found: float = Field(
-        default=0.5,
+        default=0.25,
         ge=0,
         lt=1,
         description="Share of the control pairs that the judge must be shown to find before a promotion.",

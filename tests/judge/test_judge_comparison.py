@@ -59,6 +59,7 @@ def controls(found: int, pairs: int = 20, winner: Winner | None = "tie") -> list
     ]
 
 
+LEAST = JudgeRule().min_controls_found
 BASE, MERGE = AnswerStatistics("base", 1000, 100, 1), AnswerStatistics("merge", 1500, 100, 2)
 
 
@@ -238,7 +239,7 @@ def test_contradictory_settings_are_refused(wrong: dict[str, object], words: str
 def test_a_judge_that_calls_everything_a_tie_approves_nothing() -> None:
     found = verdict(many(0, 200, 0), seen=controls(0))
     assert (found.win_rate, found.consistency, found.outcome) == (0.5, 1.0, "inconclusive")
-    assert "the judge found 0 of 20 control pairs (at least 0 %, more than 50 % is required)" in found.reason
+    assert "the judge found 0 of 20 control pairs (at least 0 %, more than 25 % is required)" in found.reason
     assert not found.publishable
 
 
@@ -257,17 +258,17 @@ def test_without_controls_the_judge_does_not_decide() -> None:
 @given(st.integers(5, 300), st.data())
 def test_the_bound_of_the_controls_is_exact(pairs: int, data: st.DataObject) -> None:
     found = data.draw(st.integers(0, pairs))
-    result = control_result([n < found for n in range(pairs)], 0.95, 0.5)
+    result = control_result([n < found for n in range(pairs)], 0.95, LEAST)
     expected = stats.binomtest(found, pairs, alternative="greater").proportion_ci(0.95, method="exact").low
     assert result.low == pytest.approx(expected)
-    assert result.passed == (expected > 0.5)
+    assert result.passed == (expected > LEAST)
 
 
 def test_good_judges_pass_the_controls_and_blind_ones_do_not() -> None:
     rng = np.random.default_rng(1)
     # The share of pairs in which a judge prefers the intact answer in both orders.
     for kind, share, low, high in (("good", 0.9, 0.99, 1.0), ("coin", 0.25, 0.0, 0.05), ("first", 0.0, 0.0, 0.05)):
-        passed = [control_result(rng.random(MIN_CONTROLS) < share, 0.95, 0.5).passed for _ in range(2000)]
+        passed = [control_result(rng.random(MIN_CONTROLS) < share, 0.95, LEAST).passed for _ in range(2000)]
         assert low <= np.mean(passed) <= high, kind
 
 
@@ -277,7 +278,7 @@ def test_the_documented_chances_to_pass_the_controls_are_exact() -> None:
     assert len(rows) == 6
     for share, *chances in rows:
         for pairs, chance in zip((MIN_CONTROLS, 50), chances, strict=True):
-            passing = [n for n in range(pairs + 1) if control_result([i < n for i in range(pairs)], 0.95, 0.5).passed]
+            passing = [n for n in range(pairs + 1) if control_result([i < n for i in range(pairs)], 0.95, LEAST).passed]
             assert float(chance) == round(100 * stats.binom.pmf(passing, pairs, int(share) / 100).sum(), 1)
 
 

@@ -55,8 +55,8 @@ def test_the_kill_switch_comes_first_then_the_evidence(shadow: ShadowVerdict, ou
 @pytest.mark.parametrize(
     ("shadow", "reason"),
     [
-        (verdict(TIES[:500], found=0.0), "the judge found 0 of 40 control pairs (at least 0 %, more than 50 %"),
-        (verdict(BETTER, found=0.5), "the judge found 20 of 40 control pairs"),
+        (verdict(TIES[:500], found=0.0), "the judge found 0 of 40 control pairs (at least 0 %, more than 25 %"),
+        (verdict(BETTER, found=0.3), "the judge found 12 of 40 control pairs"),
         (verdict(BETTER, characters=(1000, 2100)), "2.1 times as long as the parent's, and max_length_ratio is 2"),
         (verdict(BETTER, cut_off=(1.0, 6.5)), "cuts off 6.5 % of the candidate's answers and 1.0 % of the parent's"),
     ],
