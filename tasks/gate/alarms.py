@@ -41,14 +41,13 @@ ALARM_SHARE = 0.1  # Error of all alarms of a guard together, as a share of the 
 
 _CLEAR = 0.98  # One-sided confidence, at each look, that a task of a group has not collapsed.
 _NAMED = 3  # Number of losses that a sentence describes, worst first.
-Array = NDArray[np.float64]
 
 
 class Part(NamedTuple):
     """Documents of a guard that are tested on their own: those of a task below a group, or all under another metric."""
 
     name: str
-    differences: Array
+    differences: NDArray[np.float64]
     units: NDArray[Any] | None = None  # Independent unit of each difference; None: the document itself.
 
     @property
@@ -61,7 +60,7 @@ class Part(NamedTuple):
         """Mean difference, in [-1, 1]."""
         return float(self.differences.mean())
 
-    def unit_means(self) -> Array | None:
+    def unit_means(self) -> NDArray[np.float64] | None:
         """Return the mean difference of each unit in scoring order, or None if each document is a unit."""
         if self.units is None:
             return None
@@ -234,7 +233,7 @@ def _holm(tests: Sequence[Callable[[float], bool]], error: float) -> dict[int, f
     return rejected
 
 
-def _is_refuted(differences: Array, mean: float, confidence: float) -> bool:
+def _is_refuted(differences: NDArray[np.float64], mean: float, confidence: float) -> bool:
     """Return whether the differences of one look refute that their true mean is ``mean`` or more."""
     return bool(refutes(differences, np.array([mean]), confidence, (len(differences),))[0])
 

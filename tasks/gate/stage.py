@@ -49,7 +49,7 @@ from mergegate.tasks.stage import (
 from mergegate.tasks.store import Artifact
 
 # Scores by metric, then by task below a group and document.
-ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
+_ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
 
 OnInconclusive = Literal["block", "warn", "pass"]
 
@@ -453,10 +453,10 @@ def _measure(
         max_length_ratio=plan.rule.max_length_ratio,
         sample_start=merge.sample_start,
     )
-    return _with_other_metrics(evidence, metrics.others(references[best].rows), metrics.others(merge.rows))
+    return _with_other_metrics(evidence, metrics.other_scores(references[best].rows), metrics.other_scores(merge.rows))
 
 
-def _with_other_metrics(evidence: GuardEvidence, reference: ScoresByMetric, merge: ScoresByMetric) -> GuardEvidence:
+def _with_other_metrics(evidence: GuardEvidence, reference: _ScoresByMetric, merge: _ScoresByMetric) -> GuardEvidence:
     """Return the evidence with the drops under the metrics that do not judge the guard.
 
     A metric that the two models have for different documents does not count. A cut-off answer counts for the merge, so
