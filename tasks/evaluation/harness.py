@@ -27,6 +27,7 @@ from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import (
     PROBABILITY,
     AnsweredChoice,
+    chance_level,
     choices_of,
     likelihoods_of,
     probabilities,
@@ -172,22 +173,30 @@ def score_loaded_documents(
         document = (request.task_name, documents[request.task_name][request.doc_id])
         ends.setdefault(document, []).append(end)
         budgets[document] = answer_budget(request.args[1])
+    cuts: dict[tuple[str, int], list[int | None]] = {}
+    for request, cut in getattr(lm, "prompt_cuts", ()):
+        cuts.setdefault((request.task_name, documents[request.task_name][request.doc_id]), []).append(cut)
     scores: list[DocumentScore] = []
     for name, samples in results["samples"].items():
         scored_metrics = {metric for sample in samples for metric in sample["metrics"]}
         directions = judging_metrics(name, leaves[name], scored_metrics)
         answers: list[AnsweredChoice | None] = []
+        chances: list[float] = []
         for sample in samples:
-            count, right = choices_of(leaves[name], sample["doc"]) or (0, frozenset[int]())
+            known = choices_of(leaves[name], sample["doc"])
+            count, right = known or (0, frozenset[int]())
+            chances.append(chance_level(leaves[name].OUTPUT_TYPE, sample, (count, len(right)) if known else None))
             likelihoods = likelihoods_of(sample, count)
             answers.append(AnsweredChoice(likelihoods, right) if likelihoods else None)
         right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
-        for sample, probability in zip(samples, right_probabilities or [None] * len(samples), strict=True):
+        no_probabilities = [None] * len(samples)
+        for sample, chance, probability in zip(samples, chances, right_probabilities or no_probabilities, strict=True):
             values = {metric: sample[metric] for metric in sample["metrics"] if metric in directions}
             if probability is not None and PROBABILITY not in scored_metrics:
                 values[PROBABILITY] = probability
             cluster = cluster_of(name, sample["doc"], task.cluster_field) if task.cluster_field else ""
             answer_ends = ends.get((name, int(sample["doc_id"])), ())
+            prompt_cuts = cuts.get((name, int(sample["doc_id"])), [None])
             for metric, value in values.items():
                 label = f"{metric},{sample['filter']}"
                 score = checked_score(f"{model}: task {name}", label, sample["doc_id"], value)
@@ -204,6 +213,9 @@ def score_loaded_documents(
                     answer=answer_of(sample),
                     ended=tuple(end.reason for end in answer_ends),
                     answer_tokens=tuple(end.tokens for end in answer_ends),
+                    thinking_tokens=tuple(end.thinking for end in answer_ends),
+                    prompt_cut=None if None in prompt_cuts else max(cut or 0 for cut in prompt_cuts),
+                    chance=chance,
                     budgets=(budgets[name, int(sample["doc_id"])],) if answer_ends else (),
                 )
                 scores.append(row)

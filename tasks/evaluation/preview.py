@@ -111,7 +111,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
                 config = None
             context = None if config is None else int(resolve_max_length(config, loaded_tokenizer))
         # The same attributes as the ``LM`` of the backend.
-        reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
+        reader = SimpleNamespace(tokenizer=loaded_tokenizer, max_length=context)
         prompting = resolve_prompt_settings(task.prompt_settings, scoring)
         require_known_generation(prompting, scoring.backend, task.name, loaded.generation)
         room = {

@@ -22,9 +22,18 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
+from mergegate.tasks.gate.evidence import (
+    GateFinding,
+    GuardEvidence,
+    GuardVerdict,
+    MetricDrop,
+    ReferenceChoice,
+    measure_guard,
+)
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.sensitivity import NO_POWER
+from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.sequential import FUTILE
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
@@ -40,6 +49,9 @@ from mergegate.tasks.stage import (
     worst_verdict,
 )
 from mergegate.tasks.store import Artifact
+
+# Scores by metric, then by task below a group and document.
+_ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
 
 OnInconclusive = Literal["block", "warn", "pass"]
 
@@ -296,10 +308,12 @@ def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     if any(cut and cut.decide and cut.lowest_drop <= low and cut.highest_drop > high for cut, low, high in limits):
         return ()  # More documents do not complete the answers that the verdict depends on.
     chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
+    chances += [finding.chance_left for guard in verdict.guards for finding in guard.findings]
     if any(chance is not None and chance < FUTILE for chance in chances):
         return ()  # The remaining documents of this run would not decide it.
     undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
-    if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
+    is_weak = any(finding.kind == NO_POWER and finding.outcome == "inconclusive" for finding in verdict.findings)
+    if is_weak or (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
         undecided = list(verdict.guards)
     return tuple(dict.fromkeys(guard.task for guard in undecided if guard.documents_left))
 
@@ -314,6 +328,7 @@ def gate_verdict(
     findings: tuple[GateFinding, ...] = (),
 ) -> GateVerdict:
     """Combine the verdicts on a merge into one decision: the most severe outcome and whether it allows publication."""
+    findings = (*findings, *_find_missing_power(guards, suites))
     # A failed task tells more than the mean that it drags down, so the guards come before the suites.
     parts = [(guard.outcome, guard.reason) for guard in guards]
     for finding in (*(finding for guard in guards for finding in guard.findings), *findings):
@@ -350,6 +365,21 @@ def gate_verdict(
         not_run=not_run,
         findings=findings,
     )
+
+
+def _find_missing_power(guards: Sequence[GuardVerdict], suites: Sequence[SuiteVerdict]) -> tuple[GateFinding, ...]:
+    """Return a finding if neither a guard nor the mean of a suite could detect a drop as large as its limit.
+
+    A suite may pass although each task is weak, if its mean detects its margin.
+    """
+    weak = [finding.reason for guard in guards for finding in guard.findings if finding.kind == NO_POWER]
+    is_weak = all(any(finding.kind == NO_POWER for finding in guard.findings) for guard in guards)
+    if not guards or not is_weak or any(suite.detectable_drop <= suite.margin for suite in suites):
+        return ()
+    if {*(guard.outcome for guard in guards), *(suite.outcome for suite in suites)} != {"pass"}:
+        return ()  # Their reasons already say what would decide.
+    reason = f"{UNSAFE}: too few documents to detect the loss of a skill. {weak[0]}. More documents would decide"
+    return (GateFinding(kind=NO_POWER, outcome="inconclusive", reason=reason),)
 
 
 def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tuple[str, str], TaskScores]:
@@ -435,7 +465,7 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    return replace(
+    evidence = replace(
         evidence,
         leaf_metrics=dict(metrics.by_leaf_if_different),
         data=merge.data,
@@ -443,3 +473,39 @@ def _measure(
         max_length_ratio=plan.rule.max_length_ratio,
         sample_start=merge.sample_start,
     )
+    return _with_other_metrics(evidence, metrics.other_scores(references[best].rows), metrics.other_scores(merge.rows))
+
+
+def _with_other_metrics(evidence: GuardEvidence, reference: _ScoresByMetric, merge: _ScoresByMetric) -> GuardEvidence:
+    """Return the evidence with the drops under the metrics that do not judge the guard.
+
+    A metric that the two models have for different documents does not count. A cut-off answer counts for the merge, so
+    that only complete answers can raise an alarm.
+    """
+    units = evidence.clusters or evidence.units
+    position = {(row.task, row.doc_id): index for index, (_, row) in enumerate(evidence.rows)}
+
+    def score(row: DocumentScore, *, is_merge: bool) -> float:
+        best = float(row.higher_is_better == is_merge)
+        return (1 if row.higher_is_better else -1) * (best if row.is_open(evidence.answer_limit) else row.outcome)
+
+    drops, unusable = [], []
+    for metric, ours in merge.items():
+        theirs = reference.get(metric, {})
+        if theirs.keys() != ours.keys() or not ours.keys() <= position.keys():
+            continue
+        if not all(0 <= row.outcome <= 1 for row in (*ours.values(), *theirs.values())):
+            unusable.append(metric)
+            continue
+        documents = sorted(ours, key=position.__getitem__)
+        drops.append(
+            MetricDrop(
+                metric=metric,
+                differences=tuple(
+                    score(theirs[document], is_merge=False) - score(ours[document], is_merge=True)
+                    for document in documents
+                ),
+                units=tuple(units[position[document]] for document in documents) if units else None,
+            )
+        )
+    return replace(evidence, other_metrics=tuple(drops), unusable_metrics=tuple(unusable))
