@@ -29,6 +29,15 @@ from mergegate.tasks.gate.references import (
     with_anchor,
 )
 from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.sample_record import (
+    WORN,
+    JudgedSample,
+    damaged_sample_records,
+    read_samples,
+    record_sample,
+    sample_start,
+    uses_per_document,
+)
 from mergegate.tasks.gate.settings import (
     ANCHOR,
     CHAMPION,
@@ -56,6 +65,7 @@ __all__ = [
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",
+    "WORN",
     "Difference",
     "DriftVerdict",
     "EvaluateSettings",
@@ -65,6 +75,7 @@ __all__ = [
     "GateVerdict",
     "Guard",
     "GuardVerdict",
+    "JudgedSample",
     "OnInconclusive",
     "PastGuardOutcome",
     "PlannedTask",
@@ -78,6 +89,7 @@ __all__ = [
     "comparable_parents",
     "count_refusals",
     "damaged_anchor_records",
+    "damaged_sample_records",
     "decide_guard",
     "distinct_guards",
     "estimate_discordance",
@@ -92,10 +104,14 @@ __all__ = [
     "perplexity_drift",
     "pin_tasks",
     "power_finding",
+    "read_samples",
     "record_refusal",
+    "record_sample",
     "reference_models",
+    "sample_start",
     "student_quantile",
     "undecidable_finding",
     "undecided_tasks",
+    "uses_per_document",
     "with_anchor",
 ]
