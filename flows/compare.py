@@ -73,7 +73,11 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
         tasks = distinct_guards(guards)  # guards that differed only in their reference are now identical
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
     evidence = pin_profile_evidence(profile, checkpoints[:1], store().hashes, stored_dtypes(checkpoints))
-    evidence = evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
+    # A comparison may find that both checkpoints are the same.
+    evidence = evidence._replace(
+        tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks),
+        accepted_copies=(reference_name,),
+    )
 
     fetch_weights(checkpoints, store().hashes)
     models = apply_adapters(pin_checkpoints(checkpoints, store().hashes))

@@ -42,8 +42,9 @@ from mergegate.tasks.evaluation import (
     require_examples,
     resolve_prompt_settings,
 )
-from mergegate.tasks.gate import PastGuardOutcome, needs_champion, power_finding
+from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_finding
 from mergegate.tasks.merge import MergeSettings, numerics
+from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
     Compatibility,
     Evidence,
@@ -236,6 +237,10 @@ def preflight_profile(
             problems.add([never])
             if problems.stop_at_once:
                 announce(f"warning: {never}; {never.remedy}")
+        if evidence.documents and evidence.windows and evidence.limits and not problems.stop_at_once:
+            with problems.collect_errors():
+                text = read_distinct(evidence.documents, evidence.windows.documents)
+                problems.add(drift_findings(text, evidence.limits, evidence.rule.confidence))
         # A release soon measures whether its documents are sufficient, so only a check forecasts their power.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
@@ -465,6 +470,7 @@ def pin_profile_evidence(
     """
     check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
     evidence = pin_evidence(profile.evaluate, profile.perplexity, profile.judge, profile.root, hashes)
+    evidence = evidence._replace(accepted_copies=profile.checks.copies.accepted)
     if without_units := formats_without_units(device_kind()):
         if dtypes is None:
             declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]

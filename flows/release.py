@@ -53,7 +53,7 @@ from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
-from mergegate.tasks.gate import JudgedSample, needs_champion, record_sample
+from mergegate.tasks.gate import JudgedSample, needs_champion, record_evidence, record_sample, verdict_record
 from mergegate.tasks.merge import (
     merge,
     merged_model,
@@ -279,7 +279,13 @@ def publish_attempt(
     state = None
     if optimizer_steps(attempt.pinned):  # for the next round of clients
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
-    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
+    inputs, (_, *further_verdicts) = attempt.assessment.gate_inputs, attempt.verdicts
+    evidence = record_evidence(
+        names.apply(verdict_record(inputs, attempt.assessment.verdict.value, further_verdicts)),
+        names.apply(inputs.scores),
+        names.apply(inputs.likelihoods),
+    )
+    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names)
 
     def publish_now(approved_digest: str | None = None) -> RunOutcome:
         result = publish(

@@ -135,7 +135,8 @@ class Watch:
                     if judged_pair.score == 0:
                         lost.append((pair, votes))
 
-                ledger.judge(sample.pairs, self.settings.judge, self.settings.judge, now=now, on_judged=note)
+                judge = self.settings.judge
+                ledger.judge(sample.pairs, judge, judge, control_share=judge.control_share, now=now, on_judged=note)
                 stage.status, stage.summary = "made", f"{len(ledger.pairs):,} pairs judged so far"
         finally:
             all_lost = store_lost_pairs(self._lost_file, self.routing.candidate, lost, since=oldest)
@@ -186,8 +187,7 @@ class Watch:
         hours = max(0.0, max((row.at for row in rows), default=began) - began) / 3600
         verdict = shadow_verdict(
             self.routing.candidate,
-            ledger.scores,
-            ledger.consistency,
+            ledger.totals,
             sorted(rows, key=lambda row: row.at + row.seconds),  # by the time they ended
             hours,
             self.settings,
@@ -282,6 +282,9 @@ def shadow_content(
         ties=verdict.evidence.ties,
         losses=verdict.evidence.losses,
         consistency=verdict.consistency,
+        controls=(verdict.controls.found, verdict.controls.pairs),
+        length_ratio=verdict.length_ratio,
+        cut_off=verdict.cut_off,
         identical=sum(pair.consistent is None for pair in evidence.judged),
         points=points,
         waiting=evidence.sample.waiting,

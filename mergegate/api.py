@@ -343,28 +343,33 @@ def sweep(
         return _result(run_sweep(converted, RunView(silent=not progress), console, release=release))
 
 
-def verify(release: FilePath, *, key: FilePath | None = None) -> VerifiedRelease:
+def verify(release: FilePath, *, key: FilePath | None = None, verdict: bool = False) -> VerifiedRelease:
     """Verify every byte, the provenance, the model card and the signature of a release.
 
     Args:
         release: Directory of the release, or ``org/name[@version]`` on the Hub.
         key: Public key (EC P-256, PEM) that must have signed the release. Default: the signature is not checked.
+        verdict: Whether to decide again from the outcomes in the release and compare the verdicts.
 
     Returns:
-        The number and size of the files, the version and the provenance of the release.
+        The number and size of the files, the version and the provenance of the release. ``recomputed`` is the verdict
+        that was decided again.
 
     Raises:
-        InvalidInput: There is no such release, or ``key`` is not a public key.
-        Refused: The release differs from its records. The message lists every difference.
+        InvalidInput: There is no such release, ``key`` is not a public key, or the verdict cannot be recomputed.
+        Refused: The release differs from its records, or its verdict does not follow from its outcomes. The message
+            lists every difference.
 
     Example:
         >>> verified = mergegate.verify("releases/demo/latest")
         >>> verified.signed, verified.version == Path("releases/demo/latest").resolve().name
         ('none', True)
+        >>> mergegate.verify("releases/demo/latest", verdict=True).recomputed.verdict.outcome
+        'pass'
     """
     with _errors():
         public_key = None if key is None else parse_path(os.fspath(key))
-        return check_release(find_release(os.fspath(release)), public_key)
+        return check_release(find_release(os.fspath(release)), public_key, recompute=verdict)
 
 
 def reproduce(

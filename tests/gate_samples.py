@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from mergegate.tasks.gate.drift import ModelLikelihoods
 from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.perplexity.measurement import DocumentLikelihood
-from mergegate.tasks.perplexity.stage import FILE, Likelihoods, write_documents
+from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement
+from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.store.store import Artifact
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
@@ -64,25 +65,26 @@ def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentScore
 
 
 def likelihoods(
-    nats: Sequence[float], *, vocabulary: str = "v", window: int | None = 128, tokens: int = 10
+    nats: Sequence[float],
+    *,
+    vocabulary: str = "v",
+    window: int | None = 128,
+    tokens: int | Sequence[int] = 100,
+    strata: Sequence[str] | None = None,
 ) -> ModelLikelihoods:
-    """Return documents of 40 bytes and ``tokens`` tokens each, with the given nats per token."""
-    documents = tuple(DocumentLikelihood(i, -tokens * value, tokens, 40) for i, value in enumerate(nats))
-    total = sum(document.loglik for document in documents)
-    finite = math.isfinite(total)
-    n = len(documents)
-    value = Likelihoods(
-        model="as measured",
-        documents=n,
-        tokens=tokens * n,
-        bytes=40 * n,
-        loglik=total if finite else None,
-        perplexity=math.exp(-total / tokens / n) if finite else None,
-        bits_per_byte=-total / 40 / n / math.log(2) if finite else None,
-        vocabulary=vocabulary,
-        window=window,
+    """Return documents with the given nats per token and four bytes per token."""
+    n = len(nats)
+    lengths = [tokens] * n if isinstance(tokens, int) else list(tokens)
+    documents = [
+        DocumentLikelihood(i, -length * value, length, 4 * length, hashlib.sha256(b"%d" % i).hexdigest()[:16], stratum)
+        for i, (value, length, stratum) in enumerate(zip(nats, lengths, strata or [""] * n, strict=True))
+    ]
+    return ModelLikelihoods(
+        total_likelihood("as measured", TextMeasurement(documents, vocabulary, window or 0, 0)).model_copy(
+            update={"window": window}
+        ),
+        tuple(documents),
     )
-    return ModelLikelihoods(value, documents)
 
 
 PARENT = likelihoods([2.0 + 0.1 * math.sin(i) for i in range(500)])

@@ -22,11 +22,13 @@ from mergegate.tasks.evaluation import (
     evaluate_documents,
     find_backend,
     known_scores,
+    lengthen_answers,
     pin_data,
 )
 from mergegate.tasks.gate import (
     ANCHOR,
     RELEASES,
+    GateInputs,
     GatePlan,
     GateVerdict,
     anchor_confidence,
@@ -38,8 +40,10 @@ from mergegate.tasks.gate import (
     order_by_information,
     perplexity_drift,
     record_refusal,
+    tasks_with_short_answers,
     undecided_tasks,
 )
+from mergegate.tasks.merge import find_copied_parent
 from mergegate.tasks.perplexity import Likelihoods, perplexity
 from mergegate.tasks.preflight import Evidence, plan_interim_looks, planned_tasks
 from mergegate.tasks.runners import Runner, local_runner
@@ -60,6 +64,7 @@ class Assessment(NamedTuple):
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
     verdict: StoredValue[GateVerdict]
     evidence: Evidence  # inputs and settings of the measurement
+    gate_inputs: GateInputs  # everything that the verdict follows from
 
 
 def assess_merge(
@@ -85,19 +90,27 @@ def assess_merge(
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
     refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
+    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment.
+    copied = find_copied_parent.build(merge, tuple(parents)).value.parent
+    copy_of = parents[copied].name if copied is not None else ""
+    is_refused_copy = bool(copy_of) and copy_of not in evidence.accepted_copies
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.
     likelihoods: dict[str, Artifact[Likelihoods]] = {}
-    if evidence.documents is not None and evidence.windows is not None:
+    if evidence.documents is not None and not is_refused_copy and evidence.windows is not None:
         texts = [_TextOfModel(model, evidence) for model in (*parents, merge)]
         results = _run_all(runner, _measure_perplexity, texts)
         likelihoods = {text.model.name: result for text, result in zip(texts, results, strict=True)}
     compared = (
         {name: likelihoods[name] for name in (*_parents_for(limits.reference, parents), merge.name) if likelihoods}
-        if limits
+        if limits and not is_refused_copy
         else {}
     )
-    broken = limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
-    tasks = () if broken else tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks)
+    broken = compared and limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
+    tasks = (
+        ()
+        if broken or is_refused_copy
+        else tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks)
+    )
     evidence = evidence._replace(tasks=tasks)
     plan = {task.name: plan_interim_looks(task, evidence) for task in tasks}
     models = (*parents, *(release for release in (champion, anchor) if release), merge)
@@ -108,6 +121,8 @@ def assess_merge(
         first_release=champion is None and needs_champion(guards),
         parents=_parents_for(rule.reference, parents),
         anchor_confidence=stricter,
+        copy_of=copy_of,
+        accepted_copies=evidence.accepted_copies,
     )
 
     def is_lost(task: str, scores: AllScores) -> bool:
@@ -116,16 +131,23 @@ def assess_merge(
     scores: AllScores = {model.name: [] for model in models}
     documents = {task: planned[0] for task, planned in plan.items()}
     undecided = tuple(plan)
+    doublings: dict[str, int] = {}
     while True:
-        look = _InterimLook(models, evidence, undecided, documents, is_lost)
+        look = _InterimLook(models, evidence, undecided, documents, doublings, is_lost)
         scores, waiting = _run_look(look, scores, runner)
-        verdict = gate(guards, scores, compared, limits, gate_plan, waiting)
+        gate_inputs = GateInputs(guards, scores, compared, limits, gate_plan, waiting)
+        verdict = gate(*gate_inputs)
+        while short := tasks_with_short_answers(verdict.value):
+            doublings |= {task: doublings.get(task, 0) + 1 for task in short}
+            scores = _lengthen(look._replace(tasks=short), scores, runner)
+            gate_inputs = gate_inputs._replace(scores=scores)
+            verdict = gate(*gate_inputs)
         if not (undecided := undecided_tasks(verdict.value)):
             with_anchor = [suite.outcome for suite in verdict.value.suites if suite.reference == ANCHOR]
             with_anchor += [guard.outcome for guard in verdict.value.guards if guard.reference == ANCHOR]
             if anchor and any(outcome != "pass" for outcome in with_anchor):
                 record_refusal(anchor.digest, merge.digest)
-            return Assessment(scores, likelihoods, verdict, evidence)
+            return Assessment(scores, likelihoods, verdict, evidence, gate_inputs)
         documents = documents | {task: next(end for end in plan[task] if end > documents[task]) for task in undecided}
 
 
@@ -133,7 +155,8 @@ class _InterimLook(NamedTuple):
     """One interim look.
 
     ``models`` ends with the merge. A release among them is scored only if a guard compares with it. ``documents`` is
-    the number of documents of each task that are evaluated when the look ends. ``is_lost`` tells whether the guards of
+    the number of documents of each task that are evaluated when the look ends. ``doublings`` is how often the token
+    budget of each task has been doubled for answers that were cut off. ``is_lost`` tells whether the guards of
     a task can no longer pass, given the current scores.
     """
 
@@ -141,6 +164,7 @@ class _InterimLook(NamedTuple):
     evidence: Evidence
     tasks: Sequence[str]
     documents: Mapping[str, int]
+    doublings: Mapping[str, int]
     is_lost: Callable[[str, AllScores], bool]
 
 
@@ -159,7 +183,7 @@ def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[Al
 
     def scorings_of(models: Sequence[Model], tasks: Sequence[EvalTask]) -> list[_Scoring]:
         return [
-            _Scoring(model, task, evidence, look.documents[task.name])
+            _Scoring(model, task, evidence, look.documents[task.name], look.doublings.get(task.name, 0))
             for task in tasks
             for model in models
             if _is_scored(model, task, evidence)
@@ -169,7 +193,6 @@ def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[Al
         # Each model has its own process and takes minutes to load, so run all tasks of the references together.
         for_each_model = [scorings_of([model], [task for task, _ in order]) for model in models[:-1]]
         _run_all(runner, _score, [scoring for scorings in for_each_model for scoring in scorings])
-    position = {task.name: index for index, task in enumerate(evidence.tasks)}
     scores, unchecked = before, list[str]()
     for group in _independent_groups(order, evidence) if runner.is_parallel else ([item] for item in order):
         has_missing = any(count for _, count in group)
@@ -180,13 +203,39 @@ def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[Al
         results = _run_all(runner if has_missing else local_runner(), _score, scorings)
         for task, count in group:
             unchecked = [task.name] if count else [*unchecked, task.name]
-            new = {item.model.name: parts for item, parts in zip(scorings, results, strict=True) if item.task is task}
-            for name, parts in scores.items():
-                kept = [part for part in parts if part.value.tasks[0].task != task.name]
-                # A stable sort keeps the parts of a task in order.
-                by_task = sorted((*kept, *new.get(name, ())), key=lambda part: position[part.value.tasks[0].task])
-                scores = {**scores, name: by_task}
+        scores = _replace_scores(scores, scorings, results)
     return scores, ()
+
+
+def _replace_scores(
+    before: AllScores, scorings: Sequence[_Scoring], results: Sequence[list[Artifact[Scores]]]
+) -> AllScores:
+    """Return the scores with those of each task and model in ``scorings`` replaced, in profile order."""
+    position = {task.name: index for index, task in enumerate(scorings[0].evidence.tasks)} if scorings else {}
+    scores = dict(before)
+    for scoring, parts in zip(scorings, results, strict=True):
+        known = scores[scoring.model.name]
+        kept = [part for part in known if part not in _parts_of(scoring.task, known)]
+        # A stable sort keeps the parts of a task in order.
+        scores[scoring.model.name] = sorted((*kept, *parts), key=lambda part: position[part.value.tasks[0].task])
+    return scores
+
+
+def _parts_of(task: EvalTask, scores: Sequence[Artifact[Scores]]) -> list[Artifact[Scores]]:
+    return [part for part in scores if part.value.tasks[0].task == task.name]
+
+
+def _lengthen(look: _InterimLook, before: AllScores, runner: Runner) -> AllScores:
+    """Generate the cut-off answers of the look's tasks again, for all models, with the doubled budget."""
+    evidence = look.evidence
+    # All tasks of a model follow one another, because some backends load each model in a process of its own.
+    scorings = [
+        _Scoring(model, task, evidence, look.documents[task.name], 1, tuple(_parts_of(task, before[model.name])))
+        for model in look.models
+        for task in evidence.tasks
+        if task.name in look.tasks and _is_scored(model, task, evidence)
+    ]
+    return _replace_scores(before, scorings, _run_all(runner, _score, scorings))
 
 
 def _independent_groups(
@@ -212,12 +261,18 @@ class _TextOfModel(NamedTuple):
 
 
 class _Scoring(NamedTuple):
-    """The first ``documents`` of one task, with the model to score on them."""
+    """The first ``documents`` of one task, with the model to score on them.
+
+    ``doublings`` is how often the token budget of cut-off answers is doubled. ``known`` holds the scores whose answers
+    are lengthened. Empty: the documents are evaluated first.
+    """
 
     model: Model
     task: EvalTask
     evidence: Evidence
     documents: int
+    doublings: int = 0
+    known: tuple[Artifact[Scores], ...] = ()
 
 
 # The functions below are at module level so that other processes can import them.
@@ -231,7 +286,12 @@ def _measure_perplexity(text: _TextOfModel) -> Artifact[Likelihoods]:
 
 
 def _score(scoring: _Scoring) -> list[Artifact[Scores]]:
-    return evaluate_documents(scoring.model, scoring.task, scoring.evidence.scoring, scoring.documents, runtime())
+    model, task, settings = scoring.model, scoring.task, scoring.evidence.scoring
+    parts = list(scoring.known) or evaluate_documents(model, task, settings, scoring.documents, runtime())
+    if not scoring.doublings:
+        return parts
+    limit = scoring.evidence.rule.max_answer_tokens
+    return lengthen_answers(model, task, settings, parts, scoring.doublings, limit, runtime())
 
 
 def _run_all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list[R]:

@@ -160,6 +160,9 @@ class TerminalProgress:
         self._lines, self._printed = {}, set()
 
     def on_start(self, stage: str, subject: str) -> None:
+        if stage in self._printed and not subject:  # such as a gate that decides again: its new result needs a line
+            self._printed.remove(stage)
+            del self._lines[stage]
         if stage not in self._lines:
             self._print_ended()
             if self._verbose:

@@ -30,6 +30,7 @@ from mergegate.tasks.report import (
     costs,
     cut_off_answers,
     final_table,
+    regenerated_answers,
     search_effort,
     sweep_outcome,
     sweep_sentence,
@@ -81,8 +82,11 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         for piece in sweep_summary(outcome.sweep, with_verdict=outcome.content is not None):
             console.print(piece, soft_wrap=False)
     if outcome.content is not None:
-        console.print()
-        print_scores(console, final_table(outcome.content))
+        if (scores := final_table(outcome.content)).rows:  # none if the merge was refused without an evaluation
+            console.print()
+            print_scores(console, scores)
+        for sentence in regenerated_answers(outcome.content):
+            console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
         for warning in cut_off_answers(outcome.content):
             console.print(Text(f"! {warning}", style="yellow"), soft_wrap=not console.is_terminal)
         if (cost_table := costs(outcome.content)).rows:

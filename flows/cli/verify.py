@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
 from mergegate.flows.cli.output import print_answer
-from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
+from mergegate.flows.cli.score_table import print_table
+from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
+from mergegate.tasks.publish.releases import RecomputedVerdict, ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
 
@@ -22,18 +25,45 @@ def verify_command(
     key: Annotated[
         Path | None, typer.Option(parser=local_path, help="Public key (EC P-256, PEM) that must have signed it.")
     ] = None,
+    verdict: Annotated[
+        bool, typer.Option("--verdict", help="Also decide again from the outcomes in the release, and compare.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Verify a release against its own claims.
 
-    This checks every byte, the provenance, the model card and the signature.
+    This checks every byte, the provenance, the model card and the signature. With --verdict, mergegate also recomputes
+    the gate's verdict from the files in evidence/, without a model.
     """
     with command_context(as_json) as console:
-        verified = check_release(find_release(release), key)
+        verified = check_release(find_release(release), key, recompute=verdict)
         if as_json:
             print_answer("verified", f"{release} is as it was published", _plain(verified))
             return
         console.print(str(verified), markup=False)
+        if verified.recomputed:
+            _print_verdict(console, verified.recomputed)
+
+
+def _print_verdict(console: Console, result: RecomputedVerdict) -> None:
+    """Print the stored and the recomputed drop of each guard, then the sentences about the verdict."""
+
+    def row(name: str, reference: str, *pair: GuardVerdict | SuiteVerdict) -> tuple[str, ...]:
+        drops = (f"{each.drop:.2f} [{each.low:.2f}, {each.high:.2f}]".replace("-", "\N{MINUS SIGN}") for each in pair)
+        return name, reference, *drops, pair[-1].outcome
+
+    stored, again = result.stored, result.verdict
+    rows = [row(old.task, old.reference, old, new) for old, new in zip(stored.guards, again.guards, strict=True)]
+    rows += [row(f"mean of {old.tasks}", "", old, new) for old, new in zip(stored.suites, again.suites, strict=True)]
+    if stored.drift and again.drift:
+        ratios = (
+            f"\N{MULTIPLICATION SIGN}{each.ratio:.3f} [{each.low:.3f}, {each.high:.3f}]" if each.ratio else "not finite"
+            for each in (stored.drift, again.drift)
+        )
+        rows.append(("perplexity", stored.drift.reference, *ratios, again.drift.outcome))
+    if rows:
+        print_table(console, ("guard", "reference", "stored drop", "recomputed", "verdict"), rows, numbers=True)
+    console.print(Text(str(result)))
 
 
 def reproduce_command(
@@ -88,4 +118,7 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
 
 def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
     fields = asdict(result)
+    fields.pop("recomputed", None)
+    if isinstance(result, VerifiedRelease) and result.recomputed is not None:
+        fields["verdict"] = result.recomputed.to_dict()
     return {"where": fields.pop("reference")} | {name: value for name, value in fields.items() if name != "statement"}

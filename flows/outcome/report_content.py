@@ -159,7 +159,11 @@ def report_content(
         ),
         judge=None
         if answers is None
-        else ReportedJudge(model=answers.judge, **answers.model_dump(include=set(ReportedJudge.model_fields))),
+        else ReportedJudge(
+            model=answers.judge,
+            controls=(answers.controls.found, answers.controls.pairs) if answers.controls else None,
+            **answers.model_dump(include=set(ReportedJudge.model_fields), exclude={"controls"}),
+        ),
         experts=merged.value.experts,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),

@@ -20,6 +20,7 @@ from mergegate.tasks.merge import MergeSettings
 from mergegate.tasks.perplexity import PerplexitySettings
 from mergegate.tasks.preflight import (
     CodeSettings,
+    CopySettings,
     TokenizerSettings,
 )
 from mergegate.tasks.preflight.licenses import LicenseSettings
@@ -41,11 +42,12 @@ class ProfileSection(BaseModel):
 
 
 class Checks(ProfileSection):
-    """Checks that run before any weight is read."""
+    """Checks that run before any weight is read, and the check whether the merge copies a parent."""
 
     license: LicenseSettings = LicenseSettings()
     code: CodeSettings = CodeSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
+    copies: CopySettings = CopySettings()
 
 
 Remedies = Annotated[

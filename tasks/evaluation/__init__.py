@@ -35,6 +35,7 @@ from mergegate.tasks.evaluation.metrics import (
 )
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import call_with_task_data
+from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
@@ -70,6 +71,7 @@ from mergegate.tasks.evaluation.task_data import TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
+from mergegate.tasks.evaluation.text_overlap import find_occurring
 from mergegate.tasks.evaluation.throughput import (
     document_seconds,
     estimate_document_cost,
@@ -122,12 +124,14 @@ __all__ = [
     "fetch_datasets",
     "find_backend",
     "find_contaminated_documents",
+    "find_occurring",
     "find_pinned_data",
     "find_results",
     "interim_looks",
     "is_file_name",
     "join_parts",
     "known_scores",
+    "lengthen_answers",
     "measured_seconds",
     "named_data",
     "pair_documents",

@@ -12,6 +12,7 @@ from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import documents_in_set, load_task
+from mergegate.tasks.evaluation.text_overlap import find_occurring
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
@@ -26,7 +27,7 @@ class CalibrationTexts(BaseModel):
 
 
 class ContaminatedDocuments(StageValue):
-    """Number of documents whose prompt and answer both occur in one calibration text."""
+    """Number of documents that occur in one of the calibration texts (see ``text_overlap``)."""
 
     read: int  # documents that occur in the texts
     documents: int  # all documents of the task
@@ -36,7 +37,7 @@ class ContaminatedDocuments(StageValue):
         return f"{self.read:,} of {self.documents:,} documents"
 
 
-@value_stage("overlap", version=1, subject="task")
+@value_stage("overlap", version=2, subject="task")
 def find_contaminated_documents(task: EvalTask, texts: CalibrationTexts, limit: CountLimit) -> ContaminatedDocuments:
     """Count the documents of ``task`` that occur in ``texts``. The data of ``task`` must be pinned.
 
@@ -49,22 +50,15 @@ def find_contaminated_documents(task: EvalTask, texts: CalibrationTexts, limit: 
 
 def _search_texts(task: EvalTask, texts: CalibrationTexts, on_progress: TellProgress) -> ContaminatedDocuments:
     """Search the texts for each document. Runs in the model process."""
-    normalized_texts = [" ".join(text.split()) for text in texts.texts]
-    matches, documents, first = 0, 0, ""
+    documents: list[tuple[str, str]] = []
     with quiet(), user_errors(task):
         loaded = load_task(task)
         members = documents_in_set(loaded, task)
         for name, leaf in loaded.leaves.items():
             for position, document in enumerate(leaf.eval_docs):
-                if members is not None and (name, position) not in members:
-                    continue
-                documents += 1
-                text = text_of(leaf, document)
-                prompt, target = " ".join(text.prompt.split()), " ".join(text.target.split())
-                # Checking the first occurrence of the prompt is enough: every later one has less text after it.
-                if (prompt or target) and any(
-                    (start := known.find(prompt)) >= 0 and target in known[start + len(prompt) :]
-                    for known in normalized_texts
-                ):
-                    matches, first = matches + 1, first or text.prompt
-    return ContaminatedDocuments(read=matches, documents=documents, first=first[:80])
+                if members is None or (name, position) in members:
+                    text = text_of(leaf, document)
+                    documents.append((text.prompt, text.target))
+    found = find_occurring(documents, texts.texts)
+    first = documents[found[0]][0][:80] if found else ""
+    return ContaminatedDocuments(read=len(found), documents=len(documents), first=first)

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.evaluation.backends import CUT_OFF
 
 SCORES_FILE = "outcomes.parquet"
 _MAX_ANSWER = 2000  # characters of an answer that are stored
+# Largest multiple of the task's own token budget with which cut-off answers are generated again by default.
+BUDGET_FACTOR = 8
 
 
 class DocumentScore(NamedTuple):
@@ -34,6 +37,39 @@ class DocumentScore(NamedTuple):
     answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
     thinking_tokens: tuple[int | None, ...] = ()  # length of the thinking part of each generated answer
     prompt_cut: int | None = None  # tokens removed from the longest prompt of the document to fit; None: unknown
+    # Token budgets with which the answers were generated: the task's own first, the current one last. Empty: unknown.
+    budgets: tuple[int, ...] = ()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the token budget or the end of the context cut off a generated answer to this document."""
+        return any(reason in CUT_OFF for reason in self.ended)
+
+    def next_budget(self, limit: int | None) -> int | None:
+        """Return the token budget with which cut-off answers may be generated again: twice the current one.
+
+        ``limit`` is the largest allowed budget. None: ``BUDGET_FACTOR`` times the task's own. The result is None if no
+        answer was cut off, the context ended it, or the limit is reached.
+        """
+        if not self.budgets or not self.is_cut_off or "context" in self.ended:
+            return None
+        largest = BUDGET_FACTOR * self.budgets[0] if limit is None else limit
+        return min(2 * self.budgets[-1], largest) if self.budgets[-1] < largest else None
+
+    def is_open(self, limit: int | None) -> bool:
+        """Return whether a cut-off answer might have ended with a larger budget. ``limit`` is as in ``next_budget``."""
+        return self.is_cut_off and not self.never_ends(limit)
+
+    def never_ends(self, limit: int | None) -> bool:
+        """Return whether no one who runs the model gets a complete answer.
+
+        The answer reached the end of the context, or ``BUDGET_FACTOR`` times the task's own budget, or a larger
+        ``limit``.
+        """
+        if not self.is_cut_off:
+            return False
+        exhausted = self.budgets and self.budgets[-1] >= max(BUDGET_FACTOR * self.budgets[0], limit or 0)
+        return "context" in self.ended or bool(exhausted)
 
 
 def answer_of(sample: Mapping[str, Any]) -> str:
@@ -75,7 +111,7 @@ def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None
 
     types = {"doc_id": pa.int64(), "outcome": pa.float64(), "higher_is_better": pa.bool_()}
     types |= {"ended": pa.list_(pa.string()), "prompt_cut": pa.int64()}
-    types |= dict.fromkeys(("answer_tokens", "thinking_tokens"), pa.list_(pa.int64()))
+    types |= dict.fromkeys(("answer_tokens", "thinking_tokens", "budgets"), pa.list_(pa.int64()))
     columns = {
         name: pa.array([getattr(outcome, name) for outcome in outcomes], types.get(name, pa.string()))
         for name in DocumentScore._fields
@@ -89,7 +125,7 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 
     with pq.ParquetFile(path) as file:  # read_table would import pandas
         columns = file.read().to_pydict()
-    for name in ("ended", "answer_tokens", "thinking_tokens"):  # absent from older tables
+    for name in ("ended", "answer_tokens", "thinking_tokens", "budgets"):  # absent from older tables
         columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
     for name, default in (("answer", ""), ("cluster", ""), ("higher_is_better", True), ("prompt_cut", None)):
         columns.setdefault(name, [default] * len(columns["task"]))

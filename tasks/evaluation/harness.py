@@ -39,7 +39,15 @@ from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import LoadedTask, cluster_of, documents_in_set, load_task
-from mergegate.tasks.evaluation.task_setup import set_up_tasks
+from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, answer_budget, set_up_tasks
+
+
+@dataclass(frozen=True)
+class LongerAnswers:
+    """Documents whose cut-off answers are generated again, and the token budget of an answer, by leaf."""
+
+    documents: Mapping[str, Sequence[int]]  # ascending positions in the leaf's data
+    budgets: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class ScoringJob:
     """One part of a task to score with one model on ``device`` (``cpu`` or ``cuda``).
 
     The file at ``journal`` records answers as they arrive, so that an interrupted run can resume. None: no journal.
+    ``longer`` selects documents of the part whose answers are generated again. None: all documents, with the budget of
+    the task.
     """
 
     model: Model
@@ -55,6 +65,7 @@ class ScoringJob:
     part: DocumentRange
     device: str
     journal: JournalLocation | None = None
+    longer: LongerAnswers | None = None
 
 
 def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[DocumentScore, ...]:
@@ -78,6 +89,10 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
         report_programs(lambda count: on_progress(count, count)),
     ):
         loaded = load_task(task)
+        if job.longer:
+            documents = {leaf: list(positions) for leaf, positions in job.longer.documents.items()}
+            longer = _LargerBudgets(lm, job.longer.budgets)
+            return score_loaded_documents(loaded, documents, longer, job.model.name, task, scoring)
         documents = documents_of_range(loaded.sizes, scoring.seed, part, documents_in_set(loaded, task))
         if (count := sum(map(len, documents.values()))) != part.last - part.first:
             raise InvalidInput(
@@ -87,6 +102,45 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
                 remedy="its data changed: pin it, or delete 'documents' from the store",
             )
         return score_loaded_documents(loaded, documents, lm, job.model.name, task, scoring)
+
+
+class _LargerBudgets:
+    """An ``LM`` that generates answers with other token budgets, by leaf.
+
+    A prompt is never cut to make room for a longer answer. If an answer may only be shorter than its budget for this
+    reason, and reaches this length, it ended by the context.
+    """
+
+    def __init__(self, lm: Any, budgets: Mapping[str, int]) -> None:
+        self._lm, self._budgets = lm, budgets
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        context = getattr(self._lm, "max_length", None)
+        for request in requests:
+            prompt, settings = request.args
+            budget = self._budgets[request.task_name]
+            if context is not None:
+                # The first answer had at least its own budget, perhaps because its prompt was cut.
+                budget = min(budget, max(context - len(self._lm.tok_encode(prompt)), answer_budget(settings)))
+            others = {name: value for name, value in settings.items() if name not in BUDGET_NAMES}
+            request.arguments = (prompt, {**others, "max_gen_toks": budget})
+        answers: list[str] = self._lm.generate_until(requests)
+        return answers
+
+    @property
+    def ended_answers(self) -> list[tuple[Any, AnswerEnd]]:
+        return [
+            (
+                request,
+                end._replace(reason="context")
+                if end.reason == "length" and answer_budget(request.args[1]) < self._budgets[request.task_name]
+                else end,
+            )
+            for request, end in self._lm.ended_answers
+        ]
 
 
 def score_loaded_documents(
@@ -113,8 +167,11 @@ def score_loaded_documents(
             confirm_run_unsafe_code=task.code is not None,
         )
     ends: dict[tuple[str, int], list[AnswerEnd]] = {}
+    budgets: dict[tuple[str, int], int] = {}
     for request, end in getattr(lm, "ended_answers", ()):  # lm-eval numbers the documents of this call from 0
-        ends.setdefault((request.task_name, documents[request.task_name][request.doc_id]), []).append(end)
+        document = (request.task_name, documents[request.task_name][request.doc_id])
+        ends.setdefault(document, []).append(end)
+        budgets[document] = answer_budget(request.args[1])
     scores: list[DocumentScore] = []
     for name, samples in results["samples"].items():
         scored_metrics = {metric for sample in samples for metric in sample["metrics"]}
@@ -147,6 +204,7 @@ def score_loaded_documents(
                     answer=answer_of(sample),
                     ended=tuple(end.reason for end in answer_ends),
                     answer_tokens=tuple(end.tokens for end in answer_ends),
+                    budgets=(budgets[name, int(sample["doc_id"])],) if answer_ends else (),
                 )
                 scores.append(row)
     expected = [(name, document) for name, positions in documents.items() for document in positions]

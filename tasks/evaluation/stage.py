@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, files_fingerprint
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
@@ -79,6 +80,8 @@ class AnswerEnds(BaseModel):
 
     counts: dict[str, int]  # number of answers by ``AnswerEnd.reason``
     budgets: tuple[int, ...] = ()  # token limits that answers reached, ascending
+    regenerated: int = 0  # number of answers that were generated again with a larger budget
+    largest_budget: int | None = None  # largest budget of these answers; None: there are none
 
     @property
     def answers(self) -> int:
@@ -102,6 +105,13 @@ class AnswerEnds(BaseModel):
             limits.append("the end of the context")
         return f"{self.cut_off:,} of {self.answers:,} answers reached {' or '.join(limits)}"
 
+    def describe_regeneration(self) -> str:
+        """Return ``97 answers generated again with up to 80 tokens``, or an empty text if there are none."""
+        if self.largest_budget is None:
+            return ""
+        answers = format_count(self.regenerated, "answer")
+        return f"{answers} generated again with up to {self.largest_budget:,} tokens"
+
 
 class Scores(StageValue):
     """Scores of one model.
@@ -122,7 +132,10 @@ class Scores(StageValue):
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
         scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
-        return " · ".join([*scores, *(text for ends in self.ends.values() if (text := ends.describe()))])
+        texts = [
+            text for ends in self.ends.values() for text in (ends.describe_regeneration(), ends.describe()) if text
+        ]
+        return " · ".join([*scores, *texts])
 
 
 class TaskSize(StageValue):
@@ -233,7 +246,7 @@ def evaluate_documents(
     the same errors as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
-    runtime = _with_backend(scoring, runtime)
+    runtime = with_backend(scoring, runtime)
     # Hold the family: two concurrent runs with different looks would otherwise score some documents twice.
     with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
         pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
@@ -248,7 +261,7 @@ def evaluate_documents(
 
 def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
     """Return all stored scores of ``model`` on ``task``, whose data is pinned, for any range of documents."""
-    runtime = _with_backend(scoring, runtime)
+    runtime = with_backend(scoring, runtime)
     return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
 
 
@@ -271,7 +284,7 @@ def _pieces(
     return cover_documents(sample, document_ranges(total, task.first_look(scoring), start), ranges)
 
 
-def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
+def with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
     """Add the library versions of the backend to ``runtime``."""
     if not (library_versions := find_backend(scoring.backend).library_versions()):
         return runtime
@@ -469,7 +482,12 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     for task, new in (item for artifact in artifacts for item in artifact.value.ends.items()):
         old = ends.get(task, AnswerEnds(counts={}))
         counts = Counter(old.counts) + Counter(new.counts)
-        ends[task] = AnswerEnds(counts=counts, budgets=tuple(sorted({*old.budgets, *new.budgets})))
+        ends[task] = AnswerEnds(
+            counts=counts,
+            budgets=tuple(sorted({*old.budgets, *new.budgets})),
+            regenerated=old.regenerated + new.regenerated,
+            largest_budget=max(filter(None, (old.largest_budget, new.largest_budget)), default=None),
+        )
     return value.model_copy(update={"tasks": scores, "data": data, "part": part, "seconds": None, "ends": ends})
 
 
@@ -479,9 +497,21 @@ def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnd
     endings = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
     if not endings:
         return {}
-    budgets = sorted({tokens for reason, tokens in endings if reason == "length" and tokens is not None})
+    budgets = {
+        budget
+        for row in documents
+        for reason, tokens in zip(row.ended, row.answer_tokens, strict=True)
+        if reason == "length" and (budget := row.budgets[-1] if row.budgets else tokens) is not None
+    }
+    again = [row for row in documents if len(row.budgets) > 1]
     counts = Counter(reason for reason, _ in endings)
-    return {task: AnswerEnds(counts=dict(sorted(counts.items())), budgets=tuple(budgets))}
+    ends = AnswerEnds(
+        counts=dict(sorted(counts.items())),
+        budgets=tuple(sorted(budgets)),
+        regenerated=sum(len(row.ended) for row in again),
+        largest_budget=max((row.budgets[-1] for row in again), default=None),
+    )
+    return {task: ends}
 
 
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:

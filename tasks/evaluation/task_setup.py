@@ -76,6 +76,11 @@ def _generation_settings(loaded_task: LoadedTask, name: str, prompting: Resolved
     }
 
 
+def answer_budget(settings: Mapping[str, Any]) -> int:
+    """Return the largest number of tokens of an answer with these generation settings."""
+    return int(next((value for name in BUDGET_NAMES if (value := settings.get(name)) is not None), _DEFAULT_BUDGET))
+
+
 def room_for_prompt(
     loaded_task: LoadedTask, name: str, prompting: ResolvedPromptSettings, context: int | None
 ) -> int | None:

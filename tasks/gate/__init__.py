@@ -8,7 +8,7 @@ from mergegate.tasks.gate.alpha_spending import (
 )
 from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
-from mergegate.tasks.gate.drift import DriftVerdict
+from mergegate.tasks.gate.drift import BROKEN_LOSS, DriftVerdict, StratumDrift, drift_findings
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import (
@@ -48,20 +48,40 @@ from mergegate.tasks.gate.settings import (
     Guard,
 )
 from mergegate.tasks.gate.stage import (
+    GateInputs,
     GatePlan,
     GateVerdict,
     OnInconclusive,
     cannot_pass,
     gate,
     perplexity_drift,
+    tasks_with_short_answers,
     undecided_tasks,
 )
 from mergegate.tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
 from mergegate.tasks.gate.suite import SuiteVerdict
+from mergegate.tasks.gate.verdict_record import (
+    EVIDENCE_RECORD,
+    EVIDENCE_TABLES,
+    FurtherVerdict,
+    RecordedEvidence,
+    VerdictDifference,
+    VerdictRecord,
+    compare_verdicts,
+    decide_again,
+    joint_verdict,
+    plain_verdict,
+    record_evidence,
+    verdict_record,
+    versions_here,
+)
 
 __all__ = [
     "ANCHOR",
+    "BROKEN_LOSS",
     "CHAMPION",
+    "EVIDENCE_RECORD",
+    "EVIDENCE_TABLES",
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",
@@ -69,6 +89,8 @@ __all__ = [
     "Difference",
     "DriftVerdict",
     "EvaluateSettings",
+    "FurtherVerdict",
+    "GateInputs",
     "GatePlan",
     "GatePower",
     "GateRule",
@@ -79,7 +101,11 @@ __all__ = [
     "OnInconclusive",
     "PastGuardOutcome",
     "PlannedTask",
+    "RecordedEvidence",
+    "StratumDrift",
     "SuiteVerdict",
+    "VerdictDifference",
+    "VerdictRecord",
     "anchor_confidence",
     "binary_difference",
     "cannot_pass",
@@ -87,31 +113,40 @@ __all__ = [
     "check_guards",
     "clustered_difference",
     "comparable_parents",
+    "compare_verdicts",
     "count_refusals",
     "damaged_anchor_records",
     "damaged_sample_records",
+    "decide_again",
     "decide_guard",
     "distinct_guards",
+    "drift_findings",
     "estimate_discordance",
     "find_past_discordance",
     "gate",
     "gate_power",
     "graded_difference",
     "graded_documents_needed",
+    "joint_verdict",
     "needs_champion",
     "normal_quantile",
     "order_by_information",
     "perplexity_drift",
     "pin_tasks",
+    "plain_verdict",
     "power_finding",
     "read_samples",
+    "record_evidence",
     "record_refusal",
     "record_sample",
     "reference_models",
     "sample_start",
     "student_quantile",
+    "tasks_with_short_answers",
     "undecidable_finding",
     "undecided_tasks",
     "uses_per_document",
+    "verdict_record",
+    "versions_here",
     "with_anchor",
 ]

@@ -103,7 +103,9 @@ def clustered_difference(
     """
     values = np.asarray(differences, dtype=np.float64)
     n, mean = len(values), float(values.mean())
-    _, members = np.unique(np.asarray(clusters), return_inverse=True)
+    # Number the clusters in order of occurrence, so that the last digits do not depend on their names.
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
+    members = np.asarray([numbers[name] for name in clusters])
     sizes = np.bincount(members)
     sums = np.bincount(members, weights=values - mean)
     error = float(cluster_errors(sums / sizes, sizes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,49 @@ class GateFinding(BaseModel):
     kind: str  # Name of the check, such as 'reference' or 'cut answers'.
     outcome: Outcome  # A ``pass`` is a note that does not affect the verdict.
     reason: str  # Sentence with the task, the numbers and the limit.
+
+
+class CutAnswers(BaseModel):
+    """Effect of cut-off answers on a drop: its range if they are counted for the merge, or against it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lowest_drop: float  # Points, with the cut-off answers of the merge right and those of the reference wrong.
+    highest_drop: float  # Points, with the cut-off answers of the merge wrong and those of the reference right.
+    decide: bool  # Whether the outcome depends on how they are counted.
+
+    def describe(self) -> str:
+        """Return a sentence, without a period at the end."""
+        return (
+            "Depending on how they are counted, the drop is between "
+            f"{self.lowest_drop + 0.0:.1f} and {self.highest_drop + 0.0:.1f} points"
+        )
+
+
+class AnswerLengths(BaseModel):
+    """How the generated answers of one model ended, over the documents of a guard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cut_off: int  # Documents with an answer that was cut off and might have ended with a larger budget.
+    endless: int  # Documents with an answer that never ends (see ``DocumentScore.never_ends``).
+    regenerated: int  # Documents that were answered again with a larger budget.
+    largest_budget: int | None  # Largest budget of these answers; None: there are none.
+    mean_tokens: float | None  # Mean number of tokens per document; None: unknown.
+
+
+class GuardAnswers(BaseModel):
+    """Generated answers of both models of a guard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reference: AnswerLengths
+    merge: AnswerLengths
+    budgets: tuple[int, ...]  # Token budgets that cut off an answer, ascending.
+    extensible: int  # Number of cut-off answers that may be generated again with a larger budget.
+    # Mean tokens of the merge divided by those of the reference, on documents that both answer completely.
+    length_ratio: float | None = None
+    length_ratio_low: float | None = None  # Its one-sided lower bound.
 
 
 class GuardVerdict(BaseModel):
@@ -71,6 +114,8 @@ class GuardVerdict(BaseModel):
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
     limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
     findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
+    answers: GuardAnswers | None = None  # None: no answer was generated, or their ends are unknown.
+    cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
     sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     @property
@@ -105,6 +150,43 @@ class GuardEvidence:
     rows: tuple[tuple[DocumentScore, DocumentScore], ...] = ()
     sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
     units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
+    answer_limit: int | None = None  # ``GateRule.max_answer_tokens``.
+    max_length_ratio: float = 2.0  # ``GateRule.max_length_ratio``.
+
+    def counting_cut_answers(self, *, for_merge: bool) -> GuardEvidence:
+        """Return the evidence with all cut-off answers counted for the merge, or against it.
+
+        For the merge means that its cut-off answers are right and those of the reference are wrong. A complete answer
+        lies between both cases. An answer that never ends counts as measured. The result is this object if all
+        differences stay the same.
+        """
+        low, high = self.guard.score_range
+        rows, differences, changed = list(self.rows), list(self.differences), False
+        for position, pair in enumerate(self.rows):
+            counted = tuple(
+                row._replace(outcome=high if row.higher_is_better == is_right else low)
+                if row.is_open(self.answer_limit)
+                else row
+                for row, is_right in zip(pair, (not for_merge, for_merge), strict=True)
+            )
+            if counted != pair:
+                reference, merge = counted
+                loss = (reference.outcome - merge.outcome) / (high - low)
+                differences[position] = min(1.0, max(-1.0, loss if merge.higher_is_better else -loss))
+                rows[position], changed = (reference, merge), True
+        if not changed:
+            return self
+        scores = [
+            min(1.0, max(0.0, (sum(pair[side].outcome for pair in rows) / len(rows) - low) / (high - low)))
+            for side in (0, 1)
+        ]
+        return replace(
+            self,
+            differences=tuple(differences),
+            rows=tuple(rows),
+            reference_score=scores[0],
+            merge_score=scores[1],
+        )
 
     def look(self, confidence: float) -> InterimLook:
         """Return the look that has been reached. All looks together have ``confidence``.

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mergegate.tasks.gate.copies import note_repeated_documents
+from mergegate.tasks.gate.cut_answers import check_cut_answers, check_lengths
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
 
 GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
-_CHECKS: tuple[GuardCheck, ...] = (note_repeated_documents,)
+_CHECKS: tuple[GuardCheck, ...] = (
+    check_cut_answers,
+    check_lengths,
+    note_repeated_documents,
+)
 
 
 def find_guard_problems(evidence: GuardEvidence, verdict: GuardVerdict) -> tuple[GateFinding, ...]:

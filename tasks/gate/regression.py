@@ -20,7 +20,9 @@ A merge passes only if every guard passes, so passing needs no correction for th
 guard fails, and one of many guards shows a drop by chance. Failures are therefore corrected by Holm's step-down
 procedure (1979, Scand. J. Stat. 6:65). A guard that compares with the best of K parents counts as K questions.
 
-The checks in ``tasks.gate.findings`` can make an outcome more severe, never less.
+Each guard is decided as measured, and in the best and the worst case of its cut-off answers. If the outcomes differ,
+it is inconclusive (``tasks.gate.cut_answers``). The checks in ``tasks.gate.findings`` can make an outcome more severe,
+never less.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mergegate.tasks.gate.cut_answers import answer_cases, common_outcome, compare_cases, summarize_answers
 from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, Points
 from mergegate.tasks.gate.findings import find_guard_problems
 from mergegate.tasks.gate.sentences import JudgedDrop
@@ -76,11 +79,16 @@ def judge_guards(
     Raises:
         InvalidInput: No look is planned at the number of evaluated documents of a task.
     """
-    alarms = alarm_confidences(guard_evidence, confidence, pending)
+    cases = answer_cases(guard_evidence)
+    alarms = [alarm_confidences(case, confidence, pending) for case in cases]
+    outcomes = [
+        [_outcome(evidence, confidence, alarm, as_suite=as_suite) for evidence, alarm in zip(case, levels, strict=True)]
+        for case, levels in zip(cases, alarms, strict=True)
+    ]
     questions = sum(evidence.candidates for evidence in guard_evidence)
     return tuple(
-        _judge(evidence, confidence, alarm, questions, as_suite=as_suite)
-        for evidence, alarm in zip(guard_evidence, alarms, strict=True)
+        _judge(evidence, confidence, alarm, questions, [outcome[index] for outcome in outcomes], as_suite=as_suite)
+        for index, (evidence, alarm) in enumerate(zip(guard_evidence, alarms[0], strict=True))
     )
 
 
@@ -105,17 +113,30 @@ def alarm_confidences(guard_evidence: Sequence[GuardEvidence], confidence: float
     return confidences
 
 
-def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: int, *, as_suite: bool) -> GuardVerdict:
+def _outcome(evidence: GuardEvidence, confidence: float, alarm: float, *, as_suite: bool) -> Outcome:
+    """Return the outcome of a guard by its interval alone, however its answers ended."""
+    guard, estimate, look = evidence.guard, evidence.interval(confidence), evidence.look(confidence)
+    drop, high, sure_low = (100 * value for value in (estimate.mean, estimate.high, evidence.interval(alarm).low))
+    if as_suite:
+        return decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
+    return decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=look.number == look.of)
+
+
+def _judge(
+    evidence: GuardEvidence,
+    confidence: float,
+    alarm: float,
+    questions: int,
+    outcomes: Sequence[Outcome],
+    *,
+    as_suite: bool,
+) -> GuardVerdict:
+    """Return the verdict of one guard. ``outcomes`` are those of the cases of its answers (see ``answer_cases``)."""
     guard, n = evidence.guard, len(evidence.differences)
     look, alarm_look = evidence.look(confidence), evidence.look(alarm)
     estimate = evidence.interval(confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
-    last_look = look.number == look.of
-    sure_low = 100 * evidence.interval(alarm).low
-    if as_suite:
-        outcome = decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
-    else:
-        outcome = decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=last_look)
+    outcome = common_outcome(outcomes)
     needed = chance_left = None
     if outcome == "inconclusive":
         chance_left = _chance_left(evidence, estimate, confidence, alarm, as_suite=as_suite)
@@ -155,12 +176,15 @@ def _judge(evidence: GuardEvidence, confidence: float, alarm: float, questions: 
         documents_asked=evidence.documents,
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
+        answers=summarize_answers(evidence, alarm_look.confidence),
+        cut_answers=compare_cases(evidence, outcomes),
         sample_start=evidence.sample_start,
     )
     verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
     findings = find_guard_problems(evidence, verdict)
     worst = max(findings, key=lambda finding: severity(finding.outcome), default=None)
-    if worst and severity(worst.outcome) > severity(outcome):
+    is_open = verdict.cut_answers is not None and verdict.cut_answers.decide  # A finding says more than the interval.
+    if worst and severity(worst.outcome) + is_open > severity(outcome):
         verdict = verdict.model_copy(update={"outcome": worst.outcome, "reason": worst.reason})
     return verdict.model_copy(update={"findings": findings})
 

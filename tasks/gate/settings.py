@@ -162,6 +162,18 @@ class GateRule(BaseModel):
     )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided confidence over all looks together.")
     extend: bool = Field(default=True, description="Evaluate more documents of a task while its guard is inconclusive.")
+    max_answer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest token budget of a generated answer. If the verdict depends on answers that were cut off, "
+        "they are generated again with twice the budget, up to this limit. Default: 8 times the budget of the task.",
+    )
+    max_length_ratio: float = Field(
+        default=2.0,
+        ge=1,
+        description="Largest ratio of the mean length of the merge's complete answers to that of the reference's. A "
+        "ratio shown to be larger fails. Default: 2.",
+    )
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block", description="Consequence if the documents do not suffice to decide."
     )

@@ -5,25 +5,28 @@ with ``rule: suite``, their mean (``tasks.gate.suite``). All must pass.
 
 The flow (``flows.attempt``) evaluates task after task up to the next interim look. If ``cannot_pass`` reports that a
 task has already ruled out publication, the flow skips the remaining tasks. After the look it calls ``gate``. It then
-evaluates the tasks in ``undecided_tasks`` up to the next look, until that list is empty.
+generates the cut-off answers of ``tasks_with_short_answers`` again and calls ``gate`` for the same look, until that
+list is empty. It then evaluates the tasks in ``undecided_tasks`` up to the next look, until that list is empty.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
+from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import FUTILE
-from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
@@ -113,6 +116,8 @@ class GatePlan:
         first_release: Whether there is no champion yet, so that guards against it are skipped. Default: false.
         parents: Parents that 'best parent' chooses from. Default: all models except the merge and releases.
         anchor_confidence: Confidence of comparisons with the anchor. Default: that of ``rule``.
+        copy_of: Parent with the weights of the merge. Default: none.
+        accepted_copies: Names of the parents that the merge may copy.
     """
 
     rule: GateRule
@@ -121,6 +126,8 @@ class GatePlan:
     first_release: bool = False
     parents: tuple[str, ...] | None = None
     anchor_confidence: float | None = None
+    copy_of: str = ""
+    accepted_copies: tuple[str, ...] = ()
 
     def content_key(self) -> object:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -138,6 +145,17 @@ class GatePlan:
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
 
 
+class GateInputs(NamedTuple):
+    """Arguments of the stage :func:`gate`, which a release records so that its verdict can be recomputed."""
+
+    guards: tuple[Guard, ...]
+    scores: Mapping[str, Sequence[Artifact[Scores]]]
+    likelihoods: Mapping[str, Artifact[Likelihoods]]
+    limits: DriftLimits | None
+    plan: GatePlan
+    waiting: tuple[str, ...] = ()
+
+
 @value_stage("gate", version=5)
 def gate(
     guards: tuple[Guard, ...],
@@ -152,7 +170,7 @@ def gate(
     Args:
         guards: Guards with pinned tasks (see ``pin_tasks``).
         scores: Scores by model, including the merge. A task may have several artifacts, which are judged together. May
-            be empty if the perplexity shows that the merge is broken.
+            be empty if the perplexity shows that the merge is broken, or if the merge copies a parent.
         likelihoods: Likelihoods by model, including the merge. May be empty if ``limits`` is None.
         limits: Limits of the perplexity drift. None: perplexity is not judged.
         plan: Rule of the gate, planned looks and name of the merge.
@@ -163,6 +181,9 @@ def gate(
         InvalidInput: The model, task or metric of a guard does not exist, or scores are not comparable.
     """
     rule, merged = plan.rule, plan.merged
+    if plan.copy_of and plan.copy_of not in plan.accepted_copies:
+        copies = tuple(find_copies(plan.copy_of, {}, plan.accepted_copies))
+        return gate_verdict((), None, rule.on_inconclusive, findings=copies)
     drift = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
     if drift is not None and drift.broken:
         return gate_verdict((), drift, rule.on_inconclusive)
@@ -194,7 +215,9 @@ def gate(
         )
         for guard in pending
     )
-    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings=())
+    answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
+    findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
+    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
 
 
 def cannot_pass(
@@ -241,6 +264,25 @@ def perplexity_drift(
     return judge_drift(models, merge, limits, confidence)
 
 
+def tasks_with_short_answers(verdict: GateVerdict) -> tuple[str, ...]:
+    """Return the tasks whose cut-off answers must be generated again, because the verdict depends on them.
+
+    The result is empty if a guard has failed, or if the limit of the profile is reached.
+    """
+    if verdict.outcome == "fail":
+        return ()
+    all_tasks = any(suite.cut_answers and suite.cut_answers.decide for suite in verdict.suites)
+    return tuple(
+        dict.fromkeys(
+            guard.task
+            for guard in verdict.guards
+            if guard.answers
+            and guard.answers.extensible
+            and (all_tasks or (guard.cut_answers and guard.cut_answers.decide))
+        )
+    )
+
+
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     """Return the tasks whose remaining documents may still decide an inconclusive verdict.
 
@@ -249,6 +291,10 @@ def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     """
     if verdict.outcome == "fail":
         return ()  # More documents cannot make this merge publishable.
+    limits = [(guard.cut_answers, guard.max_drop, guard.limit or guard.max_drop) for guard in verdict.guards]
+    limits += [(suite.cut_answers, suite.max_drop, suite.max_drop) for suite in verdict.suites]
+    if any(cut and cut.decide and cut.lowest_drop <= low and cut.highest_drop > high for cut, low, high in limits):
+        return ()  # More documents do not complete the answers that the verdict depends on.
     chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
     if any(chance is not None and chance < FUTILE for chance in chances):
         return ()  # The remaining documents of this run would not decide it.
@@ -274,7 +320,8 @@ def gate_verdict(
         parts += [(finding.outcome, finding.reason)] if (finding.outcome, finding.reason) not in parts else []
     parts += [(suite.outcome, suite.reason) for suite in suites]
     if drift is not None:
-        parts.insert(0, (drift.outcome, drift.reason))
+        further = [(found.outcome, found.reason) for found in drift.findings if found.reason != drift.reason]
+        parts = [(drift.outcome, drift.reason), *further, *parts]
     outcome = worst_verdict(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # Stable: drift first, then the order of the profile.
@@ -313,6 +360,27 @@ def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tu
     }
 
 
+def _answers_by_parent(
+    guards: Sequence[Guard], models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], plan: GatePlan
+) -> dict[str, list[tuple[DocumentScore, DocumentScore]]]:
+    """Return the scores of parent and merge for all documents, by parent, for the parents with scores on every task."""
+    settings = {guard.task: guard.metric for guard in guards}
+    answers = {}
+    for name in models:
+        if name in (plan.merged, *RELEASES) or not all((name, task) in scores_by_task for task in settings):
+            continue
+        pairs: list[tuple[DocumentScore, DocumentScore]] = []
+        for task, setting in settings.items():
+            metrics = scores_by_task[plan.merged, task].metrics(setting)
+            of_parent, of_merge = (
+                {(row.task, row.doc_id): row for row in metrics.select(scores_by_task[model, task].rows)}
+                for model in (name, plan.merged)
+            )
+            pairs += [(of_parent[key], row) for key, row in of_merge.items() if key in of_parent]
+        answers[name] = pairs
+    return answers
+
+
 def _measure(
     guard: Guard, models: Iterable[str], scores_by_task: Mapping[tuple[str, str], TaskScores], plan: GatePlan
 ) -> GuardEvidence:
@@ -340,9 +408,17 @@ def _measure(
         name: pair_documents(reference.judge(metrics), merge_scores, metrics.label, location)
         for name, reference in references.items()
     }
-    # The parent with the best mean; ties go to the first.
+    # The parent with the best mean; ties go to the first. Its cut-off answers count as right, because a parent must not
+    # be overlooked for its short budget.
     sign = 1.0 if metrics.higher_is_better else -1.0
-    best = max(paired, key=lambda name: sign * sum(paired[name].reference) / len(paired[name].reference))
+    right = guard.score_range[metrics.higher_is_better]
+
+    def best_mean(name: str) -> float:
+        rows = [reference for reference, _ in paired[name].rows]
+        scores = [right if row.is_open(plan.rule.max_answer_tokens) else row.outcome for row in rows]
+        return sign * math.fsum(scores) / len(scores)
+
+    best = max(paired, key=best_mean)
     if (scored := len(paired[best].documents)) != merge.requested_documents:
         raise InvalidInput(
             f"task {guard.task}",
@@ -363,5 +439,7 @@ def _measure(
         evidence,
         leaf_metrics=dict(metrics.by_leaf_if_different),
         data=merge.data,
+        answer_limit=plan.rule.max_answer_tokens,
+        max_length_ratio=plan.rule.max_length_ratio,
         sample_start=merge.sample_start,
     )

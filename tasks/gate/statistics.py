@@ -32,14 +32,6 @@ class Difference(NamedTuple):
     variance: float  # Variance of the difference of one document.
 
 
-class Ratio(NamedTuple):
-    """Ratio with its interval."""
-
-    ratio: float
-    low: float
-    high: float
-
-
 def normal_quantile(confidence: float) -> float:
     """Return the one-sided normal quantile: 1.645 at 0.95."""
     return NormalDist().inv_cdf(confidence)
@@ -151,26 +143,6 @@ def selection_bias(scores: Sequence[Sequence[float]]) -> float:
     return expected_maximum * math.sqrt(max(0.0, own - shared) / n)
 
 
-def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confidence: float) -> Ratio:
-    """Return the ratio of two perplexities on the same documents, with an interval by the delta method.
-
-    The ratio is ``exp(sum(differences) / sum(weights))``. The tokens of one document are not independent, so the error
-    is that of a ratio estimator over documents.
-
-    Args:
-        differences: Log-likelihood of each document under the reference minus that under the merge, in nats. At least
-            2.
-        weights: Number of tokens (or bytes) of each document.
-        confidence: One-sided confidence of each bound, in (0, 1).
-    """
-    d, w = np.asarray(differences, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    n, total = len(d), float(w.sum())
-    delta = float(d.sum()) / total
-    stderr = math.sqrt(n / (n - 1) * float(((d - delta * w) ** 2).sum())) / total
-    half = student_quantile(confidence, n - 1) * stderr
-    return Ratio(_exp(delta), _exp(delta - half), _exp(delta + half))
-
-
 def documents_needed(variance: float, distance: float, confidence: float, power: float = POWER) -> int:
     """Return the number of paired documents with which a difference of ``distance`` is shown to be nonzero.
 
@@ -187,7 +159,3 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
         variance
     )
     return math.ceil((spread / distance) ** 2)
-
-
-def _exp(x: float) -> float:
-    return math.exp(max(-700.0, min(700.0, x)))  # Far beyond any limit, but still a number that JSON can represent.

@@ -29,9 +29,10 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate.evidence import GuardEvidence, Points
+from mergegate.tasks.gate.cut_answers import answer_cases, count_extensible, describe_remedy
+from mergegate.tasks.gate.evidence import CutAnswers, GuardEvidence, Points
 from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sentences import JudgedDrop
+from mergegate.tasks.gate.sentences import UNSAFE, JudgedDrop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
@@ -69,6 +70,7 @@ class SuiteVerdict(BaseModel):
     chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
     look: InterimLook | None = None
     pooled: tuple[PooledDrop, ...] = ()
+    cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
 
     @property
     def word(self) -> str:
@@ -87,7 +89,7 @@ class TaskDrop(NamedTuple):
 
 
 def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> SuiteVerdict:
-    """Return the verdict on the mean drop over all tasks.
+    """Return the verdict on the mean drop over all tasks. It is inconclusive if it depends on cut-off answers.
 
     Args:
         guard_evidence: Evidence on the guards, at least one. Several guards of one task count as that task's mean.
@@ -96,6 +98,25 @@ def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> S
     Raises:
         InvalidInput: Some tasks were evaluated up to a different planned look than others.
     """
+    measured, *extremes = (_judge_measured(case, confidence) for case in answer_cases(guard_evidence))
+    if not extremes:
+        return measured
+    outcomes = [case.outcome for case in (measured, *extremes)]
+    cut = CutAnswers(lowest_drop=extremes[0].drop, highest_drop=extremes[1].drop, decide=len(set(outcomes)) > 1)
+    update: dict[str, object] = {"cut_answers": cut}
+    if len(set(outcomes)) > 1:
+        limits = {evidence.answer_limit for evidence in guard_evidence}
+        reason = (
+            f"{UNSAFE}: the mean of {measured.tasks} tasks depends on answers that were cut off. {cut.describe()}; the "
+            f"mean margin is {measured.margin:.4g}. "
+            f"{describe_remedy(count_extensible(guard_evidence), limits.pop())}"
+        )
+        update |= {"outcome": "inconclusive", "reason": reason}
+    return measured.model_copy(update=update)
+
+
+def _judge_measured(guard_evidence: Sequence[GuardEvidence], confidence: float) -> SuiteVerdict:
+    """Return the verdict of ``judge_suite`` with all answers counted as measured."""
     # The tasks of a suite reach each look together. A task without further documents stays as it is.
     documents = {evidence.guard.task: evidence.documents for evidence in guard_evidence}
     planned = _steps({evidence.guard.task: evidence.schedule for evidence in guard_evidence})

@@ -11,28 +11,44 @@ The judge is off by default. For practice and limits of LLM judges see Zheng et 
 sees every pair in both orders because of the position bias (Shi et al. 2024, arXiv 2406.07791).
 """
 
-from mergegate.tasks.judge.comparison import ORDERS, SCORES, JudgeVerdict, Judgment, Order, settle
-from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts
+from mergegate.tasks.judge.comparison import (
+    ORDERS,
+    SCORES,
+    JudgeVerdict,
+    Judgment,
+    JudgmentKey,
+    Order,
+    controls_found,
+    settle,
+)
+from mergegate.tasks.judge.controls import ControlResult, control_count
+from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts, read_prompts
 from mergegate.tasks.judge.questions import RecordedAnswerPair, judge_recorded_pairs
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
-from mergegate.tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
+from mergegate.tasks.judge.settings import ControlSettings, JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
 from mergegate.tasks.judge.stage import judge_models
 
 __all__ = [
     "INSTRUCTIONS",
     "ORDERS",
     "SCORES",
+    "ControlResult",
+    "ControlSettings",
     "JudgePrompts",
     "JudgeRule",
     "JudgeServer",
     "JudgeSettings",
     "JudgeVerdict",
     "Judgment",
+    "JudgmentKey",
     "JudgmentSettings",
     "Order",
     "RecordedAnswerPair",
+    "control_count",
+    "controls_found",
     "judge_models",
     "judge_recorded_pairs",
     "pin_prompts",
+    "read_prompts",
     "settle",
 ]

@@ -4,7 +4,8 @@ The judge sees every pair of answers in both orders. A win counts only if the ju
 other pairs are ties. A prompt scores 1, 1/2 or 0 (the mean of its turns). Prompts are the independent units, with the
 interval for graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``),
 applied to the points by which the win rate falls short of even. The verdict is inconclusive if the judge contradicts
-itself too often.
+itself too often, or misses the control pairs (``tasks.judge.controls``). Limits on the length of the answers and on the
+share that the token limit cuts off hold whatever the judge prefers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,23 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate import Difference, OnInconclusive, decide_guard, graded_difference, graded_documents_needed
+from mergegate.tasks.judge.controls import ControlResult, control_result
 from mergegate.tasks.judge.settings import JudgeRule
-from mergegate.tasks.stage import Outcome, Section, Verdict
+from mergegate.tasks.stage import Outcome, Section, Verdict, severity
 
 Order = Literal["reference first", "merge first"]
 Winner = Literal["reference", "merge", "tie"]
 ORDERS: tuple[Order, ...] = ("reference first", "merge first")
 SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
+
+
+class JudgmentKey(NamedTuple):
+    """Identity of a judgment in a run."""
+
+    prompt: str  # ID of the prompt.
+    turn: int
+    order: Order
+    control: str = ""
 
 
 class Judgment(BaseModel):
@@ -40,11 +51,13 @@ class Judgment(BaseModel):
     reasoning: str
     reply: str  # Reply in the judge's own words.
     judge: str  # Name of the judge, as reported by the server.
+    # Author and damage of a control pair, in which the reference is intact and the merge is damaged. Empty for others.
+    control: str = ""
 
     @property
-    def key(self) -> tuple[str, int, Order]:
-        """Prompt, turn and order, which identify a judgment in a run."""
-        return self.prompt, self.turn, self.order
+    def key(self) -> JudgmentKey:
+        """Identity of this judgment in a run."""
+        return JudgmentKey(self.prompt, self.turn, self.order, self.control)
 
 
 class Pair(NamedTuple):
@@ -90,6 +103,7 @@ class JudgeVerdict(BaseModel):
     first_position: float | None  # Share of decided judgments in favor of the first answer; 0.5 means no bias.
     unreadable: int  # Replies that do not state a verdict.
     length_ratio: float | None  # Characters of the merge's answers divided by the reference's.
+    answers: int  # Answers of each model, one per turn.
     reference_cut_off: int  # Answers that ended at the token limit.
     merge_cut_off: int
     dimensions: tuple[DimensionRate, ...]
@@ -97,6 +111,7 @@ class JudgeVerdict(BaseModel):
     on_inconclusive: OnInconclusive
     reason: str  # Sentence with win rate, interval and limit.
     prompts_needed: int | None = None  # Prompts that would decide, if the rate is as observed.
+    controls: ControlResult | None = None  # None if no pair was judged.
 
     @property
     def publishable(self) -> bool:
@@ -120,7 +135,13 @@ class AnswerStatistics(NamedTuple):
 
     name: str
     characters: int
+    answers: int
     cut_off: int
+
+    @property
+    def cut_off_percent(self) -> float:
+        """Share of the answers that the token limit cut off, in percent."""
+        return 100 * self.cut_off / self.answers if self.answers else 0.0
 
 
 def settle(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
@@ -130,12 +151,22 @@ def settle(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] =
     """
     by_pair: dict[tuple[str, int], list[Judgment]] = defaultdict(list)
     for judgment in judgments:
-        by_pair[judgment.prompt, judgment.turn].append(judgment)
+        if not judgment.control:
+            by_pair[judgment.prompt, judgment.turn].append(judgment)
     settled = [
         Pair(prompt, turn, _winner([j.winner for j in both]), _is_consistent([j.winner for j in both]))
         for (prompt, turn), both in by_pair.items()
     ]
     return (*settled, *(Pair(prompt, turn, "tie", None) for prompt, turn in identical))
+
+
+def controls_found(judgments: Iterable[Judgment]) -> tuple[bool, ...]:
+    """Return for each control that was judged in both orders whether the judge preferred the intact answer in both."""
+    winners: dict[tuple[str, int, str], list[Winner | None]] = defaultdict(list)
+    for judgment in judgments:
+        if judgment.control:
+            winners[judgment.prompt, judgment.turn, judgment.control].append(judgment.winner)
+    return tuple(_winner(both) == "reference" for both in winners.values() if len(both) == len(ORDERS))
 
 
 def answers_verdict(
@@ -146,11 +177,15 @@ def answers_verdict(
     identical: Sequence[tuple[str, int]],
     rule: JudgeRule,
 ) -> JudgeVerdict:
-    """Return the verdict on all judgments of one merge against one reference. For ``identical``, see ``settle``.
+    """Return the verdict on all judgments of one merge against one reference, including those of control pairs.
+
+    For ``identical``, see ``settle``.
 
     Raises:
         InvalidInput: If there are too few prompts for a decision.
     """
+    controls = control_result(controls_found(judgments), rule.confidence, rule.min_controls_found)
+    judgments = [judgment for judgment in judgments if not judgment.control]
     pairs = settle(judgments, identical)
     shortfall = _shortfall(pairs, rule.confidence)
     judged = [pair for pair in pairs if pair.consistent is not None]
@@ -170,6 +205,14 @@ def answers_verdict(
             f"judge: makes the same choice in both orders for {100 * consistency:.0f} % of the pairs, "
             f"{100 * rule.min_consistency:.0f} % are required; {reason.removeprefix('judge: ')}, is not a verdict"
         )
+    elif judged and not controls.passed:
+        outcome, needed = "inconclusive", None
+        reason = f"judge: {controls.describe()}; {reason.removeprefix('judge: ')}, is not a verdict"
+    length_ratio = merge.characters / reference.characters if reference.characters else None
+    if problem := _answer_problem(reference, merge, length_ratio, rule):
+        found_outcome, sentence = problem
+        if severity(found_outcome) > severity(outcome):
+            outcome, reason, needed = found_outcome, sentence, None
     decided = [j for j in judgments if j.winner in ("reference", "merge")]
     first = [j for j in decided if (j.winner == "reference") == (j.order == "reference first")]
     # Win rates by dimension, over pairs, by the same rule as the verdict: a win in both orders.
@@ -201,7 +244,8 @@ def answers_verdict(
         min_consistency=rule.min_consistency,
         first_position=len(first) / len(decided) if decided else None,
         unreadable=sum(judgment.winner is None for judgment in judgments),
-        length_ratio=merge.characters / reference.characters if reference.characters else None,
+        length_ratio=length_ratio,
+        answers=merge.answers,
         reference_cut_off=reference.cut_off,
         merge_cut_off=merge.cut_off,
         dimensions=tuple(rates),
@@ -209,6 +253,27 @@ def answers_verdict(
         on_inconclusive=rule.on_inconclusive,
         reason=reason,
         prompts_needed=needed,
+        controls=controls if judged else None,
+    )
+
+
+def _answer_problem(
+    reference: AnswerStatistics, merge: AnswerStatistics, length_ratio: float | None, rule: JudgeRule
+) -> tuple[Outcome, str] | None:
+    """Return why lengths and ends of the answers rule out a pass, whatever the judge prefers, or None."""
+    if rule.max_length_ratio is not None and length_ratio is not None and length_ratio > rule.max_length_ratio:
+        return "fail", (
+            f"judge: the merge's answers are {length_ratio:.1f} times as long as those of {reference.name}; "
+            f"max_length_ratio is {rule.max_length_ratio:g}"
+        )
+    excess = merge.cut_off_percent - reference.cut_off_percent
+    most = max(merge.cut_off_percent, reference.cut_off_percent)
+    if most <= rule.max_cut_off:
+        return None
+    return "fail" if excess > rule.max_cut_off else "inconclusive", (
+        f"judge: the token limit cuts off {merge.cut_off_percent:.1f} % of the merge's answers and "
+        f"{reference.cut_off_percent:.1f} % of those of {reference.name}; max_cut_off is {rule.max_cut_off:g} %. "
+        "Raise max_new_tokens to compare complete answers"
     )
 
 

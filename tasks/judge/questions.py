@@ -6,13 +6,15 @@ evaluation compares recorded answers. Both answers belong to the same conversati
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from itertools import islice
 from typing import NamedTuple
 
-from mergegate.tasks.judge.comparison import ORDERS, Judgment, Order, Winner
+from mergegate.tasks.judge.comparison import ORDERS, Judgment, JudgmentKey, Order, Winner
+from mergegate.tasks.judge.controls import DAMAGES, Damage, damaged_copy
 from mergegate.tasks.judge.prompts import Prompt
 from mergegate.tasks.judge.rubric import INSTRUCTIONS, Choice, JudgedTurn, messages, parse_reply, response_format
 from mergegate.tasks.judge.server import ChatServer
@@ -24,23 +26,42 @@ class JudgeQuestion(NamedTuple):
 
     order: Order
     exchange: JudgedTurn
+    control: str = ""  # name of the control; empty for a pair of both models' answers
 
     @property
-    def key(self) -> tuple[str, int, Order]:
-        return self.exchange.prompt.id, self.exchange.turn, self.order
+    def key(self) -> JudgmentKey:
+        return JudgmentKey(self.exchange.prompt.id, self.exchange.turn, self.order, self.control)
 
 
-def both_orders(prompt: Prompt, turn: int, reference: Sequence[str], merge: Sequence[str]) -> tuple[JudgeQuestion, ...]:
+def both_orders(
+    prompt: Prompt, turn: int, reference: Sequence[str], merge: Sequence[str], control: str = ""
+) -> tuple[JudgeQuestion, ...]:
     """Return the questions about one pair of answers, one for each order.
 
-    ``reference`` and ``merge`` are the answers of each model up to and including this turn.
+    ``reference`` and ``merge`` are the answers of each model up to and including this turn. In a ``control``, the
+    reference is intact and the merge is damaged.
     """
     return tuple(
         JudgeQuestion(
-            order, JudgedTurn(prompt, turn, *((reference, merge) if order == "reference first" else (merge, reference)))
+            order,
+            JudgedTurn(prompt, turn, *((reference, merge) if order == "reference first" else (merge, reference))),
+            control,
         )
         for order in ORDERS
     )
+
+
+def control_questions(
+    prompt: Prompt, turn: int, answers: Sequence[str], damage: Damage, author: str
+) -> tuple[JudgeQuestion, ...]:
+    """Return the questions that compare an answer with a damaged copy of it, or none if it cannot be damaged.
+
+    ``answers`` are those of one model up to and including this turn. ``author`` names this model.
+    """
+    damaged = damaged_copy(answers[turn], damage)
+    if damaged is None:
+        return ()
+    return both_orders(prompt, turn, answers, (*answers[:turn], damaged), f"{author}, {damage}")
 
 
 def ask_judge(
@@ -101,6 +122,7 @@ def _judge_question(
         reasoning=vote.reasoning if vote else "",
         reply=reply.text,
         judge=reply.model,
+        control=question.control,
     )
 
 
@@ -111,17 +133,41 @@ class RecordedAnswerPair(NamedTuple):
     question: str
     reference: str
     merge: str
+    cut_off: tuple[str, ...] = ()  # 'reference' and 'merge', if the token limit cut off their answer
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(self.id, (self.question,), (None,))
+
+    def questions(self) -> tuple[JudgeQuestion, ...]:
+        """Return the question in each order, or none if both answers are equal."""
+        if self.reference == self.merge:
+            return ()
+        return both_orders(self.prompt, 0, (self.reference,), (self.merge,))
+
+    def controls(self) -> tuple[JudgeQuestion, ...]:
+        """Return a control: a complete answer and a damaged copy of it, or none if no answer can be damaged.
+
+        A hash of the ID decides which answer is tried first, and with which damage.
+        """
+        texts = {"reference": self.reference, "merge": self.merge}
+        choices = [(author, damage) for author in texts for damage in DAMAGES if author not in self.cut_off]
+        choices.sort(key=lambda choice: hashlib.sha256(repr((self.id, *choice)).encode()).digest())
+        found = (control_questions(self.prompt, 0, (texts[author],), damage, author) for author, damage in choices)
+        return next(filter(None, found), ())
 
 
 def judge_recorded_pairs(
     pairs: Sequence[RecordedAnswerPair],
     judging: JudgmentSettings,
     server: JudgeServer,
-    judged_orders: Collection[tuple[str, Order]] = (),
+    judged_keys: Collection[JudgmentKey] = (),
+    controls: Collection[str] = (),
 ) -> Iterator[Judgment]:
     """Yield the judgment on each pair in each order as it arrives. Pairs of equal answers are skipped.
 
-    ``judged_orders`` holds ``(id, order)`` of earlier judgments, which are not requested again.
+    ``judged_keys`` holds the keys of earlier judgments, which are not requested again. ``controls`` holds the IDs of
+    the pairs whose control is judged, too.
 
     Raises:
         InvalidInput: If the server cannot be reached.
@@ -129,8 +175,7 @@ def judge_recorded_pairs(
     questions = [
         question
         for pair in pairs
-        if pair.reference != pair.merge
-        for question in both_orders(Prompt(pair.id, (pair.question,), (None,)), 0, (pair.reference,), (pair.merge,))
-        if (pair.id, question.order) not in judged_orders
+        for question in (*pair.questions(), *(pair.controls() if pair.id in controls else ()))
+        if question.key not in judged_keys
     ]
     return ask_judge(questions, judging, server, INSTRUCTIONS)

@@ -60,6 +60,20 @@ class JudgmentSettings(BaseModel):
         return dimensions
 
 
+class ControlSettings(BaseModel):
+    """Number of control pairs, see ``tasks.judge.controls``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    control_share: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Number of control pairs, relative to the judged pairs, and at least 24. A control pair is an "
+        "answer with a damaged copy of it, which a reliable judge finds. Default: 0.1.",
+    )
+
+
 class JudgeRule(BaseModel):
     """Rule for passing a win rate. Points are those of the win rate: 50 is even."""
 
@@ -86,6 +100,26 @@ class JudgeRule(BaseModel):
         le=1,
         description="Smallest share of pairs with the same choice in both orders; below it, the verdict is "
         "inconclusive. Default: 0.7.",
+    )
+    min_controls_found: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="Share of the control pairs that the judge must be shown to find; otherwise, the verdict is "
+        "inconclusive. Default: 0.25, the share that a judge finds by tossing coins.",
+    )
+    max_length_ratio: float | None = Field(
+        default=2.0,
+        gt=1,
+        description="Largest length of the merge's answers, relative to the reference's. Longer ones fail. null: no "
+        "limit. Default: 2.",
+    )
+    max_cut_off: float = Field(
+        default=5.0,
+        ge=0,
+        le=100,
+        description="Largest share of answers that the token limit may cut off, in percent. A merge that exceeds the "
+        "reference's share by more fails; otherwise, the verdict is inconclusive. Default: 5.",
     )
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block",
@@ -134,7 +168,7 @@ class JudgeServer(BaseModel):
         return plain_address(url)
 
 
-class JudgeSettings(Generation, JudgmentSettings, JudgeRule, JudgeServer):
+class JudgeSettings(Generation, JudgmentSettings, ControlSettings, JudgeRule, JudgeServer):
     """Prompts, models, judge and passing rule, in a profile under ``judge``."""
 
     prompts: LocalPath = Field(
@@ -156,6 +190,11 @@ class JudgeSettings(Generation, JudgmentSettings, JudgeRule, JudgeServer):
     def judging(self) -> JudgmentSettings:
         """Settings that determine judgments."""
         return _part(JudgmentSettings, self)
+
+    @property
+    def controls(self) -> ControlSettings:
+        """Settings that determine the control pairs."""
+        return _part(ControlSettings, self)
 
     @property
     def rule(self) -> JudgeRule:

@@ -6,20 +6,30 @@ that was interrupted (for example because the server became unavailable) resumes
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.judge.answers import AnswerSummary, answer, read_answers
-from mergegate.tasks.judge.comparison import AnswerStatistics, JudgeVerdict, Judgment, Order, answers_verdict, settle
-from mergegate.tasks.judge.prompts import JudgePrompts, Prompts, References, read_prompts
-from mergegate.tasks.judge.questions import JudgeQuestion, ask_judge, both_orders
+from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
+from mergegate.tasks.judge.comparison import (
+    ORDERS,
+    AnswerStatistics,
+    JudgeVerdict,
+    Judgment,
+    JudgmentKey,
+    answers_verdict,
+    settle,
+)
+from mergegate.tasks.judge.controls import DAMAGES, control_count
+from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
+from mergegate.tasks.judge.questions import JudgeQuestion, ask_judge, both_orders, control_questions
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
-from mergegate.tasks.judge.settings import JudgeServer, JudgeSettings, JudgmentSettings
+from mergegate.tasks.judge.settings import ControlSettings, JudgeServer, JudgeSettings, JudgmentSettings
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import Artifact
 
@@ -65,13 +75,24 @@ def judge_models(
     merge_answers = answer(merge, prompts.prompts, settings.generation, runtime)
     judging, server = settings.judging, settings.server
     judgments = judge(
-        reference_answers, merge_answers, prompts.prompts, prompts.references, judging, server, INSTRUCTIONS
+        reference_answers,
+        merge_answers,
+        prompts.prompts,
+        prompts.references,
+        judging,
+        server,
+        INSTRUCTIONS,
+        settings.controls,
     )
+
+    def statistics(name: str, value: AnswerSummary) -> AnswerStatistics:
+        return AnswerStatistics(name, value.characters, value.answers, value.cut_off)
+
     lines = (judgments.directory / FILE).read_text(encoding="utf-8").splitlines()
     verdict = answers_verdict(
         settings.model,
-        AnswerStatistics(reference.name, reference_answers.value.characters, reference_answers.value.cut_off),
-        AnswerStatistics(merge.name, merge_answers.value.characters, merge_answers.value.cut_off),
+        statistics(reference.name, reference_answers.value),
+        statistics(merge.name, merge_answers.value),
         [Judgment.model_validate_json(line) for line in lines],
         judgments.value.identical,
         settings.rule,
@@ -79,7 +100,7 @@ def judge_models(
     return JudgedAnswers(verdict, judgments)
 
 
-@stage("judge", version=1, resumable=True)
+@stage("judge", version=2, resumable=True)
 def judge(
     out: Path,
     reference: Artifact[AnswerSummary],
@@ -89,8 +110,9 @@ def judge(
     judging: JudgmentSettings,
     server: JudgeServer,
     instructions: str,
+    controls: ControlSettings,
 ) -> Judgments:
-    """Judge every pair of answers in both orders.
+    """Judge every pair of answers in both orders, mixed with control pairs.
 
     ``instructions`` is the text of the rubric, which is part of the cache key.
 
@@ -111,9 +133,15 @@ def judge(
                 identical.append((prompt.id, turn))
             else:
                 questions += both_orders(prompt, turn, first[: turn + 1], second[: turn + 1])
+    if questions:
+        count = control_count(len(questions) // len(ORDERS), controls.control_share)
+        sides = {"reference": reference_answers, "merge": merge_answers}
+        questions += _controls(prompt_list, sides, len(ORDERS) * count)
+    # In an order that is unrelated to the answers, so that a judge with a memory cannot tell controls apart.
+    questions.sort(key=lambda question: hashlib.sha256(repr(question.key).encode()).digest())
     _write(out / PAIRS, pairs)
     unfinished = out / _UNFINISHED
-    judgments: dict[tuple[str, int, Order], Judgment] = {}  # starts with the records of an interrupted run
+    judgments: dict[JudgmentKey, Judgment] = {}  # starts with the records of an interrupted run
     recorded = unfinished.read_text(encoding="utf-8", errors="replace") if unfinished.is_file() else ""
     for line in recorded.splitlines():
         try:
@@ -141,6 +169,27 @@ def judge(
         ties=sum(pair.winner == "tie" for pair in settled),
         losses=sum(pair.winner == "reference" for pair in settled),
     )
+
+
+def _controls(
+    prompts: Sequence[Prompt], answers: Mapping[str, Mapping[str, ConversationAnswers]], limit: int
+) -> list[JudgeQuestion]:
+    """Return at most ``limit`` questions about control pairs, from complete answers of both models in a fixed order."""
+    candidates = [
+        (prompt, turn, author, damage)
+        for prompt in prompts
+        for turn in range(len(prompt.turns))
+        for author in answers
+        for damage in DAMAGES
+        if not answers[author][prompt.id].cut_off[turn]
+    ]
+    candidates.sort(key=lambda item: hashlib.sha256(repr((item[0].id, *item[1:])).encode()).digest())
+    questions: list[JudgeQuestion] = []
+    for prompt, turn, author, damage in candidates:
+        if len(questions) >= limit:
+            break
+        questions += control_questions(prompt, turn, answers[author][prompt.id].answers, damage, author)
+    return questions
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

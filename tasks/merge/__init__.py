@@ -5,10 +5,11 @@
 * ``gates.py``: router rows of a mixture of experts, computed from prompts.
 * ``statistics.py``: statistics of a model on its calibration text. ``input_statistics.py`` and
   ``gradient_statistics.py`` compute them in the model process, with the windows and runs of ``calibration.py``.
-* ``distances.py``: distances between models.
+* ``distances.py``: distances between models, and copies of a parent.
 * ``optimizer.py``: the stage that stores the state of a server optimizer for the next merge.
 """
 
+from mergegate.tasks.merge.distances import find_copied_parent
 from mergegate.tasks.merge.optimizer import (
     OptimizerState,
     find_optimizer_state,
@@ -41,6 +42,7 @@ __all__ = [
     "StatisticsNeeds",
     "calibration_stage_name",
     "combine_parents",
+    "find_copied_parent",
     "find_optimizer_state",
     "find_prepared_recipe",
     "merge",

@@ -9,24 +9,30 @@ from mergegate.tasks.perplexity.measurement import (
     read_held_out,
 )
 from mergegate.tasks.perplexity.settings import DriftLimits, PerplexitySettings
+from mergegate.tasks.perplexity.stage import FILE as LIKELIHOODS_FILE
 from mergegate.tasks.perplexity.stage import (
     Likelihoods,
     perplexity,
     pin_documents,
     read_documents,
+    write_documents,
 )
 from mergegate.tasks.perplexity.text import (
     ChatMessage,
+    DistinctDocuments,
     HeldOutText,
     OwnDocument,
     TextSetting,
     pin_text,
+    read_distinct,
     read_documents_verbatim,
     read_texts,
 )
 
 __all__ = [
+    "LIKELIHOODS_FILE",
     "ChatMessage",
+    "DistinctDocuments",
     "DocumentLikelihood",
     "DriftLimits",
     "HeldOutText",
@@ -42,8 +48,10 @@ __all__ = [
     "perplexity",
     "pin_documents",
     "pin_text",
+    "read_distinct",
     "read_documents",
     "read_documents_verbatim",
     "read_held_out",
     "read_texts",
+    "write_documents",
 ]

@@ -36,7 +36,7 @@ from mergegate.tasks.perplexity.measurement import (
     read_batch,
 )
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
-from mergegate.tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.tasks.perplexity.text import HeldOutText, read_distinct
 from mergegate.tasks.stage import Runtime, advance, stage
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ENSEMBLE = "ensemble"
 
 
-@stage("ensemble", version=1, resumable=True)
+@stage("ensemble", version=2, resumable=True)
 def ensemble_likelihoods(
     out: Path, models: tuple[Model, ...], documents: HeldOutText, windows: WindowSettings, runtime: Runtime
 ) -> Likelihoods:
@@ -84,7 +84,7 @@ def _measure_together(
     import numpy as np
     import torch
 
-    texts = read_texts(documents, windows.documents)
+    texts, duplicates = read_distinct(documents, windows.documents)
     sums: list[torch.Tensor] = []  # log of the sum of probabilities over the models, by document: [tokens]
     first_reading, vocabulary, done = None, "", 0
     with open_journal(location, lambda record: isinstance(record, str)) as journal:
@@ -125,7 +125,7 @@ def _measure_together(
                     on_progress(done, len(models) * sum(reading.tokens))
     assert first_reading is not None, "there are models"
     rows = document_rows(texts, first_reading, [float((part - math.log(len(models))).sum()) for part in sums])
-    return TextMeasurement(rows, vocabulary, first_reading.length)
+    return TextMeasurement(rows, vocabulary, first_reading.length, duplicates)
 
 
 def ensemble_gain_share(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, tokenizer_digest
-from mergegate.tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.tasks.perplexity.text import HeldOutDocument, HeldOutText, read_distinct
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class WindowSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_length: int = Field(default=2048, ge=2)  # tokens per window
-    documents: int | None = Field(default=1000, ge=1)  # number of documents, from the first; None: all
+    documents: int | None = Field(default=1000, ge=1)  # number of distinct documents, from the first; None: all
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=16, ge=1)
 
@@ -46,6 +46,8 @@ class DocumentLikelihood(NamedTuple):
     loglik: float  # nats; NaN or infinite for a broken model
     tokens: int  # number of scored tokens
     bytes: int  # size of the text in UTF-8
+    hash: str = ""  # 16 hex digits of the text without differences in white space
+    stratum: str = ""  # language or source that the document names; empty if it names none
 
 
 class TextMeasurement(NamedTuple):
@@ -54,6 +56,7 @@ class TextMeasurement(NamedTuple):
     rows: list[DocumentLikelihood]
     vocabulary: str  # digest of the tokenizer
     window: int  # tokens
+    duplicates: int  # number of documents that were dropped because they repeat another one
 
 
 def measure(
@@ -72,7 +75,7 @@ def measure(
     Raises:
         InvalidInput: If the model cannot be loaded, or the documents are unreadable or missing.
     """
-    texts = read_texts(documents, windows.documents)
+    texts, duplicates = read_distinct(documents, windows.documents)
     with (
         load_model(model, dtype=windows.dtype, device=device) as loaded,
         open_journal(
@@ -93,7 +96,7 @@ def measure(
                 done += len(window.targets)
             on_progress(done, total)
         return TextMeasurement(
-            document_rows(texts, reading, logliks), tokenizer_digest(loaded.tokenizer), reading.length
+            document_rows(texts, reading, logliks), tokenizer_digest(loaded.tokenizer), reading.length, duplicates
         )
 
 
@@ -142,10 +145,10 @@ def read_held_out(
     Raises:
         InvalidInput: See ``measure``.
     """
-    texts = read_texts(documents, windows.documents)
+    texts, _ = read_distinct(documents, windows.documents)
     reading = divide_documents(loaded_model, model, texts, windows)
     rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
-    return TokenizedText(tuple(texts[row][0] for row in rows), windows.batch_size, rows, reading)
+    return TokenizedText(tuple(texts[row].doc_id for row in rows), windows.batch_size, rows, reading)
 
 
 class Reading(NamedTuple):
@@ -157,7 +160,7 @@ class Reading(NamedTuple):
 
 
 def divide_documents(
-    loaded_model: LoadedModel, model: Model, texts: Sequence[tuple[int, str]], windows: WindowSettings
+    loaded_model: LoadedModel, model: Model, texts: Sequence[HeldOutDocument], windows: WindowSettings
 ) -> Reading:
     """Divide documents into the windows in which ``model`` reads them.
 
@@ -167,8 +170,8 @@ def divide_documents(
     length = min(windows.max_length, loaded_model.context or windows.max_length)
     cut_windows: list[TextWindow] = []
     tokens = [0] * len(texts)
-    for row, (_, text) in enumerate(texts):
-        encoded = encode_text(loaded_model, model, text, with_specials=False)
+    for row, text in enumerate(texts):
+        encoded = encode_text(loaded_model, model, text.text, with_specials=False)
         sequence = encoded if loaded_model.prefix is None else [loaded_model.prefix, *encoded]
         for start in range(0, len(sequence) - 1, length):
             end = min(start + length, len(sequence) - 1)
@@ -214,12 +217,19 @@ def batches_of(loaded_model: LoadedModel, reading: Reading, batch_size: int) -> 
 
 
 def document_rows(
-    texts: Sequence[tuple[int, str]], reading: Reading, logliks: Sequence[float]
+    texts: Sequence[HeldOutDocument], reading: Reading, logliks: Sequence[float]
 ) -> list[DocumentLikelihood]:
     """Return a row for each document with scored tokens."""
     return [
-        DocumentLikelihood(doc_id, logliks[row], reading.tokens[row], len(text.encode()))
-        for row, (doc_id, text) in enumerate(texts)
+        DocumentLikelihood(
+            doc_id=document.doc_id,
+            loglik=logliks[row],
+            tokens=reading.tokens[row],
+            bytes=len(document.text.encode()),
+            hash=document.hash,
+            stratum=document.stratum,
+        )
+        for row, document in enumerate(texts)
         if reading.tokens[row]
     ]
 

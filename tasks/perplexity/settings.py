@@ -31,6 +31,7 @@ class DriftLimits(BaseModel):
 
     max_increase: Percentage = 0.05
     warn_increase: Percentage = 0.02
+    max_broken_documents: Percentage = 0.01
     reference: str | tuple[str, ...] = "fine-tunes"  # parents to compare with; the best one counts
 
     @model_validator(mode="after")
@@ -59,6 +60,17 @@ class PerplexitySettings(BaseModel):
         default=None,
         description="Increase above which a warning is given. Default: 2%, or max_increase if that is smaller.",
     )
+    max_broken_documents: Percentage = Field(
+        default=0.01,
+        description="Largest share of documents that may break, which means that each of their tokens loses more than "
+        "0.5 nats. Default: 1%.",
+    )
+    stratum: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Field of a jsonl line that names the stratum of a document. Each stratum of eight or more "
+        "documents has its own check. Default: the first of language, lang and source that the document has.",
+    )
     max_length: int = Field(default=2048, ge=2, description="Number of tokens in a window. Default: 2048.")
     reference: str | tuple[str, ...] = Field(
         default="fine-tunes",
@@ -66,7 +78,7 @@ class PerplexitySettings(BaseModel):
         "has a weight), all, or names. Default: fine-tunes.",
     )
     max_documents: int | None = Field(
-        default=1000, ge=1, description="Number of documents, from the first. null: all. Default: 1000."
+        default=1000, ge=1, description="Number of distinct documents, from the first. null: all. Default: 1000."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=16, ge=1)
@@ -91,4 +103,9 @@ class PerplexitySettings(BaseModel):
     def limits(self) -> DriftLimits:
         """Settings by which the likelihoods are judged."""
         warn = self.warn_increase if self.warn_increase is not None else min(0.02, self.max_increase)
-        return DriftLimits(max_increase=self.max_increase, warn_increase=warn, reference=self.reference)
+        return DriftLimits(
+            max_increase=self.max_increase,
+            warn_increase=warn,
+            max_broken_documents=self.max_broken_documents,
+            reference=self.reference,
+        )

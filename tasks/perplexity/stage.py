@@ -26,11 +26,11 @@ FILE = "documents.parquet"
 class Likelihoods(StageValue):
     """Likelihood of the held-out text under one model.
 
-    The artifact contains ``documents.parquet`` with the columns ``doc_id, loglik (nats), tokens, bytes``.
+    The artifact contains ``documents.parquet`` with one row per distinct document, a ``DocumentLikelihood``.
     """
 
     model: Annotated[str, NotInKey]
-    documents: int
+    documents: int  # number of distinct documents
     tokens: int
     bytes: int
     loglik: float | None  # nats, summed over all documents; None if it is not finite for a document
@@ -38,6 +38,7 @@ class Likelihoods(StageValue):
     bits_per_byte: float | None
     vocabulary: str  # digest of the tokenizer; token perplexities are comparable only if it is equal
     window: int | None = None  # tokens per window: the setting, or the model's own limit if that is smaller
+    duplicates: int = 0  # number of documents that were dropped because they repeat another one
 
     def summary(self) -> str:
         return f"{self.perplexity:.3f}" if self.perplexity is not None else "not finite"
@@ -50,14 +51,15 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
         InvalidInput: If the file is missing, or a document does not match the settings.
     """
     path = (root / settings.documents).absolute()
-    return pin_text(path, settings.field, hashes, TextSetting(f"perplexity.documents: {settings.documents}"))
+    setting = TextSetting(f"perplexity.documents: {settings.documents}")
+    return pin_text(path, settings.field, hashes, setting, stratum=settings.stratum or "")
 
 
-@stage("perplexity", version=1, subject="model", resumable=True)
+@stage("perplexity", version=2, subject="model", resumable=True)
 def perplexity(
     out: Path, model: Model, documents: HeldOutText, windows: WindowSettings, runtime: Runtime
 ) -> Likelihoods:
-    """Measure the log-likelihood of every held-out document under ``model``, and write ``documents.parquet``.
+    """Measure the log-likelihood of every distinct held-out document under ``model``, and write ``documents.parquet``.
 
     An interrupted run resumes from its journal.
 
@@ -94,6 +96,7 @@ def total_likelihood(model: str, measurement: TextMeasurement) -> Likelihoods:
         bits_per_byte=None if total is None else -total / size / math.log(2),
         vocabulary=measurement.vocabulary,
         window=measurement.window,
+        duplicates=measurement.duplicates,
     )
 
 

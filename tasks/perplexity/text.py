@@ -27,6 +27,9 @@ from mergegate.tasks.store import NotInKey
 
 _MAX_CHECKED_LINES = 2000  # number of lines that are checked before anything is measured
 _FIELD_SETTING = "perplexity.field"
+# Fields of a jsonl line that name the stratum of a document if the profile names no field. The first one counts.
+STRATUM_FIELDS = ("language", "lang", "source")
+_STRATUM_CHARACTERS = 40  # longest name of a stratum
 
 
 class HeldOutText(BaseModel):
@@ -39,10 +42,12 @@ class HeldOutText(BaseModel):
     field: str = "text"  # field of a jsonl line; empty for plain text
     only: DocumentSet | None = None  # document set to use; None: all documents
     conversations: bool = False  # whether a document may be a list of messages
+    stratum: str = ""  # field of a jsonl line that names the document's stratum; empty: the first of STRATUM_FIELDS
 
     def content_key(self) -> object:
         # Optional fields enter the key only if set, so that text measured before they existed keeps its key.
-        return self.model_dump(mode="json", include={"sha256", "field"} | ({"only"} if self.only else set()))
+        optional = ({"only"} if self.only else set()) | ({"stratum"} if self.stratum else set())
+        return self.model_dump(mode="json", include={"sha256", "field"} | optional)
 
 
 class ChatMessage(NamedTuple):
@@ -56,6 +61,45 @@ class ChatMessage(NamedTuple):
 OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 
 
+class HeldOutDocument(NamedTuple):
+    """One distinct document of held-out text."""
+
+    doc_id: int  # position in the file
+    text: str
+    hash: str  # 16 hex digits of the text without differences in white space
+    stratum: str  # language or source that the document names; empty if it names none
+
+
+class DistinctDocuments(NamedTuple):
+    """Held-out documents, each text once."""
+
+    documents: tuple[HeldOutDocument, ...]
+    duplicates: int  # number of dropped documents, which repeat an earlier one
+
+
+def read_distinct(documents: HeldOutText, limit: int | None) -> DistinctDocuments:
+    """Return the first ``limit`` documents whose text differs from all earlier ones, to measure each text once.
+
+    Texts that differ only in white space are equal. A repeated document adds no information, but it would count as an
+    independent one.
+
+    Raises:
+        InvalidInput: See :func:`read_texts`.
+    """
+    distinct: dict[str, HeldOutDocument] = {}
+    duplicates = 0
+    for doc_id, document in _entries(documents):
+        text = _text_in(document.content)
+        text_hash = hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:16]
+        if text_hash in distinct:
+            duplicates += 1
+        elif len(distinct) == limit:
+            break
+        else:
+            distinct[text_hash] = HeldOutDocument(doc_id, text, text_hash, document.stratum)
+    return DistinctDocuments(tuple(distinct.values()), duplicates)
+
+
 def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, str], ...]:
     """Return ``(doc_id, text)`` of the first ``limit`` documents that are not empty.
 
@@ -64,32 +108,42 @@ def read_texts(documents: HeldOutText, limit: int | None) -> tuple[tuple[int, st
     Raises:
         InvalidInput: If the file changed after it was pinned, a line is malformed, or there is no document.
     """
-    return tuple((position, _text_in(document)) for position, document in _selected(documents, limit))
+    return tuple((position, _text_in(document.content)) for position, document in islice(_entries(documents), limit))
 
 
 def read_documents_verbatim(documents: HeldOutText, limit: int | None) -> tuple[OwnDocument, ...]:
     """Return the same documents as :func:`read_texts`, in their original form: texts or conversations."""
-    return tuple(document for _, document in _selected(documents, limit))
+    return tuple(document.content for _, document in islice(_entries(documents), limit))
+
+
+class _Line(NamedTuple):
+    """One document of a file."""
+
+    content: OwnDocument
+    stratum: str = ""
 
 
 def _text_in(document: OwnDocument) -> str:
     return document if isinstance(document, str) else "\n".join(message.content for message in document)
 
 
-def _selected(documents: HeldOutText, limit: int | None) -> list[tuple[int, OwnDocument]]:
+def _entries(documents: HeldOutText) -> Iterator[tuple[int, _Line]]:
+    """Yield the documents that are not empty, with their positions in the file."""
     content = read_plain(documents.path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="a file that changed during the run", remedy="run again")
-    entries = ((at, entry) for at, entry in enumerate(_split(content, documents)) if _text_in(entry).strip())
+    entries = ((at, entry) for at, entry in enumerate(_split(content, documents)) if _text_in(entry.content).strip())
     if documents.only:
         all_entries = list(entries)
-        texts = [(at, _text_in(entry)) for at, entry in all_entries]
+        texts = [(at, _text_in(entry.content)) for at, entry in all_entries]
         selected = split_documents(texts, documents.only.division, "perplexity")[documents.only.name]
         entries = ((at, entry) for at, entry in all_entries if at in selected)
-    result = list(islice(entries, limit))
-    if not result:
+    at_least_one = False
+    for at, entry in entries:
+        at_least_one = True
+        yield at, entry
+    if not at_least_one:
         raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
-    return result
 
 
 @dataclass(frozen=True)
@@ -102,12 +156,13 @@ class TextSetting:
 
 
 def pin_text(
-    path: Path, field: str, hashes: HashMemo, setting: TextSetting, *, conversations: bool = False
+    path: Path, field: str, hashes: HashMemo, setting: TextSetting, *, conversations: bool = False, stratum: str = ""
 ) -> HeldOutText:
     """Hash a file of documents and check its lines.
 
     The file at ``path`` is jsonl with one document per line, in ``field``, or plain text with one per paragraph. If
-    ``conversations`` is true, a document may be a list of messages.
+    ``conversations`` is true, a document may be a list of messages. ``stratum`` is the field that names a document's
+    stratum. Default: the first of ``STRATUM_FIELDS`` that the document has.
 
     Raises:
         InvalidInput: If the file is missing or empty, or a document does not match the settings.
@@ -122,34 +177,44 @@ def pin_text(
             + setting.relative_to,
         ) from None
     field = field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
-    text = HeldOutText(path=path, sha256="", field=field, conversations=conversations)
+    text = HeldOutText(path=path, sha256="", field=field, conversations=conversations, stratum=stratum)
+    has_stratum = False
     with open_buffered(path) as file:
         for number, line in enumerate(islice(file, _MAX_CHECKED_LINES if field else 0), start=1):
             if line.strip():
-                _document_of_line(line, number, text, setting.field)
+                has_stratum |= bool(_document_of_line(line, number, text, setting.field).stratum)
     if not path.stat().st_size:
         raise InvalidInput(str(path), found="an empty file", expected="held-out documents")
+    if stratum and not has_stratum:
+        raise InvalidInput(
+            f"perplexity.stratum: {stratum}",
+            found=f"no document with a name in this field in {path.name}",
+            expected="a field of jsonl documents that names their language, source or another stratum",
+        )
     return text.model_copy(update={"sha256": hashes.sha256(path)})
 
 
-def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
+def _split(content: bytes, documents: HeldOutText) -> Iterator[_Line]:
     if documents.field:
         for number, line in enumerate(content.splitlines(), start=1):
-            yield _document_of_line(line, number, documents, _FIELD_SETTING) if line.strip() else ""
+            yield _document_of_line(line, number, documents, _FIELD_SETTING) if line.strip() else _Line("")
         return
     try:
-        yield from content.decode().replace("\r\n", "\n").split("\n\n")
+        yield from map(_Line, content.decode().replace("\r\n", "\n").split("\n\n"))
     except UnicodeDecodeError as error:
         raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
 
 
-def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> OwnDocument:
+def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str) -> _Line:
     """Return the document in a line of JSON, or raise InvalidInput if there is none."""
     field = text.field
     document = parse_line(line, text.path, number)
+    names = (document.get(name) for name in ((text.stratum,) if text.stratum else STRATUM_FIELDS) if name != field)
+    stratum = next((" ".join(name.split()) for name in names if isinstance(name, str) and name.strip()), "")
+    stratum = "".join(character for character in stratum if character.isprintable())[:_STRATUM_CHARACTERS]
     value: Any = document.get(field)
     if isinstance(value, str):
-        return value
+        return _Line(value, stratum)
     if text.conversations and isinstance(value, list):
         messages = []
         for item in value:
@@ -157,7 +222,7 @@ def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str)
                 case {"role": str(role), "content": str(content)}:
                     messages.append(ChatMessage(role, content))
         if len(messages) == len(value):
-            return tuple(messages)
+            return _Line(tuple(messages), stratum)
     kinds = "text or messages ({role, content})" if text.conversations else "text"
     raise InvalidInput(
         line_location(text.path, number),

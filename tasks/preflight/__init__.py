@@ -39,7 +39,7 @@ from mergegate.tasks.preflight.power_forecast import (
 )
 from mergegate.tasks.preflight.sample_text import SAMPLE
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
-from mergegate.tasks.preflight.settings import CodeSettings, TokenizerSettings
+from mergegate.tasks.preflight.settings import CodeSettings, CopySettings, TokenizerSettings
 
 __all__ = [
     "AROUND",
@@ -47,6 +47,7 @@ __all__ = [
     "STARTING",
     "CodeSettings",
     "Compatibility",
+    "CopySettings",
     "Evidence",
     "HeaderDigest",
     "JudgeQuestions",

@@ -25,6 +25,7 @@ from mergegate.tasks.evaluation import (
     SampleUse,
     Scoring,
     find_backend,
+    find_occurring,
     require_declared_mean,
     require_effect,
     require_examples,
@@ -43,7 +44,7 @@ from mergegate.tasks.gate import (
     sample_start,
     with_anchor,
 )
-from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
+from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts, read_prompts
 from mergegate.tasks.merge import pin_calibration_texts
 from mergegate.tasks.perplexity import (
     DriftLimits,
@@ -51,6 +52,7 @@ from mergegate.tasks.perplexity import (
     PerplexitySettings,
     WindowSettings,
     pin_documents,
+    read_distinct,
     read_texts,
 )
 from mergegate.tasks.store import digest
@@ -78,6 +80,7 @@ class Evidence(NamedTuple):
     resample: bool = True  # whether each new merge is judged on other documents (see ``with_next_samples``)
     # Reason why models are computed in another format than they are stored in; empty if they are not.
     computed: str = ""
+    accepted_copies: tuple[str, ...] = ()  # Names of the parents that the merge may copy.
 
 
 def check_references(
@@ -227,7 +230,7 @@ def overlap_findings(
     evidence: Evidence,
     documents_of: Callable[[EvalTask, CalibrationTexts], ContaminatedDocuments],
 ) -> Iterator[Finding]:
-    """Yield a blocking finding for each task, and for the held-out text, that overlaps with calibration texts.
+    """Yield a blocking finding for each task, held-out text and set of judge prompts that calibration texts contain.
 
     ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement.
 
@@ -245,10 +248,14 @@ def overlap_findings(
         )
 
     if evidence.documents and evidence.windows:
-        held_out = [text.strip() for _, text in read_texts(evidence.documents, evidence.windows.documents)]
-        calibration = {text.strip() for text in texts.texts}
-        if shared := [text for text in held_out if text in calibration]:
-            yield overlap("perplexity.documents", len(shared), len(held_out), shared[0])
+        distinct = read_distinct(evidence.documents, evidence.windows.documents).documents
+        held_out = [document.text for document in distinct]
+        if found := find_occurring([(text, "") for text in held_out], texts.texts):
+            yield overlap("perplexity.documents", len(found), len(held_out), held_out[found[0]].strip())
+    if evidence.answers:
+        prompts = [" ".join(prompt.turns) for prompt in read_prompts(*evidence.answers.prompts)]
+        if found := find_occurring([(prompt, "") for prompt in prompts], texts.texts):
+            yield overlap("judge.prompts", len(found), len(prompts), prompts[found[0]].strip())
     for task in evidence.tasks:
         contaminated = documents_of(task, texts)
         if contaminated.read:

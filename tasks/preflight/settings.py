@@ -1,4 +1,4 @@
-"""Define the profile settings that accept custom code and differences between tokenizers, by the names in findings.
+"""Define the profile settings that accept code, differences between tokenizers, and copies, by the names in findings.
 
 For example::
 
@@ -7,6 +7,7 @@ For example::
         accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]
         trusted: [acme/model@0123456789abcdef0123456789abcdef01234567]
       tokenizer: {accepted: [pre_tokenizer, chat_template]}
+      copies: {accepted: [base]}
 """
 
 from __future__ import annotations
@@ -40,4 +41,14 @@ class TokenizerSettings(BaseModel):
         default=(),
         description="Parts in which tokenizers may differ: merges, normalizer, pre_tokenizer, vocabulary, "
         "chat_template, ... (the findings name them).",
+    )
+
+
+class CopySettings(BaseModel):
+    """Parents that a merge may copy. A copy of any other parent, by its weights or all its answers, is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accepted: tuple[str, ...] = Field(
+        default=(), description="Names of parents. A merge may have the same weights or answers as one of them."
     )

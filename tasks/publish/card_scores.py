@@ -43,6 +43,7 @@ def quality_section(content: ReportContent) -> str:
                 f"{escape(drift.reference)}, the better parent. The limit is {wording.plain(drift.max_ratio)}. "
                 f"Verdict: {drift.outcome}."
             )
+            parts += ["\n".join(f"* {escape(note)}" for note in notes)] if (notes := wording.drift_notes(drift)) else []
     lines = []
     if content.judge is not None:
         lines.append(f"* Judge {escape(content.judge.model)}: {escape(content.judge.reason)}")

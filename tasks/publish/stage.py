@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
+from mergegate.tasks.gate import RecordedEvidence
 from mergegate.tasks.merge import MergeSummary, Numerics, OptimizerState, optimizer_state_paths
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import bill_of_materials
@@ -46,8 +47,9 @@ from mergegate.tasks.store import Artifact, StoredValue, merkle
 class ReleaseParts(NamedTuple):
     """Inputs of a release, independent of its target.
 
-    ``state`` is the optimizer state for the next merge, if there is any. The provenance names it, but it is not
-    published. ``names`` are the public names of local models and texts, as used in ``content``.
+    ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
+    next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
+    local models and texts, as used in ``content``.
     """
 
     content: ReportContent
@@ -56,6 +58,7 @@ class ReleaseParts(NamedTuple):
     license: StoredValue[LicenseVerdict]
     merge: Artifact[MergeSummary]
     report: Artifact[Report]
+    evidence: Artifact[RecordedEvidence]
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
 
@@ -153,6 +156,7 @@ def _release_files(target: PublishTarget, root: Path, parts: ReleaseParts) -> tu
         *stored_files(parts.merge),
         *license_files(parents, license),
         *(file for file in stored_files(parts.report) if file.name == "report.html"),
+        *stored_files(parts.evidence),
         *(written_file(name, text) for name, text in eval_results(content).items()),
         written_file(RECIPE, content.recipe),
     ]

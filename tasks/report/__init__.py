@@ -68,7 +68,7 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
-from mergegate.tasks.report.wording import cut_off_answers
+from mergegate.tasks.report.wording import cut_off_answers, regenerated_answers
 
 __all__ = [
     "ARM_COLUMNS",
@@ -127,6 +127,7 @@ __all__ = [
     "outcome_of_status",
     "read_history",
     "recipe_diff",
+    "regenerated_answers",
     "render",
     "render_ending",
     "render_history",

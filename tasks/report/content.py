@@ -86,6 +86,10 @@ class ReportedJudge(_Part):
     confidence: float  # one-sided, for each end of the interval
     consistency: float | None  # share of prompts with the same judgment in both orders; None if all answers were equal
     length_ratio: float | None  # length of the merge's answers over the reference's; None if the latter is zero
+    answers: int = 0  # number of answers of each model; 0 if unknown
+    reference_cut_off: int = 0  # answers that the token limit cut off
+    merge_cut_off: int = 0
+    controls: tuple[int, int] | None = None  # control pairs that the judge found, of all; None if no pair was judged
     max_shortfall: float  # largest allowed distance below 50 %, in points
     outcome: Outcome
     reason: str  # a sentence

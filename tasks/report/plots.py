@@ -6,9 +6,12 @@ shows the version that fits.
 
 from __future__ import annotations
 
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.rows import Line, draw_intervals
+
+_SHOWN_STRATA = 10  # strata in the plot of perplexity, worst first
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
@@ -77,11 +80,28 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
         fail_limit=drift.max_ratio,
         soft_limit=drift.warn_ratio,
     )
+    worst = sorted(drift.strata, key=lambda stratum: -stratum.low)[:_SHOWN_STRATA]
+    strata = [
+        Line(
+            label=stratum.name,
+            detail=format_count(stratum.documents, "document"),
+            numbers=wording.stratum_ratio(stratum),
+            outcome="fail" if stratum.failed else "pass",
+            word="fail" if stratum.failed else "no alarm",
+            estimate=stratum.ratio,
+            low=stratum.low,
+            high=stratum.high,
+            fail_limit=drift.max_ratio,
+            soft_limit=drift.warn_ratio,
+        )
+        for stratum in worst
+    ]
     label = (
         f"Perplexity of the merge over that of {drift.reference}: {line.numbers}; warning above "
         f"{wording.plain(drift.warn_ratio)}, limit {wording.plain(drift.max_ratio)}, {line.word}."
+        + "".join(f" {stratum.label}: {stratum.numbers}, {stratum.word}." for stratum in strata)
     )
-    return draw_intervals("drift", [line], 1.0, ("equal", "limit", "warning"), "ratio", label)
+    return draw_intervals("drift", [line, *strata], 1.0, ("equal", "limit", "warning"), "ratio", label)
 
 
 def judge_plot(content: ReportContent) -> tuple[str, ...]:

@@ -178,6 +178,11 @@ def final_table(content: ReportContent) -> ScoreTable:
             by_name = {model.name: value for model, value in zip(shown, values, strict=True)}
             cells = (label, *values, drift.reference, change, limit, limit, word)
             lines.append(Row(cells, drift.outcome, by_name.get(drift.reference, "")))
+            for stratum in drift.strata:
+                if stratum.failed:
+                    change = f"{wording.TIMES}{wording.stratum_ratio(stratum)}"
+                    cells = (f"{label}: {stratum.name}", *no_scores, drift.reference, change, limit, limit, "fail")
+                    lines.append(Row(cells, "fail"))
     note = ""
     if any(guard.limit is not None for guard in verdict.guards):
         note = "/task: per-task limit. The mean decides, but one lost task also fails the merge."

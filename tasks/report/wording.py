@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
+from mergegate.tasks.gate import BROKEN_LOSS, DriftVerdict, GateVerdict, GuardVerdict, StratumDrift, SuiteVerdict
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
 
@@ -90,6 +90,30 @@ def format_ratio(drift: DriftVerdict) -> str:
     if drift.low is None or drift.high is None:
         return number(drift.ratio, decimals)
     return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
+
+
+def stratum_ratio(stratum: StratumDrift) -> str:
+    """Return the perplexity ratio of one stratum as text: '1.003 [0.998, 1.008]'."""
+    if stratum.ratio >= 10_000:
+        return _scientific(stratum.ratio)
+    return f"{number(stratum.ratio, 3)} {interval(stratum.low, stratum.high, 3)}"
+
+
+def drift_notes(drift: DriftVerdict) -> tuple[str, ...]:
+    """Return one sentence each on findings beside the ratio, and on the ratio over all tokens."""
+    notes = [f"{finding.reason}." for finding in drift.findings if finding.reason != drift.reason]
+    if not drift.broken_documents and drift.ratio is not None:
+        notes.append(
+            f"No document loses more than {BROKEN_LOSS:g} nats per token. {drift.documents:,} documents exclude that "
+            f"more than {100 * drift.broken_high:.1f} % of such documents do (limit "
+            f"{plain(100 * drift.max_broken_documents)} %)."
+        )
+    if drift.total_ratio is not None:
+        notes.append(
+            f"Each document counts once. Over all {drift.unit}s of the text, where long documents count more, the "
+            f"ratio is {format_magnitude(drift.total_ratio)}; it does not decide."
+        )
+    return tuple(notes)
 
 
 def format_magnitude(value: float | None) -> str:
@@ -199,6 +223,34 @@ def sentence(content: ReportContent) -> str:
         value = number(drift.ratio, drift_decimals(drift))
         sentences.append(f"Perplexity is {value} times that of {drift.reference} (limit {plain(drift.max_ratio)}).")
     return " ".join(sentences)
+
+
+def regenerated_answers(content: ReportContent) -> tuple[str, ...]:
+    """Return a sentence for each task and model of which some answers were generated again with a larger budget."""
+    return tuple(
+        f"{task}: {text.replace(' generated', f' of {model.name} generated')}"
+        for model in content.models
+        if model.scores is not None
+        for task, ends in model.scores.ends.items()
+        if (text := ends.describe_regeneration())
+    )
+
+
+def answer_lengths(guard: GuardVerdict) -> tuple[str, ...]:
+    """Return one sentence per model about the generated answers of a guard. Empty if there are none."""
+    if guard.answers is None:
+        return ()
+    sentences = []
+    for name, answers in ((guard.reference, guard.answers.reference), ("the merge", guard.answers.merge)):
+        parts = [f"{number(answers.mean_tokens, 1)} tokens on average"] if answers.mean_tokens is not None else []
+        parts += [f"{number(100 * answers.cut_off / guard.n, 1)} % cut off"]
+        parts += [f"{number(100 * answers.endless / guard.n, 1)} % never end"] if answers.endless else []
+        if answers.regenerated:
+            parts += [f"{answers.regenerated:,} generated again with up to {answers.largest_budget:,} tokens"]
+        sentences.append(f"{guard.task}: answers of {name}: {', '.join(parts)}")
+    if guard.answers.length_ratio is not None:
+        sentences[-1] += f", {number(guard.answers.length_ratio, 2)} times as long as those of {guard.reference}"
+    return tuple(sentences)
 
 
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:

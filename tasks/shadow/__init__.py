@@ -38,7 +38,7 @@ from mergegate.tasks.shadow.routing import (
     write_routing,
 )
 from mergegate.tasks.shadow.settings import ShadowJudge, ShadowRule, ShadowServer, ShadowSettings, SwitchRule
-from mergegate.tasks.shadow.verdict import ShadowOutcome, ShadowVerdict, shadow_verdict
+from mergegate.tasks.shadow.verdict import JudgedTotals, ShadowOutcome, ShadowVerdict, shadow_verdict
 
 __all__ = [
     "ArmComparison",
@@ -48,6 +48,7 @@ __all__ = [
     "FollowedRouting",
     "JudgedPair",
     "JudgedPairs",
+    "JudgedTotals",
     "LatencyQuantiles",
     "LostPair",
     "RecordedAnswer",

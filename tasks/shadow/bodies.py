@@ -12,7 +12,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 CHAT, COMPLETION = "/chat/completions", "/completions"
 _MAX_UNPACKED_BYTES = 32 << 20  # bytes of a decompressed body
@@ -64,8 +64,15 @@ def question_in(path: str, body: bytes) -> str:
     return "\n\n".join([*([f"Tools: {tools}"] if tools else []), *(f"{speaker}: {text}" for speaker, text in turns)])
 
 
-def answer_in(path: str, body: bytes) -> str:
-    """Return the answer to a request that :func:`question_in` can read, as text.
+class AnswerText(NamedTuple):
+    """Text of an answer, and whether the token limit cut it off, as the server reports."""
+
+    text: str
+    cut_off: bool = False
+
+
+def answer_in(path: str, body: bytes) -> AnswerText:
+    """Return the answer to a request that :func:`question_in` can read.
 
     Raises:
         Unreadable: The answer is truncated, reports an error, or is not text.
@@ -86,8 +93,9 @@ def answer_in(path: str, body: bytes) -> str:
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise Unreadable("an answer without exactly one choice")
         message = choices[0].get("message") if is_chat else {"content": choices[0].get("text")}
-        return _message_text(message if isinstance(message, dict) else {})
-    return _stream_text(body, is_chat)
+        text = _message_text(message if isinstance(message, dict) else {})
+        return AnswerText(text, choices[0].get("finish_reason") == "length")
+    return _stream_answer(body, is_chat)
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
@@ -126,8 +134,8 @@ def _part_text(part: object) -> str:
     raise Unreadable("content that is not text")
 
 
-def _stream_text(body: bytes, is_chat: bool) -> str:
-    """Return the text of a stream of server-sent events (WHATWG HTML, 9.2.6), which must be complete.
+def _stream_answer(body: bytes, is_chat: bool) -> AnswerText:
+    """Return the answer in a stream of server-sent events (WHATWG HTML, 9.2.6), which must be complete.
 
     Lines end with CR, LF or both, and an empty line ends an event. An event without an empty line after it is
     incomplete and is skipped, unless it is the end marker ``[DONE]``.
@@ -139,7 +147,7 @@ def _stream_text(body: bytes, is_chat: bool) -> str:
 
     texts: list[str] = []
     calls: dict[int, dict[str, str]] = {}
-    ended = False
+    ended = cut_off = False
     for lines in events:
         fields = [line for line in lines.split("\n") if line.startswith("data:")]
         if not fields:
@@ -171,10 +179,11 @@ def _stream_text(body: bytes, is_chat: bool) -> str:
             for name in call:
                 call[name] += str(function.get(name) or "")
         ended = ended or choice.get("finish_reason") is not None
+        cut_off = cut_off or choice.get("finish_reason") == "length"
     if not ended:
         raise Unreadable("a truncated stream")
     tool_calls = [{"function": calls[index]} for index in sorted(calls)]
-    return _message_text({"content": "".join(texts), "tool_calls": tool_calls})
+    return AnswerText(_message_text({"content": "".join(texts), "tool_calls": tool_calls}), cut_off)
 
 
 def _parse_object(body: bytes, reason: str) -> dict[str, Any]:

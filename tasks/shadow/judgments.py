@@ -3,7 +3,7 @@
 The ledger is a journal (``merge_core.files``) with one judgment per line, and each line is verified together with all
 lines before it. After ``kill -9``, the next look continues where the last one stopped. A ledger belongs to one
 candidate and one judge: judgments of different judges cannot be combined as evidence. It contains no user text, only
-the winner in each order with the IDs of the request and the session.
+the winner in each order with the IDs of the request and the session, and the lengths of both answers.
 
 A separate file holds the newest pairs that the candidate lost, with the question, both answers and the judge's
 reasoning. It is for reviewers; no decision depends on it. It contains user text, so mergegate keeps only a few pairs
@@ -12,6 +12,7 @@ and deletes them no later than the records.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,12 +40,16 @@ from mergegate.tasks.judge import (
     SCORES,
     JudgeServer,
     Judgment,
+    JudgmentKey,
     JudgmentSettings,
     Order,
+    control_count,
+    controls_found,
     judge_recorded_pairs,
     settle,
 )
 from mergegate.tasks.shadow.pairs import SampledPair
+from mergegate.tasks.shadow.verdict import JudgedTotals
 from mergegate.tasks.store import digest
 
 _FORMAT = 1
@@ -63,6 +68,9 @@ class JudgedPair(NamedTuple):
     judged: float  # time of the judgment, as Unix time
     score: float  # 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2
     consistent: bool | None  # whether both orders agree; None for equal answers, which no judge sees
+    # Characters of the parent's and the candidate's answer, and whether the token limit cut them off. None: not stored.
+    lengths: tuple[int, int] | None = None
+    cut_off: tuple[bool, bool] = (False, False)
 
 
 class JudgedPairs:
@@ -77,6 +85,7 @@ class JudgedPairs:
         self._judgments: dict[str, dict[Order, Judgment]] = {}
         self.by_session: dict[str, str] = {}
         self._pairs: dict[str, JudgedPair] = {}
+        self._controls: dict[JudgmentKey, Judgment] = {}
         for record in journal.records:
             self._add(record)
 
@@ -97,6 +106,20 @@ class JudgedPairs:
         return sum(verdicts) / len(verdicts) if verdicts else None
 
     @property
+    def totals(self) -> JudgedTotals:
+        """Scores, controls, lengths and ends of all judged pairs. Older ledgers lack the lengths of some pairs."""
+        pairs = self._pairs.values()
+        lengths = [pair.lengths for pair in pairs if pair.lengths is not None]
+        share = 100 / max(1, len(lengths))
+        return JudgedTotals(
+            self.scores,
+            self.consistency,
+            controls_found(self._controls.values()),
+            (sum(parent for parent, _ in lengths), sum(candidate for _, candidate in lengths)),
+            (share * sum(pair.cut_off[0] for pair in pairs), share * sum(pair.cut_off[1] for pair in pairs)),
+        )
+
+    @property
     def half_judged(self) -> tuple[str, ...]:
         """IDs of the requests whose pairs have a judgment in only one order, because a look was interrupted."""
         return tuple(request_id for request_id in self._judgments if request_id not in self._pairs)
@@ -107,12 +130,14 @@ class JudgedPairs:
         judging: JudgmentSettings,
         server: JudgeServer,
         *,
+        control_share: float,
         now: Callable[[], float],
         on_judged: Callable[[SampledPair, JudgedPair, Sequence[Judgment]], None] = lambda pair, judged, judgments: None,
     ) -> None:
-        """Have each pair judged in both orders, and store each judgment immediately.
+        """Have each pair judged in both orders, mixed with control pairs, and store each judgment immediately.
 
-        ``now`` returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
+        ``control_share`` is the number of control pairs relative to all judged pairs (see ``control_count``). ``now``
+        returns the Unix time. ``on_judged`` is called with each completely judged pair and its judgments from
         this call.
 
         Raises:
@@ -122,13 +147,26 @@ class JudgedPairs:
         new_judgments: dict[str, list[Judgment]] = {}
         for pair in pairs:
             if pair.answers.reference == pair.answers.merge:
-                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now()})
+                self._append({"pair": pair.ledger_fields, "tie": True, "judged": now(), **_measured(pair)})
                 on_judged(pair, self._pairs[pair.answers.id], ())
-        finished = {(request_id, order) for request_id, orders in self._judgments.items() for order in orders}
-        for judgment in judge_recorded_pairs([pair.answers for pair in pairs], judging, server, finished):
+        finished = {judgment.key for orders in self._judgments.values() for judgment in orders.values()}
+        seen = {pair.id for pair in self._pairs.values() if pair.consistent is not None}
+        judged_after = len(seen.union(pair.answers.id for pair in pairs if pair.answers.questions()))
+        missing = control_count(judged_after, control_share) - len({key.prompt for key in self._controls})
+        # Controls that an interrupted look judged in one order come first, then the pairs with the smallest hash.
+        started = {key.prompt for key in self._controls}
+        ranked = sorted(by_id, key=lambda name: (name not in started, hashlib.sha256(name.encode()).digest()))
+        usable = [name for name in ranked if by_id[name].answers.questions() and by_id[name].answers.controls()]
+        controls = usable[: max(0, missing) + len(started.intersection(by_id))]
+        answers = [pair.answers for pair in pairs]
+        for judgment in judge_recorded_pairs(answers, judging, server, finished | self._controls.keys(), controls):
             pair = by_id[judgment.prompt]
-            winner = {"order": judgment.order, "winner": judgment.winner, "judge": judgment.judge}
-            self._append({"pair": pair.ledger_fields, "said": winner, "judged": now()})
+            vote = {"order": judgment.order, "winner": judgment.winner, "judge": judgment.judge}
+            if judgment.control:
+                control = {"pair": pair.ledger_fields, "control": judgment.control, "said": vote, "judged": now()}
+                self._append(control)
+                continue
+            self._append({"pair": pair.ledger_fields, "said": vote, "judged": now(), **_measured(pair)})
             new_judgments.setdefault(judgment.prompt, []).append(judgment)
             if judgment.prompt in self._pairs:
                 on_judged(pair, self._pairs[judgment.prompt], new_judgments[judgment.prompt])
@@ -139,23 +177,29 @@ class JudgedPairs:
 
     def _add(self, record: Mapping[str, Any]) -> None:
         id, session, at = record["pair"]
+        if vote := record.get("said"):
+            judgment = Judgment(
+                prompt=id, turn=0, order=vote["order"], winner=vote["winner"], dimensions={}, reasoning="", reply="",
+                judge=vote["judge"], control=record.get("control", ""),
+            )  # fmt: skip
+            if judgment.control:
+                self._controls[judgment.key] = judgment
+                return
         if id in self._pairs:
             return
         if id not in self._judgments:
             self.by_session[session] = id
+        lengths = tuple(record["lengths"]) if "lengths" in record else None
+        cut_off = tuple(record.get("cut_off", (False, False)))
         if record.get("tie"):
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None)
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None, lengths, cut_off)
             return
-        vote = record["said"]
         orders = self._judgments.setdefault(id, {})
-        orders[vote["order"]] = Judgment(
-            prompt=id, turn=0, order=vote["order"], winner=vote["winner"], dimensions={}, reasoning="", reply="",
-            judge=vote["judge"],
-        )  # fmt: skip
+        orders[judgment.order] = judgment
         if len(orders) == len(ORDERS):
             (pair,) = settle(orders.values())
-            score = SCORES[pair.winner]
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], score, bool(pair.consistent))
+            score, consistent = SCORES[pair.winner], bool(pair.consistent)
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], score, consistent, lengths, cut_off)
 
 
 @contextmanager
@@ -199,7 +243,10 @@ def _is_valid_record(record: Any) -> bool:
     try:
         id, session, at = record["pair"]
         valid = isinstance(id, str) and isinstance(session, str) and isinstance(at, float)
-        valid = valid and isinstance(record["judged"], float)
+        valid = valid and isinstance(record["judged"], float) and isinstance(record.get("control", ""), str)
+        if "lengths" in record:
+            lengths, cut_off = record["lengths"], record["cut_off"]
+            valid = valid and [type(each) for each in (*lengths, *cut_off)] == [int, int, bool, bool]
         if record.get("tie"):
             return valid
         vote = record["said"]
@@ -208,6 +255,11 @@ def _is_valid_record(record: Any) -> bool:
         )
     except (KeyError, TypeError, ValueError):
         return False
+
+
+def _measured(pair: SampledPair) -> dict[str, Any]:
+    """Return the numbers about a pair's answers that the ledger stores."""
+    return {"lengths": pair.lengths, "cut_off": pair.cut_off}
 
 
 class LostPair(BaseModel):

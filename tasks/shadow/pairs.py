@@ -37,6 +37,16 @@ class SampledPair(NamedTuple):
         """Request ID, session and time, which the ledger stores for a pair."""
         return self.answers.id, self.session, self.at
 
+    @property
+    def cut_off(self) -> tuple[bool, bool]:
+        """Whether the token limit cut off the parent's and the candidate's answer."""
+        return "reference" in self.answers.cut_off, "merge" in self.answers.cut_off
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Characters of the parent's and of the candidate's answer."""
+        return len(self.answers.reference), len(self.answers.merge)
+
 
 class Sample(NamedTuple):
     """Pairs for one interim look.
@@ -97,12 +107,14 @@ def sample_pairs(
             continue
         try:
             question = question_in(pair.path, pair.request)
-            texts = answer_in(pair.path, pair.parent.body), answer_in(pair.path, pair.candidate.body)
+            parent, candidate = (answer_in(pair.path, each.body) for each in (pair.parent, pair.candidate))
         except Unreadable as reason:
             left_out[str(reason)] += 1
             continue
         readable_count += 1
-        sampled = SampledPair(pair.session, pair.at, RecordedAnswerPair(pair.request_id, question, *texts))
+        cut_off = tuple(name for name, side in (("reference", parent), ("merge", candidate)) if side.cut_off)
+        answers = RecordedAnswerPair(pair.request_id, question, parent.text, candidate.text, cut_off)
+        sampled = SampledPair(pair.session, pair.at, answers)
         insort(pairs, sampled, key=lambda item: (item.answers.id not in half_judged, item.at, item.answers.id))
         del pairs[limit:]
     return Sample(tuple(pairs), readable_count - len(pairs), dict((+left_out).most_common()))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation import DocumentSplits, EvalTask, SetName, pin_data, pin_sound_tasks
-from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_texts
+from mergegate.tasks.perplexity import HeldOutText, WindowSettings, read_distinct
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.study import SearchedSet
 from mergegate.tasks.sweep.trial import TrialSet
@@ -58,7 +58,7 @@ def trial_sets(
         sets[name] = TrialSet(
             tasks=tuple(pin_data(task, time_limit) for task in evidence.select_tasks(name)),
             text=text,
-            text_documents=len(read_texts(text, windows.documents)) if text else 0,
+            text_documents=len(read_distinct(text, windows.documents).documents) if text else 0,
         )
     return sets
 

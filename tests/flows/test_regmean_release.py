@@ -134,7 +134,7 @@ def test_a_search_looks_at_the_texts_once(released: Released) -> None:
 
 
 def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Exactly the documents that a text contains are found in it, even if others share letters with it."""
+    """Exactly the documents that a text contains are found in it, in any case and with any punctuation."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     hashes, limit = HashMemo(tmp_path / "hashes.db"), CountLimit()
     task = pin_data(pin_task("tasks/reverse.yaml", PROFILES / "demo", hashes))
@@ -156,3 +156,4 @@ def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # 
     assert read(rows[0]["prompt"], rows[0]["answer"]) == 0  # The answer is in another text.
     assert read(rows[0]["answer"] + " " + rows[0]["prompt"]) == 0  # The answer comes before the prompt.
     assert read("rev: nothing>of this") == 0
+    assert read("REV  " + rows[5]["prompt"].removeprefix("rev:").upper() + " -- " + rows[5]["answer"].title()) == 1

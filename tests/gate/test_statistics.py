@@ -18,7 +18,6 @@ from mergegate.tasks.gate.statistics import (
     binary_bounds,
     binary_difference,
     documents_needed,
-    likelihood_ratio,
     score_statistic,
     selection_bias,
 )
@@ -109,46 +108,6 @@ def test_the_best_of_equals_looks_better_by_the_selection_bias(models: int) -> N
         stated.append(selection_bias(scores.tolist()))
     # Here, each model's expectation is the mean chance over documents, so the whole gain is selection bias.
     assert np.mean(stated) == pytest.approx(np.mean(gained), rel=0.05)
-
-
-def likelihoods(rng: np.random.Generator, documents: int, drift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return differences and token counts of documents on which the merge is ``drift`` nats per token worse.
-
-    The documents vary in length.
-    """
-    tokens = rng.integers(20, 400, documents)
-    return tokens * (drift + rng.normal(0, 0.02, documents)), tokens
-
-
-def test_the_ratio_of_perplexities_is_the_ratio_of_sums() -> None:
-    differences, tokens = likelihoods(np.random.default_rng(4), 200, 0.03)
-    parent = -2.0 * tokens
-    perplexities = [math.exp(-loglik.sum() / tokens.sum()) for loglik in (parent, parent - differences)]
-    found = likelihood_ratio(differences.tolist(), tokens.tolist(), 0.95)
-    assert found.ratio == pytest.approx(perplexities[1] / perplexities[0], rel=1e-12)
-
-
-def test_the_interval_of_the_ratio_matches_a_bootstrap() -> None:
-    rng = np.random.default_rng(5)
-    differences, tokens = likelihoods(rng, 300, 0.03)
-    draws = rng.integers(0, 300, (20_000, 300))
-    ratios = np.exp(differences[draws].sum(axis=1) / tokens[draws].sum(axis=1))
-    found = likelihood_ratio(differences.tolist(), tokens.tolist(), 0.95)
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(ratios, [0.05, 0.95])), abs=3e-4)
-
-
-def test_the_interval_of_the_ratio_covers_at_its_level() -> None:
-    rng = np.random.default_rng(6)
-    covered = []
-    for _ in range(10_000):
-        differences, tokens = likelihoods(rng, 60, 0.03)
-        found = likelihood_ratio(differences.tolist(), tokens.tolist(), 0.95)
-        covered.append(found.low <= math.exp(0.03) <= found.high)
-    assert 0.88 <= np.mean(covered) <= 0.925
-
-
-def test_an_enormous_ratio_is_finite() -> None:
-    assert math.isfinite(likelihood_ratio([1e6, 2e6], [1, 1], 0.95).high)
 
 
 @pytest.mark.parametrize(

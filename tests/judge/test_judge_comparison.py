@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from mergegate.tasks.judge.comparison import (
     answers_verdict,
     settle,
 )
+from mergegate.tasks.judge.controls import DAMAGES, MIN_CONTROLS, Damage, control_result, damaged_copy
 from mergegate.tasks.judge.settings import JudgeRule, JudgeSettings
 
 SAID: list[Winner | None] = ["reference", "merge", "tie", None]
@@ -47,9 +50,29 @@ def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0
     return [said(prompt, turn, "reference first", first), said(prompt, turn, "merge first", second)]
 
 
-def verdict(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
-    ours, theirs = AnswerStatistics("base", 1000, 1), AnswerStatistics("merge", 1500, 2)
-    return answers_verdict("j", ours, theirs, list(judgments), list(identical), JudgeRule.model_validate(rule))
+def controls(found: int, pairs: int = 20, winner: Winner | None = "tie") -> list[Judgment]:
+    """Return the judgments of ``pairs`` control pairs. The judge finds the first ones, the others get ``winner``."""
+    return [
+        judgment.model_copy(update={"control": "reference, shuffled"})
+        for number in range(pairs)
+        for judgment in both(f"c{number}", *(("reference",) * 2 if number < found else (winner,) * 2))
+    ]
+
+
+LEAST = JudgeRule().min_controls_found
+BASE, MERGE = AnswerStatistics("base", 1000, 100, 1), AnswerStatistics("merge", 1500, 100, 2)
+
+
+def verdict(
+    judgments: Iterable[Judgment],
+    identical: Iterable[tuple[str, int]] = (),
+    seen: list[Judgment] | None = None,
+    merge: AnswerStatistics = MERGE,
+    **rule: object,
+) -> JudgeVerdict:
+    """Return the verdict of a judge that finds all controls, unless ``seen`` has others."""
+    together = [*judgments, *(controls(20) if seen is None else seen)]
+    return answers_verdict("j", BASE, merge, together, list(identical), JudgeRule.model_validate(rule))
 
 
 def many(wins: int, ties: int, losses: int) -> list[Judgment]:
@@ -211,3 +234,87 @@ def test_contradictory_settings_are_refused(wrong: dict[str, object], words: str
     JudgeSettings.model_validate(right)
     with pytest.raises(ValidationError, match=words):
         JudgeSettings.model_validate(right | wrong)
+
+
+def test_a_judge_that_calls_everything_a_tie_approves_nothing() -> None:
+    found = verdict(many(0, 200, 0), seen=controls(0))
+    assert (found.win_rate, found.consistency, found.outcome) == (0.5, 1.0, "inconclusive")
+    assert "the judge found 0 of 20 control pairs (at least 0 %, more than 25 % is required)" in found.reason
+    assert not found.publishable
+
+
+def test_controls_do_not_count_in_any_rate() -> None:
+    judgments = many(10, 20, 15)
+    with_controls, without = verdict(judgments, seen=controls(20)), verdict(judgments, seen=[])
+    different = {"controls", "outcome", "reason", "prompts_needed"}
+    assert with_controls.model_dump(exclude=different) == without.model_dump(exclude=different)
+
+
+def test_without_controls_the_judge_does_not_decide() -> None:
+    assert verdict(many(150, 30, 20), seen=[]).outcome == "inconclusive"
+    assert verdict(many(20, 30, 150), seen=[]).outcome == "inconclusive"
+
+
+@given(st.integers(5, 300), st.data())
+def test_the_bound_of_the_controls_is_exact(pairs: int, data: st.DataObject) -> None:
+    found = data.draw(st.integers(0, pairs))
+    result = control_result([n < found for n in range(pairs)], 0.95, LEAST)
+    expected = stats.binomtest(found, pairs, alternative="greater").proportion_ci(0.95, method="exact").low
+    assert result.low == pytest.approx(expected)
+    assert result.passed == (expected > LEAST)
+
+
+def test_good_judges_pass_the_controls_and_blind_ones_do_not() -> None:
+    rng = np.random.default_rng(1)
+    # The share of pairs in which a judge prefers the intact answer in both orders.
+    for kind, share, low, high in (("good", 0.9, 0.99, 1.0), ("coin", 0.25, 0.0, 0.05), ("first", 0.0, 0.0, 0.05)):
+        passed = [control_result(rng.random(MIN_CONTROLS) < share, 0.95, LEAST).passed for _ in range(2000)]
+        assert low <= np.mean(passed) <= high, kind
+
+
+def test_the_documented_chances_to_pass_the_controls_are_exact() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "compare-with-a-judge.md"
+    rows = re.findall(r"^\| (\d+) %.* \| ([\d.]+) % \| ([\d.]+) % \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 6
+    for share, *chances in rows:
+        for pairs, chance in zip((MIN_CONTROLS, 50), chances, strict=True):
+            passing = [n for n in range(pairs + 1) if control_result([i < n for i in range(pairs)], 0.95, LEAST).passed]
+            assert float(chance) == round(100 * stats.binom.pmf(passing, pairs, int(share) / 100).sum(), 1)
+
+
+@pytest.mark.parametrize(
+    ("merge", "outcome", "reason"),
+    [
+        (AnswerStatistics("merge", 2001, 100, 0), "fail", "2.0 times as long as those of base; max_length_ratio is 2"),
+        (AnswerStatistics("merge", 1000, 100, 7), "fail", "cuts off 7.0 % of the merge's answers and 1.0 % of"),
+        (AnswerStatistics("merge", 1000, 100, 6), "inconclusive", "Raise max_new_tokens"),
+        (AnswerStatistics("merge", 2000, 100, 5), "pass", "win rate 50.0 %"),
+    ],
+)
+def test_long_and_cut_off_answers_do_not_pass(merge: AnswerStatistics, outcome: str, reason: str) -> None:
+    found = verdict(many(20, 260, 20), merge=merge)
+    assert found.outcome == outcome
+    assert reason in found.reason
+
+
+def test_the_limits_can_be_raised() -> None:
+    wordy = AnswerStatistics("merge", 40_000, 100, 75)
+    assert verdict(many(20, 260, 20), merge=wordy, max_length_ratio=None, max_cut_off=100).outcome == "pass"
+    assert verdict(many(20, 260, 20), merge=wordy).outcome == "fail"
+
+
+ANSWERS = st.text(min_size=1, max_size=400)
+
+
+@given(ANSWERS, st.sampled_from(DAMAGES))
+def test_a_damaged_copy_differs_loses_content_and_is_reproducible(answer: str, damage: Damage) -> None:
+    copy = damaged_copy(answer, damage)
+    assert copy == damaged_copy(answer, damage)
+    letters = "".join(answer.split())
+    if copy is None:
+        assert len(letters) < 8 or len(set(answer.split())) <= 1 or len(set(letters)) <= 2 or damage == "shuffled"
+    elif damage == "shuffled":
+        assert copy != answer
+        assert sorted("".join(copy.split())) == sorted(letters)
+    else:
+        assert 0 < len("".join(copy.split())) < len(letters)

@@ -102,7 +102,8 @@ def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tupl
     assert rates["correctness"] == pytest.approx(verdict.win_rate)
     assert rates["clarity"] == 0.5  # The judge prefers the first answer here, so no win survives the swap.
     assert verdict.length_ratio == pytest.approx(sum(len(m) for _, m in pairs) / sum(len(r) for r, _ in pairs))
-    assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical)
+    assert verdict.controls is not None
+    assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical + verdict.controls.pairs)
 
 
 def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
@@ -117,9 +118,11 @@ def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, 
     }
     assert all(row["references"] == [f"ref-{row['turns'][0]}"] for row in pairs)
     different = [row["id"] for row in pairs if row["reference"] != row["merge"]]
-    assert [(j["prompt"], j["order"]) for j in judgments] == [
+    assert sorted((j["prompt"], j["order"]) for j in judgments if not j["control"]) == sorted(
         (prompt, order) for prompt in different for order in ("reference first", "merge first")
-    ]
+    )
+    assert judged.verdict.controls is not None
+    assert sum(bool(j["control"]) for j in judgments) == 2 * judged.verdict.controls.pairs > 0
     assert {(j["judge"], j["reasoning"]) for j in judgments} == {("judge-1", "so")}
     assert all(json.loads(j["reply"])["verdict"] in "AB" for j in judgments)
     assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
@@ -185,7 +188,8 @@ def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models
         run(tmp_path, models, asked.url, concurrency=1)
     with serving(alphabetical) as again:
         resumed = run(tmp_path, models, again.url)
-    total = 2 * (PROMPTS - resumed.verdict.identical)
+    assert resumed.verdict.controls is not None
+    total = 2 * (PROMPTS - resumed.verdict.identical + resumed.verdict.controls.pairs)
     assert total > 12
     assert len(again.bodies) == total - 10
     assert len(lines(resumed, "judgements.jsonl")) == total
@@ -194,7 +198,8 @@ def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models
 def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(lambda body: completion("I would rather not say.")) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
-    assert verdict.unreadable == len(asked.bodies) > 0
+    assert verdict.controls is not None
+    assert verdict.unreadable == len(asked.bodies) - 2 * verdict.controls.pairs > 0
     assert (verdict.ties, verdict.consistency, verdict.outcome) == (PROMPTS, 0.0, "inconclusive")
 
 

@@ -22,7 +22,7 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.settings import PerplexitySettings
 from mergegate.tasks.perplexity.stage import Likelihoods, perplexity, pin_documents, read_documents
-from mergegate.tasks.perplexity.text import HeldOutText, read_texts
+from mergegate.tasks.perplexity.text import HeldOutText, read_distinct, read_texts
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)] + ["a", "ab " * 40]
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
@@ -247,3 +247,44 @@ def test_a_strict_limit_lowers_the_warning_with_it() -> None:
     assert limits.warn_increase == pytest.approx(0.01)
     with pytest.raises(ValidationError, match="must not exceed"):
         PerplexitySettings.model_validate({"documents": "t.jsonl", "max_increase": "1%", "warn_increase": "2%"})
+
+
+def test_a_repeated_document_is_measured_once_and_counted(tmp_path: Path) -> None:
+    lines = [{"text": text} for text in ("boilerplate text", "one", " boilerplate  text\n", "two", "boilerplate\ttext")]
+    documents = pin(write_jsonl(tmp_path / "t.jsonl", lines))
+    distinct = read_distinct(documents, None)
+    assert [(document.doc_id, document.text) for document in distinct.documents] == [
+        *((0, "boilerplate text"), (1, "one"), (3, "two"))
+    ]
+    assert distinct.duplicates == 2
+    # The limit counts distinct documents.
+    assert [document.doc_id for document in read_distinct(documents, 3).documents] == [0, 1, 3]
+    value, _ = measure(make_model(tmp_path / "model"), documents, tmp_path / "out")
+    assert (value.documents, value.duplicates) == (3, 2)
+    assert len({row.hash for row in read_documents(tmp_path / "out")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("stratum", "strata"), [(None, ["de", "wiki", "", "en"]), ("topic", ["law", "", "art and music", ""])]
+)
+def test_documents_keep_the_name_of_their_stratum(tmp_path: Path, stratum: str | None, strata: list[str]) -> None:
+    lines: list[dict[str, object]] = [
+        {"text": "eins", "language": "de", "source": "web", "topic": "law"},
+        {"text": "two", "source": "wiki", "language": 3},
+        {"text": "three", "lang": " ", "topic": "art\nand  music"},
+        {"text": "four", "lang": "en", "topic": None},
+    ]
+    documents = pin(write_jsonl(tmp_path / "t.jsonl", lines), stratum=stratum)
+    measure(make_model(tmp_path / "model"), documents, tmp_path / "out")
+    assert [row.stratum for row in read_documents(tmp_path / "out")] == strata
+
+
+def test_a_stratum_field_that_no_document_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"perplexity.stratum: topic"):
+        pin(write_jsonl(tmp_path / "t.jsonl", [{"text": "one", "topic": 3}]), stratum="topic")
+
+
+def test_the_stratum_field_is_part_of_the_key_only_if_it_is_set(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "one", "topic": "law"}])
+    assert set(dict(pin(path).content_key())) == {"sha256", "field"}  # type: ignore[call-overload]
+    assert pin(path).content_key() != pin(path, stratum="topic").content_key()

@@ -14,6 +14,7 @@ from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.gate.verdict_record import RecordedEvidence
 from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.case import LicensedParent
@@ -145,6 +146,7 @@ def stored(stage: str, directory: Path, value: Any, **contents: bytes) -> Artifa
     directory.mkdir(parents=True, exist_ok=True)
     names = {name.replace("__", "."): data for name, data in contents.items()}
     for name, data in names.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes(data)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in names.items()}
     return Artifact(stage, sha(f"key of {stage}"), digest(sums), value, directory, sums)
@@ -160,6 +162,7 @@ class Publishable:
     license: Artifact[LicenseVerdict]
     merged: Artifact[MergeSummary]
     report: Artifact[Report]
+    evidence: Artifact[RecordedEvidence]
 
     def publish(self, target: PublishTarget, root: Path, expected_head: str | None = None) -> Release:
         """Run the publish step as the flow does."""
@@ -167,7 +170,8 @@ class Publishable:
 
     @property
     def parts(self) -> ReleaseParts:
-        return ReleaseParts(self.content, self.pinned, self.numerics, self.license, self.merged, self.report)
+        inputs = (self.content, self.pinned, self.numerics, self.license)
+        return ReleaseParts(*inputs, self.merged, self.report, self.evidence)
 
 
 def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
@@ -175,6 +179,7 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
     merge = MergeSummary(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )
+    evidence = RecordedEvidence(outcomes=0, likelihoods=0, models=0)
     return Publishable(
         content(),
         PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
@@ -182,4 +187,5 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
         stored("licenses", root / "licenses", license_verdict("apache-2.0", "mit")),
         stored("merge", root / "merge", merge, model__safetensors=weights, config__json=b"{}"),
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
+        stored("evidence", root / "evidence", evidence, **{"evidence/gate__json": b"{}"}),
     )

@@ -117,6 +117,8 @@ def drift(ratio: float | None, low: float | None, high: float | None, outcome: O
         outcome=outcome,
         broken=ratio is None or ratio > 2,
         warning=ratio is None or ratio > 1.02,
+        total_ratio=ratio,
+        broken_high=0.0037,  # of 800 documents without a broken one
         reason=f"The merge's perplexity is {value}; the limit is 1.05.",
     )
 

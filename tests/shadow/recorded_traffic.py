@@ -83,11 +83,11 @@ def pair(
 
 
 def prefer_good_answers(body: dict[str, Any]) -> Response:
-    """Prefer the answer that contains 'good'."""
+    """Prefer the answer with the word 'good', which a damaged copy lacks."""
     shown = body["messages"][1]["content"]
     a, b = (re.search(rf"<<< answer {name} \w+\n(.*?)\n>>>", shown, re.DOTALL) for name in "AB")
     assert a is not None
     assert b is not None
-    better = ("good" in a[1]) - ("good" in b[1])
+    better = bool(re.search(r"\bgood\b", a[1])) - bool(re.search(r"\bgood\b", b[1]))
     verdict = {1: "A", -1: "B", 0: "tie"}[better]
     return completion({"reasoning": "one of them <b>is</b> good", "verdict": verdict})

@@ -10,6 +10,7 @@ from mergegate.tasks.report import ShadowContent
 from mergegate.tasks.shadow import (
     ArmRow,
     JudgedPair,
+    JudgedTotals,
     LostPair,
     Routing,
     Sample,
@@ -90,7 +91,8 @@ def page_content(
         for n in range(requests)
     ]
     hours = 27.5 if pairs else 0.0
-    verdict = shadow_verdict("3f9a0c71b2de", scores, 0.86, rows, hours, settings)
+    judged_totals = JudgedTotals(scores, 0.86, [n % 9 > 0 for n in range(90)], (41_000, 43_500), (0.4, 0.7))
+    verdict = shadow_verdict("3f9a0c71b2de", judged_totals, rows, hours, settings)
     said = {"candidate": "3f9a0c71b2de", "mode": mode, "share": 0.1, "serving": serving, "since": BEGAN}
     routing = Routing(**said, why=why or verdict.reason)  # type: ignore[arg-type]
     evidence = LookEvidence(

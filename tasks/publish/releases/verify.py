@@ -35,6 +35,7 @@ from mergegate.tasks.publish import (
     public_key,
     read_signature,
 )
+from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_verdict
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 
@@ -59,6 +60,7 @@ class VerifiedRelease:
         version: Version of the release. None unless its name is a content hash.
         signed: Whether the signature is ``valid`` or ``not checked``, or ``none`` if there is none.
         statement: Provenance of the release, an in-toto statement.
+        recomputed: Verdict that was decided again from the release. None unless that was requested.
     """
 
     reference: str
@@ -66,6 +68,7 @@ class VerifiedRelease:
     version: str | None
     signed: Signed
     statement: Mapping[str, Any]
+    recomputed: RecomputedVerdict | None = None
 
     @property
     def files(self) -> int:
@@ -83,14 +86,18 @@ class VerifiedRelease:
         return f"{head}\n  {version}\n  {_SIGNATURES[self.signed]}"
 
 
-def check_release(release: PublishedRelease, key: Path | None = None) -> VerifiedRelease:
+def check_release(release: PublishedRelease, key: Path | None = None, *, recompute: bool = False) -> VerifiedRelease:
     """Verify all files and statements of a release.
 
-    ``key`` is the public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
+    Args:
+        release: The release.
+        key: Public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
+        recompute: Whether to recompute the verdict from the outcomes in the release. Default: false.
 
     Raises:
-        Refused: Files or statements disagree. The message lists every finding.
-        InvalidInput: ``key`` is not a public key.
+        Refused: Files or statements disagree, or the verdict does not follow from the outcomes. The message lists every
+            finding.
+        InvalidInput: ``key`` is not a public key, or the verdict cannot be recomputed.
     """
     check = _ReleaseCheck(release)
     if key is not None:
@@ -128,7 +135,8 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
             remedy="do not use it; download it again from its target, or publish it again",
         )
     signed: Signed = "none" if SIGNATURE not in check.files else "valid" if key else "not checked"
-    return VerifiedRelease(release.reference, check.files, release.version, signed, check.statement)
+    recomputed = recompute_verdict(release, check.files, check.statement) if recompute else None
+    return VerifiedRelease(release.reference, check.files, release.version, signed, check.statement, recomputed)
 
 
 class _ReleaseCheck:

@@ -93,6 +93,9 @@ class ShadowContent(_Part):
     losses: int = Field(ge=0)
     identical: int = Field(ge=0)  # ties with equal answers
     consistency: float | None = None  # share of all other pairs with the same judgment in both orders
+    controls: tuple[int, int] = (0, 0)  # control pairs that the judge found, of all
+    length_ratio: float | None = None  # length of the candidate's answers relative to the parent's
+    cut_off: tuple[float, float] = (0.0, 0.0)  # answers cut off by the token limit in percent: parent, candidate
     points: tuple[ShadowPoint, ...] = ()
     waiting: int = Field(default=0, ge=0)
     left_out: tuple[tuple[str, int], ...] = ()

@@ -30,6 +30,7 @@ _TERMS = {
     "pairs": "how-win-rate",
     "watched": "how-decision",
     "judge agreement": "how-judge",
+    "control pairs": "how-controls",
     "promote e-value": "how-e-value",
     "rollback e-value": "how-e-value",
 }

@@ -107,6 +107,12 @@ def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
         yield "win rate", f"{_percent(now.win_rate, 1)} {bounds}"
         if content.consistency is not None:
             yield "judge agreement", f"same judgment in both orders for {_percent(content.consistency, 0)} of the pairs"
+            found, controls = content.controls
+            yield "control pairs", f"the judge found {found:,} of {controls:,}"
+        if content.length_ratio is not None:
+            parent, candidate = (wording.number(share, 1) for share in content.cut_off)
+            ratio = wording.number(content.length_ratio, 2)
+            yield "answers", f"{ratio} times as long as the parent's; cut off: {candidate} % (parent {parent} %)"
         yield "promote e-value", evidence_text(now.log_e_promote, content.confidence)
         yield "rollback e-value", evidence_text(now.log_e_rollback, content.confidence)
 

@@ -75,14 +75,18 @@ def _choice(network: Any, tokenizer: Any, prompt: list[int], body: dict[str, Any
         prompt = [tokenizer.bos_token_id, *prompt]
     tokens = list(prompt)
     with torch.no_grad():
-        for _ in range(body["max_tokens"]):
-            tokens.append(int(network(torch.tensor([tokens])).logits[0, -1].argmax()))
-        log_p = torch.log_softmax(network(torch.tensor([tokens])).logits[0].float(), -1)
+        if body.get("logprobs"):
+            for _ in range(body["max_tokens"]):
+                tokens.append(int(network(torch.tensor([tokens])).logits[0, -1].argmax()))
+            log_p = torch.log_softmax(network(torch.tensor([tokens])).logits[0].float(), -1)
+        else:
+            most = {"max_new_tokens": body["max_tokens"], "do_sample": False, "pad_token_id": 0}
+            tokens = network.generate(torch.tensor([tokens]), **most)[0].tolist()
     new = tokens[len(prompt) :]
     text = whole = tokenizer.decode(new)
     for stop in body.get("stop") or []:
         text = text.split(stop)[0]
-    reason = "length" if text == whole else "stop"
+    reason = "length" if text == whole and new[-1] != tokenizer.eos_token_id else "stop"
     if not body.get("logprobs") or habit == "no log-probabilities":
         return {"text": text, "logprobs": None, "finish_reason": reason}
     said: list[float | None] = [None]

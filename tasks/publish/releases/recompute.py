@@ -1,0 +1,148 @@
+"""Recompute the verdict of a release from its own files, and compare it with the verdict that the release states."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import JsonBounds, parse_json_object
+from mergegate.tasks.gate import (
+    EVIDENCE_RECORD,
+    EVIDENCE_TABLES,
+    FurtherVerdict,
+    GateVerdict,
+    VerdictDifference,
+    VerdictRecord,
+    compare_verdicts,
+    decide_again,
+    gate,
+    joint_verdict,
+    plain_verdict,
+    versions_here,
+)
+from mergegate.tasks.publish.content import MAX_METADATA_BYTES
+from mergegate.tasks.publish.targets import PublishedRelease
+
+_BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
+_SHOWN = 12  # differences that a message lists
+
+
+@dataclass(frozen=True)
+class RecomputedVerdict:
+    """Verdict of a release, decided again from the outcomes of its documents, and equal to the stored one.
+
+    Attributes:
+        stored: Verdict that the release states, with the joint outcome of all stages.
+        verdict: The same, recomputed.
+        further_verdicts: Verdicts of a judge or a server. They are part of the joint outcome, but not recomputed.
+        rounding: Numbers that differ from the stored ones after the ninth digit, because library versions differ.
+        versions: Versions that differ from those of the run, by name: the run's version, and that of this machine.
+    """
+
+    stored: GateVerdict
+    verdict: GateVerdict
+    further_verdicts: tuple[FurtherVerdict, ...] = ()
+    rounding: tuple[VerdictDifference, ...] = ()
+    versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the recomputed verdict, and what restricts it, as plain data."""
+        return {
+            **plain_verdict(self.verdict),
+            "not_recomputed": [each.model_dump(mode="json") for each in self.further_verdicts],
+            "rounding": [str(difference) for difference in self.rounding],
+            "versions": dict(self.versions),
+        }
+
+    def __str__(self) -> str:
+        verdict, lines = self.verdict, []
+        lines.append(f"The verdict follows from the outcomes in the release: {verdict.outcome}.")
+        if verdict.publishable and verdict.outcome != "pass":
+            setting = f"on_inconclusive: {verdict.on_inconclusive}"
+            lines.append(f"It was published although it is {verdict.outcome}, because the profile sets {setting}.")
+        if self.further_verdicts:
+            names = ", ".join(f"{each.name} ({each.outcome})" for each in self.further_verdicts)
+            lines.append(f"Not recomputed, because they need a model or a server: {names}.")
+        if self.rounding:
+            differing = ", ".join(f"{name} {theirs}, here {ours}" for name, (theirs, ours) in self.versions.items())
+            count = f"{len(self.rounding)} numbers differ" if len(self.rounding) > 1 else "1 number differs"
+            lines.append(f"{count} after the ninth digit, because versions differ: {differing}.")
+        return "\n".join(lines)
+
+
+def recompute_verdict(
+    release: PublishedRelease, files: Collection[str], statement: Mapping[str, Any]
+) -> RecomputedVerdict:
+    """Decide again from the evidence in a verified release, without a store, a model or a GPU.
+
+    ``files`` are the names of the files in the release, and ``statement`` is its provenance.
+
+    Raises:
+        InvalidInput: The release has no evidence, or another version of the gate decided.
+        Refused: The stored verdict does not follow from the evidence. The message names each guard and its numbers.
+    """
+    reference = release.reference
+    if EVIDENCE_RECORD not in files:
+        raise InvalidInput(
+            reference,
+            found=f"no file {EVIDENCE_RECORD}, so its verdict cannot be recomputed",
+            expected="a release with the outcomes of its documents",
+            remedy="verify it without --verdict, or publish the merge again with this version of mergegate",
+        )
+    content = parse_json_object(release.read(EVIDENCE_RECORD), EVIDENCE_RECORD, bounds=_BOUNDS)
+    known, here = content.get("versions"), versions_here()
+    theirs = known if isinstance(known, dict) else {}
+    other_gate = InvalidInput(
+        f"{reference}: {EVIDENCE_RECORD}",
+        found=f"a verdict of version {content.get('gate_version')} of the gate",
+        expected=f"version {gate.version}, which this mergegate ({here['mergegate']}) has",
+        remedy=f"verify it with mergegate {theirs.get('mergegate', 'of the time of the release')}",
+    )
+    try:
+        record = VerdictRecord.model_validate(content)
+        tables = {name: release.read(name) for name in EVIDENCE_TABLES if name in files}
+        recomputed = decide_again(record, tables)
+    # The evidence comes from anyone. Whatever error it causes, the stored verdict does not follow from it.
+    except (ArithmeticError, AssertionError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
+        if content.get("gate_version") != gate.version:
+            raise other_gate from None
+        raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
+    joint, predicate = joint_verdict(record, recomputed), statement.get("predicate")
+    stored = predicate.get("mergegate_verdict") if isinstance(predicate, dict) else None
+    differences = list(compare_verdicts(record.verdict, plain_verdict(recomputed)))
+    for difference in compare_verdicts(stored if isinstance(stored, dict) else {}, plain_verdict(joint)):
+        differences += [difference] if difference not in differences else []
+    others = {name: (version, here.get(name, "")) for name, version in record.versions.items() if name != "mergegate"}
+    others = {name: pair for name, pair in others.items() if pair[0] != pair[1]}
+    if differences and record.gate_version != gate.version:
+        raise other_gate
+    if differences and not (others and all(difference.is_rounding for difference in differences)):
+        # Numbers say more than the sentences that contain them.
+        differences.sort(key=lambda difference: isinstance(difference.stored, str) and " " in difference.stored)
+        more = [f"{len(differences) - _SHOWN} more differences"] if len(differences) > _SHOWN else []
+        lines = [*map(str, differences[:_SHOWN]), *more]
+        raise _mismatch(reference, "a verdict that does not follow from its outcomes: " + "\n  also: ".join(lines))
+    return RecomputedVerdict(
+        GateVerdict.model_validate(stored), joint, record.further_verdicts, tuple(differences), others
+    )
+
+
+def _mismatch(reference: str, found: str) -> Refused:
+    return Refused(
+        reference,
+        found=found,
+        expected="the verdict that the gate decides from the files in evidence/",
+        remedy="do not use it; download it again from its target, and ask its publisher if the verdict still differs",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
