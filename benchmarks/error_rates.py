@@ -1,15 +1,18 @@
-"""Simulate how often the gate passes a merge at its margin or an equal merge, for graded scores and clusters.
+"""Simulate how often the gate passes a bad or an equal merge, for graded scores, clusters and perplexity.
 
-The tables are in ``docs/benchmarks/graded-and-clustered-error-rates.md`` and ``graded-and-clustered-power.md``.
+The tables are in ``graded-and-clustered-error-rates.md``, ``graded-and-clustered-power.md`` and
+``perplexity-error-rates.md`` under ``docs/benchmarks``.
 
 ::
 
     .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
     .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
+    .venv/bin/python benchmarks/operating_characteristics.py perplexity --runs 2000 --markdown    # half an hour
 
 Merges are drawn, not run. The gate's functions decide them (``tasks.gate.graded_scores``, ``tasks.gate.clusters``,
 ``tasks.gate.statistics``), which accept arrays of many samples. A merge that fails at an early interim look
-is still judged at the next one, so the published share is overstated.
+is still judged at the next one, so the published share is overstated. ``tasks.gate.drift.judge_drift`` decides about
+perplexity, one merge at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ from scipy.special import stdtrit
 
 from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.clusters import MIN_CLUSTERS, cluster_errors, critical_value, effective_clusters
+from mergegate.tasks.gate.drift import ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.graded_scores import refutes
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import binary_bounds
+from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits
+from mergegate.tasks.perplexity.measurement import TextMeasurement
+from mergegate.tasks.perplexity.stage import total_likelihood
 
 CONFIDENCE = 0.95
 MARGIN = 0.03  # ``max_drop`` is equal to it, the hardest case: only the bound can stop a merge
@@ -247,6 +254,95 @@ def clusters(runs: int, rng: np.random.Generator) -> list[str]:
     return rows[:-1]
 
 
+# --- perplexity
+
+TEXTS = (24, 100, 300, 1000)  # numbers of documents
+LOSS_LIMIT = math.log(1.05)  # nats per token, the default limit of perplexity
+LOSS_NOISE = 0.05  # standard deviation of one document's loss, in nats per token
+LENGTHS: dict[str, Callable[[int, np.random.Generator], NDArray[np.float64]]] = {  # tokens
+    "equal": lambda n, rng: np.full(n, 300.0),
+    "lognormal": lambda n, rng: np.ceil(np.exp(rng.normal(5.0, 1.5, n))) + 15,
+    "Pareto": lambda n, rng: np.ceil(np.minimum(2_000_000, 50 * (1 + rng.pareto(1.2, n)))),
+}
+
+
+def even(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw normal losses around ``mean``."""
+    return mean + rng.normal(0, LOSS_NOISE, n)
+
+
+def few_lose_all(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw losses of 0.20 nats (0.48 in 100 documents or more), the most that counts, on a few documents only."""
+    most = (9.9 if n >= 100 else 4.0) * LOSS_LIMIT  # below 0.5 nats, so that no document counts as broken
+    return np.where(rng.random(n) < (mean + 0.005) / (most + 0.005), most, -0.005)
+
+
+def one_in_a_hundred(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw losses of 4 nats on 1 % of the documents; the others lose what is missing to ``mean``."""
+    return np.where(rng.random(n) < 0.01, 4.0, even(n, (mean - 0.04) / 0.99, rng))
+
+
+def broken_share(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Draw equal losses except on broken documents, whose share is the smallest that ``n`` documents can exclude."""
+    share = max(0.01, 1 - (1 - CONFIDENCE) ** (1 / n))
+    return np.where(rng.random(n) < share, 4.0, even(n, 0.0, rng))
+
+
+# Merges whose loss is at a limit: lengths of the documents, and losses.
+AT_A_LIMIT: dict[str, tuple[str, Callable[[int, float, np.random.Generator], NDArray[np.float64]]]] = {
+    "equal lengths": ("equal", even),
+    "lognormal lengths": ("lognormal", even),
+    "Pareto lengths": ("Pareto", even),
+    "few documents lose most": ("lognormal", few_lose_all),
+    "broken documents at their limit": ("equal", broken_share),
+    "1 % of documents lose 4 nats": ("equal", one_in_a_hundred),
+}
+
+
+def text_published(
+    lengths: str,
+    losses: Callable[[int, float, np.random.Generator], NDArray[np.float64]],
+    mean: float,
+    n: int,
+    runs: int,
+    rng: np.random.Generator,
+) -> Published:
+    """Return how often merges whose documents lose ``mean`` nats per token are published.
+
+    The result compares the gate with the previous rule: the ratio over all tokens, with a delta-method interval.
+    """
+    ours = before = 0
+    for _ in range(runs):
+        tokens, lost = LENGTHS[lengths](n, rng), losses(n, mean, rng)
+        sides = [
+            [DocumentLikelihood(i, -length * (2.0 + loss), int(length), 4 * int(length)) for i, length, loss in rows]
+            for rows in (zip(range(n), tokens, np.zeros(n), strict=True), zip(range(n), tokens, lost, strict=True))
+        ]
+        reference, merge = (
+            ModelLikelihoods(total_likelihood(name, TextMeasurement(rows, "", 2048, 0)), tuple(rows))
+            for name, rows in zip(("reference", "merge"), sides, strict=True)
+        )
+        ours += judge_drift({"reference": reference}, merge, DriftLimits(), CONFIDENCE).outcome == "pass"
+        ratio = float((lost * tokens).sum() / tokens.sum())
+        error = math.sqrt(n / (n - 1) * float((((lost - ratio) * tokens) ** 2).sum())) / tokens.sum()
+        before += ratio + float(stdtrit(n - 1, CONFIDENCE)) * error <= LOSS_LIMIT
+    return Published(ours / runs, before / runs)
+
+
+def perplexity(runs: int, rng: np.random.Generator) -> list[str]:
+    """Return one row per kind of text: published at a limit and when equal, by the gate and by the previous rule."""
+    rows = []
+    for what, mean in (("at a limit", LOSS_LIMIT), ("equal", 0.0)):
+        counts = TEXTS[:-1] if mean else TEXTS  # 1,000 documents take a quarter of a second per merge
+        rows += [_row(what, *(f"{n:,}" for n in counts)), _rule(1 + len(counts))]
+        kinds = AT_A_LIMIT if mean else {f"{lengths} lengths": (lengths, even) for lengths in LENGTHS}
+        for name, (lengths, losses) in kinds.items():
+            cells = [text_published(lengths, losses, mean, n, runs if mean else max(1, runs // 4), rng) for n in counts]
+            rows.append(_row(name, *(" · ".join(f"{100 * share:.1f}" for share in found) for found in cells)))
+        rows.append("")
+    return rows[:-1]
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -255,16 +351,18 @@ def _rule(columns: int) -> str:
     return "|" + " --: |" * columns
 
 
-TABLES = {"graded": graded, "clusters": clusters}
+TABLES = {"graded": graded, "clusters": clusters, "perplexity": perplexity}
 
 
 def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
     """Print one of ``TABLES``, preceded by its introductory sentence if ``markdown``."""
     if markdown:
         error = 100 * math.sqrt(0.05 * 0.95 / runs)
-        fewer = f", of {runs // 10:,} where equal" if name == "graded" else ""
+        equal_runs = {"graded": runs // 10, "perplexity": runs // 4}.get(name)
+        fewer = f", of {equal_runs:,} where equal" if equal_runs else ""
+        other = "the previous rule, which counted tokens" if name == "perplexity" else "Student's interval"
         print(
             f"Merges that pass, in percent of {runs:,} simulated merges{fewer} (Monte Carlo standard error {error:.2f} "
-            "at 5 %): by the gate and, after the dot, by Student's interval.\n"
+            f"at 5 %): by the gate and, after the dot, by {other}.\n"
         )
     print("\n".join(TABLES[name](runs, np.random.default_rng(seed))))

@@ -270,6 +270,7 @@ def wear_table(runs: int, rng: np.random.Generator) -> list[str]:
     shapes = [
         ("500 of 500", 1, 500, (500,), DISCORDANCES),
         ("500 of 1,319", 1, 1319, (500,), DISCORDANCES),
+        ("500 of 14,042", 1, 14042, (500,), DISCORDANCES),
         ("500 to 1,319", 1, 1319, interim_looks(1319, 500), DISCORDANCES),
         ("500 to 14,042", 1, 14042, interim_looks(14042, 500), DISCORDANCES),
         ("1,319 of 1,319", 1, 1319, (1319,), (0.21,)),

@@ -5,7 +5,7 @@ The tables are in ``docs/benchmarks/gate-error-rates.md``, and those of the othe
 
     .venv/bin/python benchmarks/operating_characteristics.py               # the tables, a minute or so on one core
     .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for the docs
-    .venv/bin/python benchmarks/operating_characteristics.py graded        # or clusters: see error_rates.py
+    .venv/bin/python benchmarks/operating_characteristics.py graded        # or clusters, perplexity: see error_rates.py
 
 Merges are drawn, not run. On each document, the merge loses a right answer of the reference with probability
 ``(discordance + drop) / 2``, corrects a wrong one with ``(discordance - drop) / 2``, and agrees in all other cases. The
@@ -27,6 +27,7 @@ from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 
+ERROR_TABLES = ("graded", "clusters", "perplexity")
 SUITE_TABLES = ("suites", "attempts", "scheduled", "wear")
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
@@ -123,7 +124,7 @@ def _rule(columns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", nargs="?", default="guards", choices=["guards", "graded", "clusters", *SUITE_TABLES])
+    parser.add_argument("table", nargs="?", default="guards", choices=["guards", *ERROR_TABLES, *SUITE_TABLES])
     parser.add_argument("--markdown", action="store_true", help="print the introduction of each table, too")
     parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
     parser.add_argument("--seed", type=int, default=0)

@@ -38,7 +38,9 @@ from mergegate.tasks.evaluation import (
     data_revisions,
     find_backend,
     find_contaminated_documents,
+    find_repetition,
     preview,
+    repetition_findings,
     require_examples,
     resolve_prompt_settings,
 )
@@ -300,6 +302,11 @@ def _pin_data(
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
+            if not problems.stop_at_once:  # A release does not need this, because the gate counts repeated documents.
+                count = resolve_prompt_settings(task.prompt_settings, evidence.scoring).num_fewshot
+                repetition = find_repetition.build(tasks[-1], count, limit).value
+                clusters = [guard.cluster_by for guard in evidence.guards if guard.task == task.name]
+                problems.add(repetition_findings(task.name, repetition, next(filter(None, clusters), None)))
             for source in sources:
                 with problems.collect_errors():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value

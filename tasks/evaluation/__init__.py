@@ -36,6 +36,7 @@ from mergegate.tasks.evaluation.metrics import (
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.regeneration import lengthen_answers
+from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
@@ -126,6 +127,7 @@ __all__ = [
     "find_contaminated_documents",
     "find_occurring",
     "find_pinned_data",
+    "find_repetition",
     "find_results",
     "interim_looks",
     "is_file_name",
@@ -143,6 +145,7 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "repetition_findings",
     "require_declared_mean",
     "require_effect",
     "require_examples",

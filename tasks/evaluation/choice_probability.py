@@ -90,6 +90,20 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
     return len(choices), _right(target, choices)
 
 
+def chance_level(output_type: object, sample: Mapping[str, Any], choices: tuple[int, int] | None) -> float:
+    """Return the score of a random choice on one document: right choices / choices, or 0 for free answers.
+
+    Args:
+        output_type: Kind of task in lm-eval's words, such as ``multiple_choice``.
+        sample: Sample of lm-eval, with one request per choice.
+        choices: Number of choices and of right ones. None: one of the requested choices is assumed to be right.
+    """
+    if output_type != "multiple_choice":
+        return 0.0
+    count, right = choices or (len(sample.get("arguments") or ()), 1)
+    return right / count if count else 0.0
+
+
 def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:
     """Return the likelihoods and right choices in a sample that lm-eval wrote to a file.
 

@@ -37,6 +37,7 @@ class DocumentScore(NamedTuple):
     answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
     thinking_tokens: tuple[int | None, ...] = ()  # length of the thinking part of each generated answer
     prompt_cut: int | None = None  # tokens removed from the longest prompt of the document to fit; None: unknown
+    chance: float = 0.0  # score of a random choice; 0 for free answers, or if it is unknown
     # Token budgets with which the answers were generated: the task's own first, the current one last. Empty: unknown.
     budgets: tuple[int, ...] = ()
 
@@ -109,7 +110,7 @@ def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {"doc_id": pa.int64(), "outcome": pa.float64(), "higher_is_better": pa.bool_()}
+    types = {"doc_id": pa.int64(), "outcome": pa.float64(), "higher_is_better": pa.bool_(), "chance": pa.float64()}
     types |= {"ended": pa.list_(pa.string()), "prompt_cut": pa.int64()}
     types |= dict.fromkeys(("answer_tokens", "thinking_tokens", "budgets"), pa.list_(pa.int64()))
     columns = {
@@ -127,7 +128,8 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
         columns = file.read().to_pydict()
     for name in ("ended", "answer_tokens", "thinking_tokens", "budgets"):  # absent from older tables
         columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
-    for name, default in (("answer", ""), ("cluster", ""), ("higher_is_better", True), ("prompt_cut", None)):
+    defaults = {"answer": "", "cluster": "", "higher_is_better": True, "prompt_cut": None, "chance": 0.0}
+    for name, default in defaults.items():
         columns.setdefault(name, [default] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))
 

@@ -27,6 +27,7 @@ from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import (
     PROBABILITY,
     AnsweredChoice,
+    chance_level,
     choices_of,
     likelihoods_of,
     probabilities,
@@ -177,12 +178,16 @@ def score_loaded_documents(
         scored_metrics = {metric for sample in samples for metric in sample["metrics"]}
         directions = judging_metrics(name, leaves[name], scored_metrics)
         answers: list[AnsweredChoice | None] = []
+        chances: list[float] = []
         for sample in samples:
-            count, right = choices_of(leaves[name], sample["doc"]) or (0, frozenset[int]())
+            known = choices_of(leaves[name], sample["doc"])
+            count, right = known or (0, frozenset[int]())
+            chances.append(chance_level(leaves[name].OUTPUT_TYPE, sample, (count, len(right)) if known else None))
             likelihoods = likelihoods_of(sample, count)
             answers.append(AnsweredChoice(likelihoods, right) if likelihoods else None)
         right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
-        for sample, probability in zip(samples, right_probabilities or [None] * len(samples), strict=True):
+        no_probabilities = [None] * len(samples)
+        for sample, chance, probability in zip(samples, chances, right_probabilities or no_probabilities, strict=True):
             values = {metric: sample[metric] for metric in sample["metrics"] if metric in directions}
             if probability is not None and PROBABILITY not in scored_metrics:
                 values[PROBABILITY] = probability
@@ -204,6 +209,7 @@ def score_loaded_documents(
                     answer=answer_of(sample),
                     ended=tuple(end.reason for end in answer_ends),
                     answer_tokens=tuple(end.tokens for end in answer_ends),
+                    chance=chance,
                     budgets=(budgets[name, int(sample["doc_id"])],) if answer_ends else (),
                 )
                 scores.append(row)

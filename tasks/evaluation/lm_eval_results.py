@@ -26,7 +26,13 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import format_value, line_location, read_lines, read_plain
-from mergegate.tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, choice_from_log, probabilities
+from mergegate.tasks.evaluation.choice_probability import (
+    PROBABILITY,
+    AnsweredChoice,
+    chance_level,
+    choice_from_log,
+    probabilities,
+)
 from mergegate.tasks.evaluation.declared_metrics import registered_metric
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.lm_eval_files import (
@@ -245,6 +251,7 @@ class _Sample(NamedTuple):
     scores: tuple[float | None, ...]  # None: not a number
     cluster: str
     choice: AnsweredChoice | None  # None: not a choice task
+    chance: float  # score of a random choice, see ``DocumentScore``
 
     def score(self, metric: str) -> float | None:
         """Return the score under ``metric``, or None if there is none or it is not a number."""
@@ -284,6 +291,8 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             cluster = str(document[cluster_field])
         scores = [content.get(metric) for metric in written.metrics]
         metrics = tuple(written.metrics)
+        choice = choice_from_log(config, content)
+        known = (len(choice.likelihoods), len(choice.right)) if choice else None
         sample = _Sample(
             written.doc_id,
             interned.setdefault(written.filter, written.filter),
@@ -291,7 +300,8 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             interned.setdefault(metrics, metrics),
             tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
             interned.setdefault(cluster, cluster),
-            choice_from_log(config, content),
+            choice,
+            chance_level(config.get("output_type"), content, known),
         )
         if first := lines.get((sample.doc_id, sample.filter)):
             raise InvalidInput(
@@ -394,5 +404,12 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
 def _outcome(task: str, key: str, higher_is_better: bool, sample: _Sample, score: float | None) -> DocumentScore:
     # If a metric is a mean, every score is a number: see _means.
     return DocumentScore(
-        task, key, sample.doc_id, *sample.hashes, math.nan if score is None else score, sample.cluster, higher_is_better
+        task,
+        key,
+        sample.doc_id,
+        *sample.hashes,
+        outcome=math.nan if score is None else score,
+        cluster=sample.cluster,
+        higher_is_better=higher_is_better,
+        chance=sample.chance,
     )

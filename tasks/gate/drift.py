@@ -41,8 +41,8 @@ BROKEN_LOSS = 0.5  # Loss in nats per token of the reference above which a docum
 # A document of a few tokens can lose 0.5 nats per token by chance. A broken one loses at least this many nats in total.
 _LEAST_BROKEN_LOSS = 8.0
 # Largest loss or gain of one document within the bounds, as a multiple of the limit on a log scale. Fewer than _FEW
-# documents could not show anything with the larger range: a pass needs at least 31 documents, or 15 with the smaller.
-_CLIP, _CLIP_OF_FEW, _FEW = 10.0, 5.0, 100
+# documents could not show anything with the larger range: a pass needs at least 31 documents, or 11 with the smaller.
+_CLIP, _CLIP_OF_FEW, _FEW = 10.0, 4.0, 100
 _MIN_STRATUM = 8  # Fewest documents of a stratum; even if all are broken, fewer could not show it.
 _MAX_DUPLICATES = 0.01  # Share of repeated documents above which ``check`` warns.
 _MAX_BLOCKS = 5_000  # Many documents are averaged in this number of blocks, which takes seconds instead of minutes.
@@ -230,15 +230,17 @@ class Ratio(NamedTuple):
     high: float
 
 
-def _ratio(losses: NDArray[np.float64], limits: DriftLimits, confidence: float) -> Ratio:
+def _ratio(losses: NDArray[np.float64], limits: DriftLimits, confidence: float, few: float = _CLIP_OF_FEW) -> Ratio:
     """Return the ratio of perplexities as a geometric mean over documents.
 
     Args:
         losses: Loss of each document in nats per token (or byte), in random order.
         limits: Limits that determine the range of one document within the bounds.
         confidence: One-sided confidence of each bound, in (0, 1).
+        few: Range of one of fewer than ``_FEW`` documents, as a multiple of the limit. A small range shows that a drift
+            is small with fewer documents, a large range that it is large. Default: ``_CLIP_OF_FEW``.
     """
-    clip = (_CLIP if len(losses) >= _FEW else _CLIP_OF_FEW) * math.log1p(limits.max_increase)
+    clip = (_CLIP if len(losses) >= _FEW else few) * math.log1p(limits.max_increase)
     blocks = np.array_split(np.clip(losses / clip, -1, 1), min(len(losses), _MAX_BLOCKS))
     bounds = graded_difference([float(block.mean()) for block in blocks], confidence)
     mean = float(losses.mean())  # Of unclipped losses, so that the ratio is comparable with perplexities.
@@ -266,7 +268,7 @@ def _judge_strata(
     while remaining:
         level = 1 - (1 - confidence) / len(remaining)
         for name in remaining:
-            ratio, low, _ = _ratio(losses[rows[name]], limits, level)
+            ratio, low, _ = _ratio(losses[rows[name]], limits, level, few=_CLIP)
             strata[name] = StratumDrift(
                 name=name,
                 documents=len(rows[name]),

@@ -30,6 +30,7 @@ class GateFinding(BaseModel):
     kind: str  # Name of the check, such as 'reference' or 'cut answers'.
     outcome: Outcome  # A ``pass`` is a note that does not affect the verdict.
     reason: str  # Sentence with the task, the numbers and the limit.
+    chance_left: float | None = None  # Chance that the remaining documents settle it; None if unknown.
 
 
 class CutAnswers(BaseModel):

@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterable
 from mergegate.tasks.gate.copies import note_repeated_documents
 from mergegate.tasks.gate.cut_answers import check_cut_answers, check_lengths
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
+from mergegate.tasks.gate.sensitivity import check_prompts, check_reference, note_detectable_drop
 
 GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
 _CHECKS: tuple[GuardCheck, ...] = (
+    check_reference,
+    check_prompts,
+    note_detectable_drop,
     check_cut_answers,
     check_lengths,
     note_repeated_documents,

@@ -25,6 +25,8 @@ from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_dri
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.sensitivity import NO_POWER
+from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.sequential import FUTILE
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, Guard
 from mergegate.tasks.gate.statistics import selection_bias
@@ -296,10 +298,12 @@ def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     if any(cut and cut.decide and cut.lowest_drop <= low and cut.highest_drop > high for cut, low, high in limits):
         return ()  # More documents do not complete the answers that the verdict depends on.
     chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
+    chances += [finding.chance_left for guard in verdict.guards for finding in guard.findings]
     if any(chance is not None and chance < FUTILE for chance in chances):
         return ()  # The remaining documents of this run would not decide it.
     undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
-    if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
+    is_weak = any(finding.kind == NO_POWER and finding.outcome == "inconclusive" for finding in verdict.findings)
+    if is_weak or (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
         undecided = list(verdict.guards)
     return tuple(dict.fromkeys(guard.task for guard in undecided if guard.documents_left))
 
@@ -314,6 +318,7 @@ def gate_verdict(
     findings: tuple[GateFinding, ...] = (),
 ) -> GateVerdict:
     """Combine the verdicts on a merge into one decision: the most severe outcome and whether it allows publication."""
+    findings = (*findings, *_find_missing_power(guards, suites))
     # A failed task tells more than the mean that it drags down, so the guards come before the suites.
     parts = [(guard.outcome, guard.reason) for guard in guards]
     for finding in (*(finding for guard in guards for finding in guard.findings), *findings):
@@ -350,6 +355,21 @@ def gate_verdict(
         not_run=not_run,
         findings=findings,
     )
+
+
+def _find_missing_power(guards: Sequence[GuardVerdict], suites: Sequence[SuiteVerdict]) -> tuple[GateFinding, ...]:
+    """Return a finding if neither a guard nor the mean of a suite could detect a drop as large as its limit.
+
+    A suite may pass although each task is weak, if its mean detects its margin.
+    """
+    weak = [finding.reason for guard in guards for finding in guard.findings if finding.kind == NO_POWER]
+    is_weak = all(any(finding.kind == NO_POWER for finding in guard.findings) for guard in guards)
+    if not guards or not is_weak or any(suite.detectable_drop <= suite.margin for suite in suites):
+        return ()
+    if {*(guard.outcome for guard in guards), *(suite.outcome for suite in suites)} != {"pass"}:
+        return ()  # Their reasons already say what would decide.
+    reason = f"{UNSAFE}: too few documents to detect the loss of a skill. {weak[0]}. More documents would decide"
+    return (GateFinding(kind=NO_POWER, outcome="inconclusive", reason=reason),)
 
 
 def _scores_by_task(scores: Mapping[str, Sequence[Artifact[Scores]]]) -> dict[tuple[str, str], TaskScores]:

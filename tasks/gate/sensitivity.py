@@ -1,0 +1,161 @@
+"""Check whether a guard could have shown a loss, before its interval is believed. Pure functions.
+
+If the reference itself scores at chance, or if the prompts were truncated, a broken merge has the same score as its
+reference, and "no worse" means nothing. A reference is therefore compared with two models that know nothing:
+
+* one that answers at random. Its score is 1 / number of choices, or 0 for free answers;
+* for choice tasks, one that always gives the most frequent answer.
+
+The reference must be shown to beat both by at least the margin, with the bounds that the guard uses for drops. If a
+merge knows nothing, then either its drop exceeds the margin, or its reference does not beat it by the margin. In each
+case the merge passes at most as often as the confidence allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from mergegate.merge_core.wording import format_count
+from mergegate.tasks.evaluation import DocumentScore
+from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
+from mergegate.tasks.gate.sentences import UNSAFE
+from mergegate.tasks.gate.sequential import chance_to_decide
+from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.gate.statistics import normal_quantile
+
+MAX_CUT_SHARE = 0.01  # Largest share of documents with a truncated prompt that a guard accepts.
+NO_POWER = "power"  # Kind of a finding about too few documents.
+_NAMED = 5  # Number of tasks that a note names.
+
+
+class ReferenceStrength(NamedTuple):
+    """Score of a reference next to that of a model that knows nothing, in points."""
+
+    score: float
+    low: float  # Lower bound of the score above ``baseline``.
+    error: float  # Standard error of the score above ``baseline``.
+    baseline: float  # Score of the better of the two models that know nothing.
+    baseline_name: str
+
+    def sentence(self, task: str, reference: str, margin: float) -> str:
+        """Return why the reference cannot show a loss of ``margin`` points, and what to do."""
+        difference = f"The difference may be only {max(0.0, self.low):.1f}; the margin is {margin:.4g}"
+        return (
+            f"{UNSAFE}: {task} cannot show a loss, because {reference} scores {self.score:.1f}, and "
+            f"{self.baseline_name} {self.baseline:.1f}. {difference}. "
+            f"Use a task that {reference} can do, or check its prompt and chat template"
+        )
+
+
+def reference_strength(evidence: GuardEvidence, confidence: float, level: float) -> ReferenceStrength:
+    """Compare the reference with the models that know nothing.
+
+    Args:
+        evidence: Evidence with ``rows``.
+        confidence: Confidence over all looks together.
+        level: Confidence of the current look.
+    """
+    rows = [row for row, _ in evidence.rows]
+    scores = [oriented_score(row, evidence.guard) for row in rows]
+    n = len(rows)
+    chance = sum(chance_of(row, evidence.guard) for row in rows) / n
+    above = replace(evidence, differences=tuple(scores)).interval(confidence, level)
+    error = math.sqrt(above.variance / n)
+    strengths = [(above.low - chance, error, chance, "a random answer" if chance else "an empty answer")]
+    targets = Counter(row.target_hash for row in rows if chance_of(row, evidence.guard))
+    target, count = targets.most_common(1)[0] if targets else ("", 0)
+    if count / n > chance:
+        differences = [score - (row.target_hash == target) for score, row in zip(scores, rows, strict=True)]
+        above = replace(evidence, differences=tuple(differences)).interval(confidence, level)
+        error = math.sqrt(above.variance / n)
+        strengths.append((above.low, error, count / n, "the most frequent answer alone"))
+    low, error, baseline, name = min(strengths)
+    low -= evidence.selection_bias  # The best of several parents scores higher than it truly is.
+    return ReferenceStrength(100 * sum(scores) / n, 100 * low, 100 * error, 100 * baseline, name)
+
+
+def oriented_score(row: DocumentScore, guard: Guard) -> float:
+    """Return the score of a document from 0 (worst) to 1 (best)."""
+    low, high = guard.score_range
+    share = min(1.0, max(0.0, (row.outcome - low) / (high - low)))
+    return share if row.higher_is_better else 1 - share
+
+
+def chance_of(row: DocumentScore, guard: Guard) -> float:
+    """Return the score of a random answer in [0, 1]. It is 0 for free answers, and if it is unknown."""
+    return row.chance if row.higher_is_better and guard.score_range == (0, 1) else 0.0
+
+
+def check_reference(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterator[GateFinding]:
+    """Yield a finding if the reference is not shown to beat chance by the margin, and a note on tasks at chance."""
+    if not evidence.rows or verdict.look is None:
+        return
+    strength = reference_strength(evidence, verdict.confidence, verdict.look.confidence)
+    if strength.low < verdict.margin:
+        chance_left = None
+        if verdict.documents_left:
+            share = verdict.look.documents / (verdict.look.documents + verdict.documents_left)
+            difference = strength.score - strength.baseline
+            needed = verdict.margin + normal_quantile(verdict.confidence) * strength.error * math.sqrt(share)
+            chance_left = chance_to_decide(-difference, strength.error, share, -needed, math.inf)
+        yield GateFinding(
+            kind="reference",
+            outcome="inconclusive",
+            reason=strength.sentence(verdict.task, verdict.reference, verdict.margin),
+            chance_left=chance_left,
+        )
+    elif weak := _leaves_at_chance(evidence, verdict):
+        names = ", ".join(weak[:_NAMED]) + (f" and {len(weak) - _NAMED} more" if len(weak) > _NAMED else "")
+        yield GateFinding(
+            kind="reference",
+            outcome="pass",
+            reason=f"{verdict.task}: {verdict.reference} is not shown to be above chance on {names}, so a loss on "
+            f"{'this task' if len(weak) == 1 else 'these tasks'} would not show",
+        )
+
+
+def _leaves_at_chance(evidence: GuardEvidence, verdict: GuardVerdict) -> list[str]:
+    """Return the tasks of a group on which the score of the reference may be chance, in order of occurrence."""
+    leaves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, _ in evidence.rows:
+        leaves[row.task].append((oriented_score(row, evidence.guard), chance_of(row, evidence.guard)))
+    quantile = normal_quantile(verdict.confidence)
+
+    def is_weak(values: Sequence[tuple[float, float]]) -> bool:
+        n = len(values)
+        mean, chance = (sum(column) / n for column in zip(*values, strict=True))
+        spread = sum((score - mean) ** 2 for score, _ in values) / n
+        return bool(mean - quantile * math.sqrt(spread / n) <= chance)
+
+    return [leaf for leaf, values in leaves.items() if is_weak(values)] if len(leaves) > 1 else []
+
+
+def check_prompts(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterator[GateFinding]:
+    """Yield a finding if more than one in a hundred prompts of a model were truncated to fit."""
+    for name, rows in zip((verdict.reference, "the merge"), zip(*evidence.rows, strict=True), strict=False):
+        cuts = [row.prompt_cut for row in rows if row.prompt_cut]
+        if len(cuts) > MAX_CUT_SHARE * len(rows):
+            yield GateFinding(
+                kind="truncated prompts",
+                outcome="inconclusive",
+                reason=f"{UNSAFE}: {verdict.task} truncated {len(cuts):,} of {len(rows):,} prompts for {name}; at most "
+                f"{100 * MAX_CUT_SHARE:g} % may be truncated. The longest prompt is {format_count(max(cuts), 'token')} "
+                "too long. Increase evaluate.max_length, or use fewer few-shot examples",
+            )
+            return
+
+
+def note_detectable_drop(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterator[GateFinding]:
+    """Yield a note if the documents are too few to detect a drop as large as the limit of the task."""
+    limit = evidence.guard.catastrophe
+    if verdict.detectable_drop is not None and verdict.detectable_drop > limit:
+        yield GateFinding(
+            kind=NO_POWER,
+            outcome="pass",
+            reason=f"{verdict.task}: {verdict.n:,} documents can detect a drop of {verdict.detectable_drop:.1f} points "
+            f"(80 % of the time); the limit of one task is {limit:.4g}",
+        )

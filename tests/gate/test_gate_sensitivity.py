@@ -1,0 +1,157 @@
+"""A guard decides only if its reference could have shown a loss: it beats chance, and its prompts are complete."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gate_samples import verdict_of
+
+from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
+from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.gate.stage import gate_verdict, undecided_tasks
+
+GUARD = Guard(task="quiz", guarded_by="base")
+
+
+def rows(
+    right: list[bool], targets: list[int], chance: float, metric: str = "acc,none", leaf: str = "quiz"
+) -> list[DocumentScore]:
+    return [
+        DocumentScore(leaf, metric, i, f"d{i}", f"p{i}", f"t{target}", float(score), chance=chance)
+        for i, (score, target) in enumerate(zip(right, targets, strict=True))
+    ]
+
+
+def judge(
+    reference: list[DocumentScore],
+    merge: list[DocumentScore],
+    guard: Guard = GUARD,
+    schedule: tuple[int, ...] = (),
+    higher_is_better: bool = True,
+) -> GuardVerdict:
+    paired = PairedScores(
+        tuple((row.task, row.doc_id) for row in reference),
+        tuple(row.outcome for row in reference),
+        tuple(row.outcome for row in merge),
+        (),
+        tuple(zip(reference, merge, strict=True)),
+    )
+    evidence = measure_guard(guard, "acc,none", paired, higher_is_better, schedule=schedule)
+    return judge_guards([evidence], 0.95)[0]
+
+
+def answers(share_right: float, n: int, chance: float, seed: int = 0) -> list[DocumentScore]:
+    rng = np.random.default_rng(seed)
+    choices = round(1 / chance) if chance else n
+    right = np.arange(n) < round(share_right * n)
+    return rows(list(rng.permutation(right)), [i % choices for i in range(n)], chance)
+
+
+@pytest.mark.parametrize(
+    ("share", "chance", "outcome"),
+    [
+        (0.25, 0.25, "inconclusive"),
+        (0.29, 0.25, "inconclusive"),
+        (0.40, 0.25, "pass"),
+        (0.40, 0.50, "inconclusive"),
+        (0.0, 0.0, "inconclusive"),
+        (0.035, 0.0, "inconclusive"),
+        (0.1, 0.0, "pass"),
+    ],
+)
+def test_a_guard_passes_only_if_its_reference_beats_chance_by_the_margin(
+    share: float, chance: float, outcome: str
+) -> None:
+    reference = answers(share, 1000, chance)
+    verdict = judge(reference, reference)
+    assert verdict.outcome == outcome
+    if outcome != "pass":
+        assert verdict.reason.startswith(
+            f"Not shown to be safe: quiz cannot show a loss, because base scores {100 * share:.1f}"
+        )
+        assert verdict.reason.endswith(
+            "; the margin is 3. Use a task that base can do, or check its prompt and chat template"
+        )
+
+
+def test_the_most_frequent_answer_counts_as_chance() -> None:
+    # Two choices, and 'yes' is right for 62 %. A model that always answers 'yes' beats 1 / choices by 12 points.
+    targets = [0] * 620 + [1] * 380
+    always_yes = rows([target == 0 for target in targets], targets, 0.5)
+    verdict = judge(always_yes, always_yes)
+    assert verdict.outcome == "inconclusive"
+    assert "base scores 62.0, and the most frequent answer alone 62.0" in verdict.reason
+
+
+def test_a_shown_failure_stays_a_failure() -> None:
+    reference, merge = answers(0.26, 1000, 0.25), answers(0.0, 1000, 0.25)
+    assert judge(reference, merge).outcome == "fail"
+
+
+def test_a_score_that_is_better_if_lower_is_compared_with_the_highest() -> None:
+    reference = [row._replace(outcome=1.0, higher_is_better=False) for row in answers(0.5, 500, 0.0)]
+    assert judge(reference, reference, higher_is_better=False).outcome == "inconclusive"
+    reference = [row._replace(outcome=0.0) for row in reference]
+    assert judge(reference, reference, higher_is_better=False).outcome == "pass"
+
+
+def test_graded_scores_are_compared_with_the_lowest_score_of_their_range() -> None:
+    guard = Guard(task="quiz", guarded_by="base", score_range=(1, 10))
+    for mark, outcome in ((1.0, "inconclusive"), (5.0, "pass")):
+        reference = [row._replace(outcome=mark + 0.01 * (row.doc_id % 3)) for row in answers(0.5, 500, 0.0)]
+        assert judge(reference, reference, guard).outcome == outcome
+
+
+def test_a_group_is_judged_as_a_whole_and_names_its_tasks_at_chance() -> None:
+    easy = answers(0.9, 500, 0.25)
+    hard = [row._replace(task="hard", doc_id=row.doc_id + 500) for row in answers(0.25, 100, 0.25)]
+    hard = [row._replace(prompt_hash=f"h{row.doc_id}") for row in hard]
+    verdict = judge([*easy, *hard], [*easy, *hard])
+    assert verdict.outcome == "pass"
+    assert [finding.reason for finding in verdict.findings if finding.kind == "reference"] == [
+        "quiz: base is not shown to be above chance on hard, so a loss on this task would not show"
+    ]
+
+
+def test_evidence_without_documents_is_judged_by_its_interval() -> None:
+    assert verdict_of(0, 0, 400).findings == ()
+
+
+def test_more_documents_are_evaluated_only_if_they_may_show_a_better_reference() -> None:
+    for share, expected in ((0.32, ("quiz",)), (0.25, ())):
+        reference = answers(share, 500, 0.25)
+        verdict = judge(reference, reference, schedule=(500, 1000, 2000))
+        assert verdict.outcome == "inconclusive"
+        assert undecided_tasks(gate_verdict([verdict], None, "block")) == expected
+
+
+@pytest.mark.parametrize(("cut", "outcome"), [(0, "pass"), (4, "pass"), (5, "inconclusive")])
+def test_truncated_prompts_make_a_guard_inconclusive(cut: int, outcome: str) -> None:
+    reference = answers(0.9, 400, 0.0)
+    merge = [row._replace(prompt_cut=12 * (row.doc_id < cut)) for row in reference]
+    for pair in ((reference, merge), (merge, reference)):
+        verdict = judge(*pair)
+        assert verdict.outcome == outcome
+        if outcome != "pass":
+            assert "truncated 5 of 400 prompts for" in verdict.reason
+            assert "The longest prompt is 12 tokens too long. Increase evaluate.max_length" in verdict.reason
+
+
+def test_guards_that_cannot_detect_their_limit_do_not_carry_a_release() -> None:
+    small = judge(answers(1.0, 24, 0.0), answers(1.0, 24, 0.0), Guard(task="quiz", guarded_by="base", margin=11))
+    assert small.outcome == "pass"
+    assert [finding.kind for finding in small.findings] == ["power"]
+    alone = gate_verdict([small, small], None, "block")
+    assert (alone.outcome, alone.publishable) == ("inconclusive", False)
+    assert alone.reasons[0].startswith("Not shown to be safe: too few documents to detect the loss of a skill")
+    large = judge(answers(0.9, 500, 0.0), answers(0.9, 500, 0.0))
+    assert gate_verdict([small, large], None, "block").outcome == "pass"
+
+
+def test_the_real_case_of_24_documents_is_not_published() -> None:
+    reference, merge = answers(2 / 24, 24, 0.0), answers(0.0, 24, 0.0)
+    verdict = judge(reference, merge, Guard(task="quiz", guarded_by="base", max_drop=20, margin=30))
+    assert verdict.outcome == "inconclusive"
+    assert not gate_verdict([verdict], None, "block").publishable
