@@ -16,7 +16,7 @@ from mergegate.tasks.gate.power import (
     PlannedTask,
     gate_power,
     order_by_information,
-    power_finding,
+    power_findings,
     undecidable_finding,
 )
 from mergegate.tasks.gate.references import (
@@ -38,6 +38,7 @@ from mergegate.tasks.gate.sample_record import (
     sample_start,
     uses_per_document,
 )
+from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ANCHOR,
     CHAMPION,
@@ -128,6 +129,7 @@ __all__ = [
     "graded_difference",
     "graded_documents_needed",
     "joint_verdict",
+    "known_reference_strength",
     "needs_champion",
     "normal_quantile",
     "order_by_information",
@@ -135,6 +137,7 @@ __all__ = [
     "pin_tasks",
     "plain_verdict",
     "power_finding",
+    "power_findings",
     "read_samples",
     "record_evidence",
     "record_refusal",
