@@ -54,7 +54,7 @@ class TaskPreview(StageValue):
         return f"{self.tokens:,} tokens"
 
 
-@value_stage("preview", version=2, subject="task")
+@value_stage("preview", version=3, subject="task")
 def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit: CountLimit) -> TaskPreview:
     """Render the first document of ``task``, whose data is pinned, as the model of ``tokenizer`` would read it.
 
@@ -96,7 +96,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
                 config = None
             context = None if config is None else int(resolve_max_length(config, loaded_tokenizer))
         # The same attributes as the ``LM`` of the backend.
-        reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
+        reader = SimpleNamespace(tokenizer=loaded_tokenizer, max_length=context)
         prompting = resolve_prompt_settings(task.prompt_settings, scoring)
         require_known_generation(prompting, scoring.backend, task.name, loaded.generation)
         room = {
