@@ -136,7 +136,6 @@ __all__ = [
     "perplexity_drift",
     "pin_tasks",
     "plain_verdict",
-    "power_finding",
     "power_findings",
     "read_samples",
     "record_evidence",
