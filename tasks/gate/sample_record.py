@@ -61,21 +61,21 @@ def record_sample(task: EvalTask, seed: int, sample: JudgedSample) -> None:
         write_state(record, json.dumps(lines, indent=1).encode())
 
 
-def sample_start(history: Sequence[JudgedSample], judged: JudgedSample, total: int, first: int | None) -> int:
+def sample_start(history: Sequence[JudgedSample], request: JudgedSample, total: int, first: int | None) -> int:
     """Return the position at which the sample for a merge starts.
 
     Args:
         history: Samples that have judged merges, oldest first.
-        judged: The merge, the champion, and the documents that selected the champion.
+        request: The merge, the champion, and the documents that selected the champion.
         total: Number of documents in the task.
         first: Number of documents in the first look. None: all.
     """
-    against = [entry for entry in history if entry.champion == judged.champion]
+    against = [entry for entry in history if entry.champion == request.champion]
     if first is None or first >= total:
         return 0  # there is no other sample
-    if own := [entry for entry in against if entry.merge == judged.merge]:
+    if own := [entry for entry in against if entry.merge == request.merge]:
         return own[-1].start % total
-    return (against[-1] if against else judged).next_start(total, first)
+    return (against[-1] if against else request).next_start(total, first)
 
 
 def uses_per_document(history: Sequence[JudgedSample], start: int, documents: int, total: int) -> float:
