@@ -16,7 +16,7 @@ from mergegate.tasks.gate.power import (
     PlannedTask,
     gate_power,
     order_by_information,
-    power_finding,
+    power_findings,
     undecidable_finding,
 )
 from mergegate.tasks.gate.references import (
@@ -29,6 +29,7 @@ from mergegate.tasks.gate.references import (
     with_anchor,
 )
 from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ANCHOR,
     CHAMPION,
@@ -116,13 +117,14 @@ __all__ = [
     "graded_difference",
     "graded_documents_needed",
     "joint_verdict",
+    "known_reference_strength",
     "needs_champion",
     "normal_quantile",
     "order_by_information",
     "perplexity_drift",
     "pin_tasks",
     "plain_verdict",
-    "power_finding",
+    "power_findings",
     "record_evidence",
     "record_refusal",
     "reference_models",

@@ -19,6 +19,9 @@ MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
 # Largest drop of any task in a suite, in points, unless its guard sets a limit.
 CATASTROPHE = 11.0
 
+# Drop of a group's task with 100 documents, in points, that must be ruled out before the group passes early.
+COLLAPSE = 40.0
+
 # Population that a verdict covers. New questions: subjects are strata with fixed weights, and each question represents
 # others of its subject. New subjects: subjects are a sample, and the loss on one subject is a single observation.
 Population = Literal["new questions", "new subjects"]
@@ -62,6 +65,24 @@ class Guard(PromptSettings):
         gt=0,
         le=100,
         description="With rule: suite, largest drop of this task alone, in points. Default: 11, or a larger margin.",
+    )
+    leaf_limit: float | None = Field(
+        default=COLLAPSE,
+        gt=0,
+        le=100,
+        description="For a group: drop of a task with 100 documents, in points, that must be ruled out before the "
+        "group passes early; less for larger tasks. Until then, mergegate evaluates more documents. null: no limit.",
+    )
+    max_error_ratio: float | None = Field(
+        default=2.0,
+        ge=1,
+        description="Largest allowed ratio of the merge's error rate to the reference's, if the reference answers "
+        "fewer than 10 % of the documents wrong. A larger ratio fails if it is not noise. null: no limit.",
+    )
+    advisory: bool = Field(
+        default=False,
+        description="Report the verdict without counting it: the guard never blocks, and its task is evaluated up to "
+        "the first look only.",
     )
     score_range: tuple[float, float] = Field(
         default=(0.0, 1.0), description="Lowest and highest possible score: [0, 100] for ROUGE, [1, 10] for marks."
