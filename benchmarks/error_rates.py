@@ -422,7 +422,7 @@ def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
         fewer = f", of {equal_runs:,} where equal" if equal_runs else ""
         others = {
             "perplexity": "the previous rule, which counted tokens",
-            "duplicates": "with equal prompts as documents",
+            "duplicates": "the interval over all documents",
         }
         other = others.get(name, "Student's interval")
         print(
