@@ -41,6 +41,7 @@ from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
     Scoring,
+    check_thinking,
     resolve_prompt_settings,
 )
 from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
@@ -112,6 +113,7 @@ __all__ = [
     "TokenizerSource",
     "by_task",
     "call_with_task_data",
+    "check_thinking",
     "choose_known_metrics",
     "choose_metrics",
     "clusters_in_order",
