@@ -7,7 +7,7 @@ The tables are in ``graded-and-clustered-error-rates.md``, ``graded-and-clustere
 
     .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
     .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
-    .venv/bin/python benchmarks/operating_characteristics.py duplicates --runs 4000    # ten minutes
+    .venv/bin/python benchmarks/operating_characteristics.py duplicates --runs 4000 --markdown    # two minutes
     .venv/bin/python benchmarks/operating_characteristics.py perplexity --runs 2000 --markdown    # half an hour
 
 Merges are drawn, not run. The gate's functions decide them (``tasks.gate.graded_scores``, ``tasks.gate.clusters``,
@@ -29,12 +29,11 @@ from scipy.special import stdtrit
 from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.clusters import MIN_CLUSTERS, cluster_errors, critical_value, effective_clusters
 from mergegate.tasks.gate.drift import ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.evidence import GuardEvidence
 from mergegate.tasks.gate.graded_scores import refutes
-from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.repeated_documents import interval_over_units
 from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import binary_bounds
+from mergegate.tasks.gate.statistics import binary_bounds, binary_difference
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits
 from mergegate.tasks.perplexity.measurement import TextMeasurement
 from mergegate.tasks.perplexity.stage import total_likelihood
@@ -374,18 +373,18 @@ def duplicates_published(
     if only_repeated:
         heavy = counts == counts.max()
         lost, won = np.where(heavy, min(1.0, drop * n / counts[heavy].sum()), 0.0), np.zeros(len(counts))
-    # ``max_drop`` equals the margin, the hardest case: only the bound can stop a merge.
-    guard = Guard(task="drawn", guarded_by="reference", max_drop=100 * MARGIN, margin=100 * MARGIN)
     passed = np.zeros(2)
     for _ in range(runs):
         draws = rng.random(len(counts))
-        outcomes = np.where(draws < lost, 1.0, np.where(draws < lost + won, -1.0, 0.0))
-        order = members[rng.permutation(n)]
-        units = tuple(np.unique(order, return_inverse=True)[1].tolist())
-        for position, known in enumerate((units, None)):
-            differences = tuple(outcomes[order].tolist())
-            evidence = GuardEvidence(guard, "acc", "reference", 0.5, 0.5, differences, True, n, (n,), units=known)
-            passed[position] += judge_guards([evidence], CONFIDENCE)[0].outcome == "pass"
+        differences = np.where(draws < lost, 1.0, np.where(draws < lost + won, -1.0, 0.0))[members]
+        intervals = (
+            interval_over_units(differences, members, (n,), CONFIDENCE, CONFIDENCE),
+            binary_difference(int((differences > 0).sum()), int((differences < 0).sum()), n, CONFIDENCE),
+        )
+        for position, found in enumerate(intervals):
+            points = (100 * value for value in found[:3])
+            # ``max_drop`` equals the margin, the hardest case: only the bound can stop a merge.
+            passed[position] += decide_guard(*points, max_drop=100 * MARGIN, margin=100 * MARGIN) == "pass"
     return float(passed[0] / runs), float(passed[1] / runs)
 
 

@@ -141,7 +141,7 @@ def test_an_equal_merge_passes_as_often_as_with_the_distinct_documents_alone() -
 def test_the_table_in_the_docs_keeps_5_percent_at_the_margin() -> None:
     """The cells hold the share with the rule and, after the dot, without it."""
     header, *table = table_in_docs("duplicate-documents.md", "duplicates")
-    error = 100 * (0.05 * 0.95 / 2000) ** 0.5
+    error = 100 * (0.05 * 0.95 / 4000) ** 0.5
     for cells in table:
         by_name = dict(zip(header, cells, strict=True))
         for column in ("at the margin", "lost among the most repeated"):
