@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate import BROKEN_LOSS, DriftVerdict, GateVerdict, GuardVerdict, StratumDrift, SuiteVerdict
+from mergegate.tasks.gate import (
+    BROKEN_LOSS,
+    DriftVerdict,
+    GateVerdict,
+    GuardVerdict,
+    StratumDrift,
+    SuiteVerdict,
+    selection_inflation,
+)
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
 
@@ -223,6 +231,25 @@ def sentence(content: ReportContent) -> str:
         value = number(drift.ratio, drift_decimals(drift))
         sentences.append(f"Perplexity is {value} times that of {drift.reference} (limit {plain(drift.max_ratio)}).")
     return " ".join(sentences)
+
+
+def selection_note(content: ReportContent) -> str:
+    """Return sentences on the use of the same documents for selection and for scores; empty if nothing was selected."""
+    verdict = content.verdict
+    judged = verdict.suites[:1] or verdict.guards
+    if not verdict.publishable or not judged:
+        return ""
+    inflation = max(
+        selection_inflation(
+            each.drop, each.high, each.look.confidence if each.look else each.confidence, each.max_drop, each.margin
+        )
+        for each in judged
+    )
+    subject = "mean score" if verdict.suites else "score"
+    return (
+        f"The documents that measured these scores also selected this merge. If it is as good as its reference, its "
+        f"{subject} is expected to be about {number(inflation, 1)} points too high."
+    )
 
 
 def regenerated_answers(content: ReportContent) -> tuple[str, ...]:
