@@ -12,6 +12,7 @@ from mergegate.tasks.evaluation import (
     EvaluationSettings,
     MeanOver,
     PromptSettings,
+    check_thinking,
     resolve_prompt_settings,
 )
 
@@ -244,6 +245,16 @@ class EvaluateSettings(EvaluationSettings, GateRule):
                 and not resolve_prompt_settings(guard.own_prompt_settings, self).is_chat
             ):
                 raise ValueError(f"{guard.task}: fewshot_as_multiturn requires a chat template")
+        return self
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        for guard in self.tasks:
+            check_thinking(guard.name or guard.task, guard.own_prompt_settings, self)
+        chats = [resolve_prompt_settings(guard.own_prompt_settings, self).is_chat for guard in self.tasks]
+        for name in ("enable_thinking", "chat_template_args"):
+            if getattr(self, name) is not None and not any(chats):
+                raise ValueError(f"{name} requires a chat template: set chat_template: true")
         return self
 
     @property
