@@ -38,11 +38,13 @@ from mergegate.tasks.evaluation import (
     data_revisions,
     find_backend,
     find_contaminated_documents,
+    find_repetition,
     preview,
+    repetition_findings,
     require_examples,
     resolve_prompt_settings,
 )
-from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_finding
+from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
@@ -59,6 +61,7 @@ from mergegate.tasks.preflight import (
     measure_machine_capacity,
     overlap_findings,
     pin_evidence,
+    sensitivity_findings,
     stored_dtypes,
     with_supported_dtype,
 )
@@ -101,6 +104,7 @@ class TaskExample(NamedTuple):
     parent: str
     preview: TaskPreview
     asked: str = ""  # prompt settings that the profile declares for this task only
+    budget: str = ""  # how many tokens an answer may have; empty if no answer is generated
 
 
 @dataclass
@@ -244,7 +248,8 @@ def preflight_profile(
         # A release soon measures whether its documents are sufficient, so only a check forecasts their power.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
-            problems.add(filter(None, [power_finding(power)]))
+            problems.add(power_findings(power))
+            problems.add(sensitivity_findings(evidence, measured))
     return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
 
 
@@ -300,11 +305,17 @@ def _pin_data(
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
+            if not problems.stop_at_once:  # A release does not need this, because the gate counts repeated documents.
+                count = resolve_prompt_settings(task.prompt_settings, evidence.scoring).num_fewshot
+                repetition = find_repetition.build(tasks[-1], count, limit).value
+                clusters = [guard.cluster_by for guard in evidence.guards if guard.task == task.name]
+                problems.add(repetition_findings(task.name, repetition, next(filter(None, clusters), None)))
             for source in sources:
                 with problems.collect_errors():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
-                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
+                    budget = example.describe_budget(evidence.rule.max_answer_tokens)
+                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings, budget))
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(
                             "warn",

@@ -185,7 +185,11 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         "verify": Entry(
             "verify",
             "Verify a release against its own claims.",
-            ("mergegate verify releases/demo/latest", "mergegate verify acme/model@7d50f2b56668 --key public.pem"),
+            (
+                "mergegate verify releases/demo/latest",
+                "mergegate verify releases/demo/latest --verdict",
+                "mergegate verify acme/model@7d50f2b56668 --key public.pem",
+            ),
         ),
         "reproduce": Entry(
             "verify",

@@ -142,7 +142,10 @@ def report_content(
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*LIBRARIES).items()),
         # The page of a refused merge shows its recipe above.
-        reproduce=("mergegate reproduce RELEASE",)
+        reproduce=(
+            "mergegate verify RELEASE --verdict    # decide again from the outcomes in evidence/, without a model",
+            "mergegate reproduce RELEASE           # merge again, and compare the weights byte by byte",
+        )
         if verdict.publishable
         else (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
         explanation=attempt.explanation.model_copy(update={"remedies": remedies}),

@@ -11,7 +11,7 @@ from mergegate.tasks.evaluation.contamination import (
     ContaminatedDocuments,
     find_contaminated_documents,
 )
-from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
+from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks, sample_ranges
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -36,10 +36,12 @@ from mergegate.tasks.evaluation.metrics import (
 from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.regeneration import lengthen_answers
+from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
     Scoring,
+    check_thinking,
     resolve_prompt_settings,
 )
 from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
@@ -111,6 +113,7 @@ __all__ = [
     "TokenizerSource",
     "by_task",
     "call_with_task_data",
+    "check_thinking",
     "choose_known_metrics",
     "choose_metrics",
     "clusters_in_order",
@@ -126,6 +129,7 @@ __all__ = [
     "find_contaminated_documents",
     "find_occurring",
     "find_pinned_data",
+    "find_repetition",
     "find_results",
     "interim_looks",
     "is_file_name",
@@ -143,12 +147,14 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "repetition_findings",
     "require_declared_mean",
     "require_effect",
     "require_examples",
     "require_same_conditions",
     "require_supported",
     "resolve_prompt_settings",
+    "sample_ranges",
     "score_table",
     "split_documents",
     "tokenize_task",

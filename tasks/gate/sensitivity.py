@@ -3,12 +3,13 @@
 If the reference itself scores at chance, or if the prompts were truncated, a broken merge has the same score as its
 reference, and "no worse" means nothing. A reference is therefore compared with two models that know nothing:
 
-* one that answers at random. Its score is 1 / number of choices, or 0 for free answers;
-* for choice tasks, one that always gives the most frequent answer.
+* A model that answers at random. Its score is 1 / number of choices, or 0 for free answers. The lower bound of the
+  reference must be above it by at least the margin, with the bounds that the guard uses for drops.
+* For choice tasks, a model that always gives the most frequent answer. Its score on these documents is known exactly.
+  The reference must be above it by at least the margin.
 
-The reference must be shown to beat both by at least the margin, with the bounds that the guard uses for drops. If a
-merge knows nothing, then either its drop exceeds the margin, or its reference does not beat it by the margin. In each
-case the merge passes at most as often as the confidence allows.
+If a merge knows nothing, then either its drop exceeds the margin, or its reference does not beat it by the margin. In
+each case the merge passes at most as often as the confidence allows.
 """
 
 from __future__ import annotations
@@ -19,13 +20,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.evaluation import DocumentScore
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
+from mergegate.tasks.evaluation import (
+    SCORES_FILE,
+    DocumentScore,
+    PairedScores,
+    Scores,
+    choose_metrics,
+    read_document_scores,
+)
+from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, measure_guard
 from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import normal_quantile
+from mergegate.tasks.store import Artifact
 
 MAX_CUT_SHARE = 0.01  # Largest share of documents with a truncated prompt that a guard accepts.
 NO_POWER = "power"  # Kind of a finding about too few documents.
@@ -43,11 +53,10 @@ class ReferenceStrength(NamedTuple):
 
     def sentence(self, task: str, reference: str, margin: float) -> str:
         """Return why the reference cannot show a loss of ``margin`` points, and what to do."""
-        difference = f"The difference may be only {max(0.0, self.low):.1f}; the margin is {margin:.4g}"
         return (
             f"{UNSAFE}: {task} cannot show a loss, because {reference} scores {self.score:.1f}, and "
-            f"{self.baseline_name} {self.baseline:.1f}. {difference}. "
-            f"Use a task that {reference} can do, or check its prompt and chat template"
+            f"{self.baseline_name} would score {self.baseline:.1f}. The difference must be shown to be at least the "
+            f"margin ({margin:.4g}). Use a task that {reference} can do, or check its prompt and chat template"
         )
 
 
@@ -66,16 +75,44 @@ def reference_strength(evidence: GuardEvidence, confidence: float, level: float)
     above = replace(evidence, differences=tuple(scores)).interval(confidence, level)
     error = math.sqrt(above.variance / n)
     strengths = [(above.low - chance, error, chance, "a random answer" if chance else "an empty answer")]
+    score = sum(scores) / n
+    # The score of a constant answer on these documents is known exactly. If the reference beats it by the margin, so
+    # does the drop of a merge that gives this answer, and the guard does not pass.
     targets = Counter(row.target_hash for row in rows if chance_of(row, evidence.guard))
-    target, count = targets.most_common(1)[0] if targets else ("", 0)
-    if count / n > chance:
-        differences = [score - (row.target_hash == target) for score, row in zip(scores, rows, strict=True)]
-        above = replace(evidence, differences=tuple(differences)).interval(confidence, level)
-        error = math.sqrt(above.variance / n)
-        strengths.append((above.low, error, count / n, "the most frequent answer alone"))
+    frequent = max(targets.values(), default=0) / n
+    if frequent > chance:
+        strengths.append((score - frequent, error, frequent, "the most frequent answer alone"))
     low, error, baseline, name = min(strengths)
     low -= evidence.selection_bias  # The best of several parents scores higher than it truly is.
-    return ReferenceStrength(100 * sum(scores) / n, 100 * low, 100 * error, 100 * baseline, name)
+    return ReferenceStrength(100 * score, 100 * low, 100 * error, 100 * baseline, name)
+
+
+def known_reference_strength(
+    guard: Guard, parts: Sequence[Artifact[Scores]], confidence: float, documents: int
+) -> ReferenceStrength | None:
+    """Return the strength of a reference that its stored scores predict for a number of ``documents``.
+
+    Return None if fewer than 2 documents have a score by the metric of the guard.
+    """
+    # The stored parts of a task may overlap.
+    stored = {
+        (row.task, row.doc_id, row.metric): row
+        for part in parts
+        for row in read_document_scores(part.directory / SCORES_FILE)
+    }
+    try:
+        metrics = choose_metrics(stored.values(), guard.metric, guard.task)
+        rows = tuple(metrics.select(stored.values()))
+        keys, scores = tuple((row.task, row.doc_id) for row in rows), tuple(row.outcome for row in rows)
+        clusters, pairs = tuple(row.cluster for row in rows), tuple((row, row) for row in rows)
+        paired = PairedScores(keys, scores, scores, clusters, pairs)
+        evidence = measure_guard(guard, metrics.label, paired, metrics.higher_is_better)
+    except InvalidInput:  # The gate reports this error.
+        return None
+    known = reference_strength(evidence, confidence, confidence)
+    above = known.score - known.baseline
+    narrower = math.sqrt(min(1.0, len(rows) / documents))
+    return known._replace(low=above - narrower * (above - known.low), error=narrower * known.error)
 
 
 def oriented_score(row: DocumentScore, guard: Guard) -> float:

@@ -22,7 +22,14 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
+from mergegate.tasks.gate.evidence import (
+    GateFinding,
+    GuardEvidence,
+    GuardVerdict,
+    MetricDrop,
+    ReferenceChoice,
+    measure_guard,
+)
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sensitivity import NO_POWER
@@ -42,6 +49,9 @@ from mergegate.tasks.stage import (
     worst_verdict,
 )
 from mergegate.tasks.store import Artifact
+
+# Scores by metric, then by task below a group and document.
+_ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
 
 OnInconclusive = Literal["block", "warn", "pass"]
 
@@ -80,6 +90,12 @@ class GateVerdict(StageValue):
     suites: tuple[SuiteVerdict, ...] = ()
     not_run: tuple[SkippedGuard, ...] = ()
     findings: tuple[GateFinding, ...] = ()  # Findings about the whole merge; those about a guard are in ``guards``.
+    advisory: tuple[GuardVerdict, ...] = ()  # Advisory guards, which do not affect ``outcome`` or the other fields.
+
+    @property
+    def all_guards(self) -> tuple[GuardVerdict, ...]:
+        """All guards with a verdict, the advisory ones last."""
+        return (*self.guards, *self.advisory)
 
     def summary(self) -> str:
         if not self.publishable:
@@ -139,8 +155,8 @@ class GatePlan:
         return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
 
     def is_suite(self, guards: Sequence[Guard]) -> bool:
-        """Return whether the mean over all tasks is judged. It is not with a single task."""
-        return self.rule.rule == "suite" and len({guard.task for guard in guards}) > 1
+        """Return whether the mean over all tasks is judged. It is not with a single task that counts."""
+        return self.rule.rule == "suite" and len({guard.task for guard in guards if not guard.advisory}) > 1
 
     def confidence(self, *, is_anchor: bool) -> float:
         """Return the confidence of comparisons with the anchor, or with all other references."""
@@ -198,12 +214,16 @@ def gate(
     is_suite = plan.is_suite(judged)
     suites: list[SuiteVerdict] = []
     verdicts: list[GuardVerdict] = []
+    advisory: list[GuardVerdict] = []
     for is_anchor in (False, True):
         confidence = plan.confidence(is_anchor=is_anchor)
-        if group := [evidence for evidence in measured if (evidence.guard.guarded_by == ANCHOR) == is_anchor]:
+        compared = [evidence for evidence in measured if (evidence.guard.guarded_by == ANCHOR) == is_anchor]
+        if group := [evidence for evidence in compared if not evidence.guard.advisory]:
             suites += [judge_suite(group, confidence)] if is_suite and not waiting else []
-            pending_count = sum((guard.guarded_by == ANCHOR) == is_anchor for guard in pending)
+            pending_count = sum((guard.guarded_by == ANCHOR) == is_anchor and not guard.advisory for guard in pending)
             verdicts += judge_guards(group, confidence, as_suite=is_suite, pending=pending_count)
+        for evidence in compared:  # Each by its own margin, as if it were the only guard.
+            advisory += judge_guards([evidence], confidence) if evidence.guard.advisory else ()
     failed_task = next((verdict.task for verdict in verdicts if verdict.outcome == "fail"), "")
     if waiting and not failed_task:
         raise ValueError(f"{', '.join(waiting)} not evaluated although nothing is decided")
@@ -219,7 +239,8 @@ def gate(
     )
     answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
     findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
-    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
+    verdict = gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
+    return verdict.model_copy(update={"advisory": tuple(advisory)})
 
 
 def cannot_pass(
@@ -231,7 +252,7 @@ def cannot_pass(
     of all guards. In ``gate``, a guard that fails here fails too, so the decision does not depend on the order in which
     tasks are evaluated.
     """
-    judged = plan.guards_to_judge(guards)
+    judged = [guard for guard in plan.guards_to_judge(guards) if not guard.advisory]
     scores_by_task = _scores_by_task(scores)
     for is_anchor in (False, True):
         group = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]
@@ -455,7 +476,7 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    return replace(
+    evidence = replace(
         evidence,
         leaf_metrics=dict(metrics.by_leaf_if_different),
         data=merge.data,
@@ -463,3 +484,39 @@ def _measure(
         max_length_ratio=plan.rule.max_length_ratio,
         sample_start=merge.sample_start,
     )
+    return _with_other_metrics(evidence, metrics.other_scores(references[best].rows), metrics.other_scores(merge.rows))
+
+
+def _with_other_metrics(evidence: GuardEvidence, reference: _ScoresByMetric, merge: _ScoresByMetric) -> GuardEvidence:
+    """Return the evidence with the drops under the metrics that do not judge the guard.
+
+    A metric that the two models have for different documents does not count. A cut-off answer counts for the merge, so
+    that only complete answers can raise an alarm.
+    """
+    units = evidence.clusters or evidence.units
+    position = {(row.task, row.doc_id): index for index, (_, row) in enumerate(evidence.rows)}
+
+    def score(row: DocumentScore, *, is_merge: bool) -> float:
+        best = float(row.higher_is_better == is_merge)
+        return (1 if row.higher_is_better else -1) * (best if row.is_open(evidence.answer_limit) else row.outcome)
+
+    drops, unusable = [], []
+    for metric, ours in merge.items():
+        theirs = reference.get(metric, {})
+        if theirs.keys() != ours.keys() or not ours.keys() <= position.keys():
+            continue
+        if not all(0 <= row.outcome <= 1 for row in (*ours.values(), *theirs.values())):
+            unusable.append(metric)
+            continue
+        documents = sorted(ours, key=position.__getitem__)
+        drops.append(
+            MetricDrop(
+                metric=metric,
+                differences=tuple(
+                    score(theirs[document], is_merge=False) - score(ours[document], is_merge=True)
+                    for document in documents
+                ),
+                units=tuple(units[position[document]] for document in documents) if units else None,
+            )
+        )
+    return replace(evidence, other_metrics=tuple(drops), unusable_metrics=tuple(unusable))

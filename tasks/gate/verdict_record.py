@@ -1,4 +1,4 @@
-"""Record what the gate's verdict follows from, and decide again from the record alone: stage ``evidence``.
+"""Record the inputs of the gate's verdict, and decide again from the record alone: stage ``evidence``.
 
 Every release carries the record, so that anyone can recompute its verdict without a model::
 
@@ -146,7 +146,7 @@ def record_evidence(
 ) -> RecordedEvidence:
     """Write the record and its tables to ``out``, and check that the verdict follows from them.
 
-    ``scores`` and ``likelihoods`` are those that the gate received, by the model names in ``record``.
+    ``scores`` and ``likelihoods`` are the gate's inputs, by the model names in ``record``.
 
     Raises:
         Refused: The verdict does not follow from the written files.

@@ -6,7 +6,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mergegate.merge_core.errors import Finding
 from mergegate.tasks.checkpoints import Model, ResolvedCheckpoint, find_applied_adapters, find_pinned_checkpoints
@@ -19,6 +19,8 @@ from mergegate.tasks.gate import (
     estimate_discordance,
     find_past_discordance,
     gate_power,
+    known_reference_strength,
+    reference_models,
     undecidable_finding,
 )
 from mergegate.tasks.preflight.evidence import Evidence
@@ -28,10 +30,12 @@ from mergegate.tasks.stage import runtime, store
 def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     """Return the number of documents after each interim look at a task with pinned data.
 
-    If the profile turns off extension, only the first look is returned.
+    If the profile turns off extension, or if all guards of the task are advisory, only the first look is returned.
     """
     planned = interim_looks(task.documents or 0, task.first_look(evidence.scoring))
-    return planned if evidence.rule.extend else planned[:1]
+    guards = [guard for guard in evidence.guards if guard.task == task.name]
+    is_advisory = bool(guards) and all(guard.advisory for guard in guards)
+    return planned if evidence.rule.extend and not is_advisory else planned[:1]
 
 
 def planned_tasks(
@@ -60,7 +64,7 @@ def forecast_undecidable(evidence: Evidence, attempts: int) -> Finding | None:
         PlannedTask(guard, plan_interim_looks(task, evidence), evidence.rule.discordance)
         for task in evidence.tasks
         for guard in evidence.guards
-        if task.documents and guard.task == task.name and guard.guarded_by != ANCHOR
+        if task.documents and guard.task == task.name and guard.guarded_by != ANCHOR and not guard.advisory
     ]
     return undecidable_finding(planned, evidence.rule.for_attempt(1, attempts))
 
@@ -74,5 +78,44 @@ def forecast_power(
     ``past``, see ``planned_tasks``.
     """
     models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
-    planned = [entry for entry in planned_tasks(evidence, models, past) if entry.guard.guarded_by != ANCHOR]
+    planned = [
+        entry
+        for entry in planned_tasks(evidence, models, past)
+        if entry.guard.guarded_by != ANCHOR and not entry.guard.advisory
+    ]
     return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None
+
+
+def sensitivity_findings(evidence: Evidence, parents: Sequence[ResolvedCheckpoint]) -> Iterator[Finding]:
+    """Yield a warning for each guard whose reference is not above chance by the margin, by its stored scores.
+
+    Without scores of the reference in the store, nothing is known. No model is evaluated.
+    """
+    models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
+    tasks = {task.name: task for task in evidence.tasks if task.documents}
+    for guard in evidence.guards:
+        if (task := tasks.get(guard.task)) is None:
+            continue
+        documents = plan_interim_looks(task, evidence)[-1]
+        names = reference_models(guard, [model.name for model in models], "")
+        strengths = {}
+        for model in models:
+            parts = known_scores(model, task, evidence.scoring, runtime()) if model.name in names else ()
+            if strength := known_reference_strength(guard, parts, evidence.rule.confidence, documents):
+                strengths[model.name] = strength
+        if not strengths:
+            continue
+        reference = max(strengths, key=lambda name: strengths[name].score)
+        strength = strengths[reference]
+        if strength.low < guard.upper_limit:
+            yield Finding(
+                "warn",
+                f"evaluate.tasks: {guard.task}",
+                found=f"{reference} scores {strength.score:.1f}, and {strength.baseline_name} would score "
+                f"{strength.baseline:.1f}, "
+                "so a loss could not show and the guard will be inconclusive",
+                expected=f"a reference that is above {strength.baseline:.1f} by at least the margin "
+                f"({guard.upper_limit:g}), with {documents:,} documents",
+                remedy=f"use a task that {reference} can do, or check the chat template, the number of few-shot "
+                "examples and evaluate.max_length",
+            )

@@ -73,7 +73,8 @@ def model_card(
         *(f"**{escape(line)}**" for line in display_lines),
         f"This {'LoRA adapter' if is_adapter else 'model'} is a merge, computed without training: "
         f"{escape(content.method)}. mergegate tested it before the release. The [report](report.html) shows every "
-        "result, and [provenance.json](provenance.json) identifies the inputs.",
+        "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
+        "outcomes of all documents, without texts.",
         "**Statement of changes.** The weights of this model are new. They were computed with the recipe below from "
         "the models listed with it, and replace their weights. Configuration and tokenizer were copied or adapted.",
     ]
@@ -81,7 +82,10 @@ def model_card(
     is_local = any(model.revision is None for model in content.parents)
     verify = f"mergegate verify {address}" + (" --key release.pub" if is_signed else "")
     reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if is_local else "")
-    commands = [f"{verify:<48} # check all files and the provenance"]
+    commands = [
+        f"{verify:<48} # check all files and the provenance",
+        f"{f'{verify} --verdict':<48} # also decide again from the outcomes in evidence/, without a model",
+    ]
     if is_signed:
         commands.append(
             "model_signing verify key . --signature model.sig --public_key release.pub    # check the signature with "
@@ -90,7 +94,7 @@ def model_card(
     commands += [
         f"{'sha256sum --check SHA256SUMS':<48} # check the files only, in the directory of the release",
         f"{reproduce:<48} # merge again and compare the weights byte by byte",
-        *(line for line in content.reproduce if not line.startswith("mergegate reproduce")),
+        *(line for line in content.reproduce if not line.startswith(("mergegate verify", "mergegate reproduce"))),
     ]
     libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
     notes = f"Built with {libraries} on {publication.device}."

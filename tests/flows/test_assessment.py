@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -20,6 +21,7 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
+from mergegate.tasks.merge.distances import CopiedParent
 from mergegate.tasks.preflight import Evidence
 from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
@@ -67,6 +69,14 @@ class Bench:
         return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), value, directory, {})
 
 
+class NoCopies:
+    """A replacement for the comparison of weights, because the models of these tests have none."""
+
+    @staticmethod
+    def build(merge: Model, parents: tuple[Model, ...]) -> SimpleNamespace:
+        return SimpleNamespace(value=CopiedParent(parent=None))
+
+
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Assessment, Bench]]:
     """Return a function that assesses a merge with a fake evaluation."""
@@ -82,6 +92,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
         monkeypatch.setattr(assessment, "evaluate_documents", bench.evaluate_to)
+        monkeypatch.setattr(assessment, "find_copied_parent", NoCopies)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(
             tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")

@@ -106,7 +106,7 @@ def recompute_verdict(
         record = VerdictRecord.model_validate(content)
         tables = {name: release.read(name) for name in EVIDENCE_TABLES if name in files}
         recomputed = decide_again(record, tables)
-    # The evidence comes from anyone. Whatever error it causes, the stored verdict does not follow from it.
+    # The evidence is untrusted. After any error, the stored verdict does not follow from it.
     except (ArithmeticError, AssertionError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         if content.get("gate_version") != gate.version:
             raise other_gate from None
