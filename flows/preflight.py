@@ -44,7 +44,7 @@ from mergegate.tasks.evaluation import (
     require_examples,
     resolve_prompt_settings,
 )
-from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_finding
+from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
@@ -61,6 +61,7 @@ from mergegate.tasks.preflight import (
     measure_machine_capacity,
     overlap_findings,
     pin_evidence,
+    sensitivity_findings,
     stored_dtypes,
     with_supported_dtype,
 )
@@ -103,6 +104,7 @@ class TaskExample(NamedTuple):
     parent: str
     preview: TaskPreview
     asked: str = ""  # prompt settings that the profile declares for this task only
+    budget: str = ""  # how many tokens an answer may have; empty if no answer is generated
 
 
 @dataclass
@@ -246,7 +248,8 @@ def preflight_profile(
         # A release soon measures whether its documents are sufficient, so only a check forecasts their power.
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
-            problems.add(filter(None, [power_finding(power)]))
+            problems.add(power_findings(power))
+            problems.add(sensitivity_findings(evidence, measured))
     return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
 
 
@@ -311,7 +314,8 @@ def _pin_data(
                 with problems.collect_errors():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
-                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
+                    budget = example.describe_budget(evidence.rule.max_answer_tokens)
+                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings, budget))
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(
                             "warn",

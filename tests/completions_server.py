@@ -83,7 +83,7 @@ def _choice(network: Any, tokenizer: Any, prompt: list[int], body: dict[str, Any
             most = {"max_new_tokens": body["max_tokens"], "do_sample": False, "pad_token_id": 0}
             tokens = network.generate(torch.tensor([tokens]), **most)[0].tolist()
     new = tokens[len(prompt) :]
-    text = whole = tokenizer.decode(new)
+    text = whole = tokenizer.decode(new, skip_special_tokens=not body.get("echo"))
     for stop in body.get("stop") or []:
         text = text.split(stop)[0]
     reason = "length" if text == whole and new[-1] != tokenizer.eos_token_id else "stop"

@@ -35,7 +35,7 @@ THINKING_TEMPLATE = (
     "{{ message['content'].rstrip('>') + '>' if message['role'] == 'user' "
     f"else message['content'].split('{THINK_END}')[-1] + eos_token }}}}"
     "{% endfor %}"
-    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
     f"{THINK_END}"
     "{% endif %}"
 )

@@ -11,7 +11,7 @@ from mergegate.tasks.evaluation.contamination import (
     ContaminatedDocuments,
     find_contaminated_documents,
 )
-from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
+from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks, sample_ranges
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -41,6 +41,7 @@ from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
     Scoring,
+    check_thinking,
     resolve_prompt_settings,
 )
 from mergegate.tasks.evaluation.splits import DocumentSet, DocumentSplits, SetName, split_documents
@@ -112,6 +113,7 @@ __all__ = [
     "TokenizerSource",
     "by_task",
     "call_with_task_data",
+    "check_thinking",
     "choose_known_metrics",
     "choose_metrics",
     "clusters_in_order",
@@ -152,6 +154,7 @@ __all__ = [
     "require_same_conditions",
     "require_supported",
     "resolve_prompt_settings",
+    "sample_ranges",
     "score_table",
     "split_documents",
     "tokenize_task",

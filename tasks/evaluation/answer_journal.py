@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any
 
 from mergegate.merge_core.files import RecordJournal
-from mergegate.tasks.evaluation.backends import AnswerEnd
+from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, AnswerEnd
 
 
 class JournalledModel:
@@ -36,6 +36,10 @@ class JournalledModel:
     def __init__(self, lm: Any, journal: RecordJournal, *, batched: bool) -> None:
         self._lm, self._journal, self._batched = lm, journal, batched
         self.ended_answers: list[tuple[Any, AnswerEnd]] = []  # request and end of every generated answer
+        self.prompt_cuts: list[tuple[Any, int | None]] = []  # request and tokens removed from its prompt; None: unknown
+        self._scored_cuts: dict[
+            tuple[str, str], int
+        ] = {}  # the same, by the texts of a scored prompt that does not fit
         self._recorded: dict[str, deque[Any]] = defaultdict(deque)  # recorded answers, by request name
         self._generator: dict[str, Any] = {}  # generator state after the last batch, by kind of request
         for record in journal.records:
@@ -46,10 +50,24 @@ class JournalledModel:
         self._answered: list[tuple[str, Any]] = []  # answers in the current batch
         self._ends: dict[str, deque[AnswerEnd]] = defaultdict(deque)  # ends in the current call, by request name
         self._kind, self._sampled = "", False
+        # Tokens removed from a prompt that fits; None if the backend does not tell when a prompt fits.
+        self._fitting_cut = 0 if hasattr(lm, "max_scored_tokens") else None
         self.restored = 0  # number of requests in the current call that the journal answered
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
+
+    @property
+    def answering_lm(self) -> Any:
+        """The ``LM`` that answers requests, for callers that set its attributes."""
+        return self._lm
+
+    def count_scored_tokens(self, tokenized_requests: Iterable[tuple[Any, Sequence[int], Sequence[int]]]) -> None:
+        """Record how many tokens the backend removes from each tokenized prompt with its continuation to fit."""
+        limit = self._lm.max_scored_tokens
+        for texts, context, continuation in tokenized_requests:
+            if texts is not None and (cut := len(context) + len(continuation) - limit) > 0:
+                self._scored_cuts[tuple(texts)] = cut
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
         """Record an answer in the current batch. lm-eval calls this hook for every answer of the model."""
@@ -68,7 +86,8 @@ class JournalledModel:
             name = matches[0]
         self._waiting[name].popleft()
         self._ends[name].append(end)
-        self._answered.append((name, answer if kind == "loglikelihood" else [answer, *end]))
+        cut = self._scored_cuts.get(tuple(request), self._fitting_cut) if kind == "loglikelihood" else None
+        self._answered.append((name, [*answer, cut] if kind == "loglikelihood" else [answer, *end]))
         if not self._batched:
             self.finish_batch()
 
@@ -89,9 +108,15 @@ class JournalledModel:
         names = [_name(kind, request.args) for request in requests]
         recorded = [queue.popleft() if (queue := self._recorded.get(name)) else None for name in names]
         ends = [AnswerEnd()] * len(requests)
+        cuts = [self._fitting_cut] * len(requests)
         if kind == "generate_until":
             ends = [AnswerEnd() if entry is None else AnswerEnd(*entry[1:]) for entry in recorded]
             recorded = [None if entry is None else entry[0] for entry in recorded]
+            for index, request in enumerate(requests if self._fitting_cut is not None else ()):
+                limit = self._lm.max_length - request.args[1].get("max_gen_toks", DEFAULT_BUDGET)
+                cuts[index] = max(0, len(self._lm.tok_encode(request.args[0])) - limit)
+        else:
+            cuts = [self._fitting_cut if entry is None else entry[2] for entry in recorded]
         answers = [None if entry is None else _typed(kind, entry) for entry in recorded]
         order: Iterable[int] = range(len(requests))
         self._sampled = False
@@ -124,8 +149,12 @@ class JournalledModel:
                 answers[index] = answer
                 if request_ends := self._ends.get(names[index]):
                     ends[index] = request_ends.popleft()
+                if kind == "loglikelihood":
+                    cuts[index] = self._scored_cuts.get(tuple(requests[index].args), self._fitting_cut)
         if kind == "generate_until":
             self.ended_answers += zip(requests, ends, strict=True)
+            answers = ["" if end.is_unfinished_thought else text for text, end in zip(answers, ends, strict=True)]
+        self.prompt_cuts += zip(requests, cuts, strict=True)
         self._kind = ""
         return answers
 
@@ -140,10 +169,14 @@ def is_answer_record(record: object) -> bool:
         case {"kind": ("loglikelihood" | "generate_until") as kind, "answers": list(answers)}:
             for answer in answers:
                 match answer:
-                    case [_, [_, _]] if kind == "loglikelihood":
-                        continue
-                    case [_, [str(), str(), tokens]] if kind == "generate_until" and type(tokens) in (int, type(None)):
-                        continue
+                    case [_, [_, _, *counts]] if kind == "loglikelihood" and len(counts) == 1:
+                        pass
+                    case [_, [str(), str(), *counts]] if kind == "generate_until" and len(counts) == 2:
+                        pass
+                    case _:
+                        return False
+                if all(count is None or type(count) is int for count in counts):
+                    continue
                 return False
             state = record.get("generator", []) if isinstance(record, dict) else None
             return isinstance(state, list) and all(isinstance(part, str) for part in state)
@@ -166,12 +199,20 @@ def attach_journal(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) 
         return compute(*args, **kwargs)
 
     lm.set_cache_hook(model)
-    for name in computes_in:
-        setattr(lm, name, partial(compute_batch, getattr(lm, name)))
+
+    def score_tokens(compute: Callable[..., Any], requests: Any, *args: Any, **kwargs: Any) -> Any:
+        model.count_scored_tokens(requests)
+        return compute(requests, *args, **kwargs)
+
+    wrappers = dict.fromkeys(computes_in, compute_batch)
+    if hasattr(lm, "max_scored_tokens"):
+        wrappers["_loglikelihood_tokens"] = score_tokens
+    for name, wrapper in wrappers.items():
+        setattr(lm, name, partial(wrapper, getattr(lm, name)))
     try:
         yield model
     finally:
-        for name in computes_in:
+        for name in wrappers:
             delattr(lm, name)
         lm.set_cache_hook(CacheHook(None))
 

@@ -173,6 +173,9 @@ def score_loaded_documents(
         document = (request.task_name, documents[request.task_name][request.doc_id])
         ends.setdefault(document, []).append(end)
         budgets[document] = answer_budget(request.args[1])
+    cuts: dict[tuple[str, int], list[int | None]] = {}
+    for request, cut in getattr(lm, "prompt_cuts", ()):
+        cuts.setdefault((request.task_name, documents[request.task_name][request.doc_id]), []).append(cut)
     scores: list[DocumentScore] = []
     for name, samples in results["samples"].items():
         scored_metrics = {metric for sample in samples for metric in sample["metrics"]}
@@ -193,6 +196,7 @@ def score_loaded_documents(
                 values[PROBABILITY] = probability
             cluster = cluster_of(name, sample["doc"], task.cluster_field) if task.cluster_field else ""
             answer_ends = ends.get((name, int(sample["doc_id"])), ())
+            prompt_cuts = cuts.get((name, int(sample["doc_id"])), [None])
             for metric, value in values.items():
                 label = f"{metric},{sample['filter']}"
                 score = checked_score(f"{model}: task {name}", label, sample["doc_id"], value)
@@ -209,6 +213,8 @@ def score_loaded_documents(
                     answer=answer_of(sample),
                     ended=tuple(end.reason for end in answer_ends),
                     answer_tokens=tuple(end.tokens for end in answer_ends),
+                    thinking_tokens=tuple(end.thinking for end in answer_ends),
+                    prompt_cut=None if None in prompt_cuts else max(cut or 0 for cut in prompt_cuts),
                     chance=chance,
                     budgets=(budgets[name, int(sample["doc_id"])],) if answer_ends else (),
                 )

@@ -64,6 +64,17 @@ class JudgedMetrics:
                 selected.append(row._replace(metric=label, outcome=score, higher_is_better=higher_is_better))
         return tuple(selected)
 
+    def other_scores(self, rows: Iterable[DocumentScore]) -> dict[str, dict[tuple[str, int], DocumentScore]]:
+        """Return the scores under all other metrics, by metric, then by leaf and document.
+
+        The probability of the right answer is left out, because it measures confidence and not correctness.
+        """
+        scores: dict[str, dict[tuple[str, int], DocumentScore]] = {}
+        for row in rows:
+            if row.metric != self.by_leaf.get(row.task, ("", True))[0] and row.metric.partition(",")[0] != PROBABILITY:
+                scores.setdefault(row.metric, {})[row.task, row.doc_id] = row
+        return scores
+
     def judge(self, rows: Sequence[DocumentScore], location: str) -> tuple[DocumentScore, ...]:
         """Return one score for each document in ``rows``.
 

@@ -11,10 +11,20 @@ The settings of a guard override those of the profile. Their names and effects a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import LocalPath
@@ -34,6 +44,34 @@ GenerationValue = (
     | StrictStr
     | tuple[StrictStr, ...]
 )
+
+
+# Type of the end of a thought: a text, or the id of a token. lm-eval reads digits as an id.
+ThinkEndToken = Annotated[
+    Annotated[StrictInt, Field(ge=0)] | Annotated[StrictStr, Field(min_length=1)],
+    AfterValidator(lambda value: int(value) if isinstance(value, str) and value.isdecimal() else value),
+]
+
+_TEMPLATE_SETTINGS = ("enable_thinking", "chat_template_args")
+_THINKING_SETTINGS = (*_TEMPLATE_SETTINGS, "think_end_token")
+# Arguments of a chat template that mergegate sets itself.
+_OWN_TEMPLATE_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "continue_final_message")
+
+
+def _check_template_arguments(
+    arguments: dict[str, GenerationValue] | None,
+) -> dict[str, GenerationValue] | None:
+    for name in arguments or ():
+        if name == "enable_thinking":
+            raise ValueError("enable_thinking is a setting of its own: move it out of chat_template_args")
+        if name in _OWN_TEMPLATE_ARGUMENTS:
+            raise ValueError(f"mergegate sets {name!r} itself")
+    return arguments
+
+
+TemplateArguments = Annotated[
+    dict[str, GenerationValue], Field(min_length=1), AfterValidator(_check_template_arguments)
+]
 
 
 class Scoring(BaseModel):
@@ -61,6 +99,19 @@ class Scoring(BaseModel):
         default=None, ge=0, description="Number of few-shot examples. Default: the number in the task."
     )
     chat_template: bool = False
+    enable_thinking: StrictBool | None = Field(
+        default=None,
+        description="Value of enable_thinking in the chat template. true also requires think_end_token. Default: not "
+        "set, so the template decides.",
+    )
+    think_end_token: ThinkEndToken | None = Field(
+        default=None,
+        description="Text or token id that ends a thought, such as '</think>'. Only the text after it is scored, and "
+        "stop strings do not end an answer before it. Default: none.",
+    )
+    chat_template_args: TemplateArguments | None = Field(
+        default=None, description="Further arguments of the chat template, such as {reasoning_effort: low}."
+    )
     documents: Annotated[Annotated[int, Field(ge=1)] | Literal["all"] | None, NotInKey] = Field(  # the part is in keys
         default=None,
         description="Size of the first random sample per task or group. If it does not decide, mergegate evaluates "
@@ -77,6 +128,16 @@ class Scoring(BaseModel):
     )
     vllm: VllmSettings | None = Field(default=None, description="Settings of backend vllm.")
     server: Annotated[ServerSettings | None, NotInKey] = Field(default=None, description="Settings of backend served.")
+
+    def content_key(self) -> object:
+        # Settings for thinking are in the key only if set, so that they do not change existing keys.
+        fields = type(self).model_fields
+        return {
+            name: getattr(self, name)
+            for name in fields
+            if NotInKey not in fields[name].metadata
+            and not (name in _THINKING_SETTINGS and getattr(self, name) is None)
+        }
 
     @property
     def first_look(self) -> int | None:
@@ -126,10 +187,10 @@ class EvaluationSettings(Scoring):
 
     resample: bool = Field(
         default=True,
-        description="Whether a new release changes the sample of documents. mergegate then compares the next merges "
-        "with the release on documents that did not select it. This applies to tasks with a guard against the champion "
-        "and more documents than the first look. The first run after a release evaluates all models on the new "
-        "sample. Default: true.",
+        description="Whether to judge each new merge on other documents than the last one, so that the documents do "
+        "not wear out. This applies to tasks with a guard against the champion and more documents than the first look. "
+        "The references are evaluated on these documents, too, on each document once. false: the same documents judge "
+        "every merge. Default: true.",
     )
 
     @property
@@ -163,6 +224,18 @@ class PromptSettings(BaseModel):
         default=None,
         description="With a chat template: whether each few-shot example is its own turn; false: all are in one "
         "turn. Default: true.",
+    )
+
+    enable_thinking: StrictBool | None = Field(
+        default=None,
+        description="Value of enable_thinking in the chat template. Default: evaluate.enable_thinking.",
+    )
+    think_end_token: ThinkEndToken | None = Field(
+        default=None, description="Text or token id that ends a thought. Default: evaluate.think_end_token."
+    )
+    chat_template_args: TemplateArguments | None = Field(
+        default=None,
+        description="Arguments of the chat template that are added to evaluate.chat_template_args or override them.",
     )
 
     @field_validator("gen_kwargs")
@@ -200,6 +273,13 @@ class PromptSettings(BaseModel):
         if self.system_instruction is not None:
             text = " ".join(self.system_instruction.split())
             parts.append(f"system instruction {text if len(text) <= 60 else text[:59] + '…'!r}")
+        if self.enable_thinking is not None:
+            parts.append("thinking" if self.enable_thinking else "no thinking")
+        if self.think_end_token is not None:
+            parts.append(f"think_end_token {self.think_end_token!r}")
+        if self.chat_template_args:
+            arguments = " ".join(f"{key}={value}" for key, value in sorted(self.chat_template_args.items()))
+            parts.append(f"chat_template_args {arguments}")
         if self.gen_kwargs:
             parts.append("gen_kwargs " + " ".join(f"{key}={value}" for key, value in sorted(self.gen_kwargs.items())))
         return ", ".join(parts)
@@ -214,16 +294,50 @@ class ResolvedPromptSettings:
     is_multiturn: bool  # whether each example is a turn of its own; only if is_chat
     system_instruction: str | None
     gen_kwargs: Mapping[str, GenerationValue]
+    enable_thinking: bool | None = None  # None: the template decides
+    think_end_token: int | str | None = None
+    chat_template_args: Mapping[str, GenerationValue] = field(default_factory=dict)  # without enable_thinking
+
+    @property
+    def template_arguments(self) -> dict[str, GenerationValue]:
+        """All arguments of the chat template."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.chat_template_args, **thinking}
 
 
 def resolve_prompt_settings(task_settings: PromptSettings | None, scoring: Scoring) -> ResolvedPromptSettings:
     """Combine ``scoring`` with the prompt settings of a guard (``task_settings``), which take precedence."""
     settings = task_settings or PromptSettings()
     is_chat = scoring.chat_template if settings.apply_chat_template is None else settings.apply_chat_template
+    enable_thinking = scoring.enable_thinking if settings.enable_thinking is None else settings.enable_thinking
+    think_end_token = scoring.think_end_token if settings.think_end_token is None else settings.think_end_token
     return ResolvedPromptSettings(
         num_fewshot=scoring.num_fewshot if settings.num_fewshot is None else settings.num_fewshot,
         is_chat=is_chat,
         is_multiturn=is_chat and settings.fewshot_as_multiturn is not False,
         system_instruction=settings.system_instruction,
         gen_kwargs=settings.gen_kwargs or {},
+        # Only a chat template reads these settings, and the profile may set them for other tasks.
+        enable_thinking=enable_thinking if is_chat else None,
+        think_end_token=think_end_token,
+        chat_template_args={**(scoring.chat_template_args or {}), **(settings.chat_template_args or {})}
+        if is_chat
+        else {},
     )
+
+
+def check_thinking(task: str, task_settings: PromptSettings | None, scoring: Scoring) -> None:
+    """Check that the settings for thinking of one task fit together.
+
+    Raises:
+        ValueError: If ``enable_thinking`` lacks ``think_end_token``, or a setting of the task has no effect.
+    """
+    resolved = resolve_prompt_settings(task_settings, scoring)
+    if not resolved.is_chat and task_settings is not None:
+        for name in _TEMPLATE_SETTINGS:
+            if getattr(task_settings, name) is not None:
+                raise ValueError(f"{task}: {name} requires a chat template: set apply_chat_template: true")
+    if resolved.enable_thinking and resolved.think_end_token is None:
+        raise ValueError(
+            f"{task}: enable_thinking requires think_end_token, the text that ends a thought, such as '</think>'"
+        )

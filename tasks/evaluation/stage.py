@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
@@ -29,7 +30,7 @@ from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journ
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, files_fingerprint
 from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.backends import CUT_OFF, find_backend
+from mergegate.tasks.evaluation.backends import CUT_OFF, AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY
 from mergegate.tasks.evaluation.document_order import (
     DocumentRange,
@@ -80,6 +81,10 @@ class AnswerEnds(BaseModel):
 
     counts: dict[str, int]  # number of answers by ``AnswerEnd.reason``
     budgets: tuple[int, ...] = ()  # token limits that answers reached, ascending
+    measured: int = 0  # number of answers of known length
+    tokens: int = 0  # their length in tokens
+    thinking: int | None = None  # tokens of their thoughts; None: no setting tells what a thought is
+    unfinished_thoughts: int = 0  # number of answers that were cut off before a thought ended
     regenerated: int = 0  # number of answers that were generated again with a larger budget
     largest_budget: int | None = None  # largest budget of these answers; None: there are none
 
@@ -92,6 +97,23 @@ class AnswerEnds(BaseModel):
     def cut_off(self) -> int:
         """Number of answers that a token limit or the end of the context cut off."""
         return sum(self.counts.get(reason, 0) for reason in CUT_OFF)
+
+    @property
+    def mean_tokens(self) -> float | None:
+        """Mean length of an answer in tokens, thought included; None if no length is known."""
+        return self.tokens / self.measured if self.measured else None
+
+    def describe_length(self) -> str:
+        """Return ``33 tokens per answer, 84 % of them thoughts``, or an empty text if no length is known."""
+        if (mean := self.mean_tokens) is None:
+            return ""
+        thinking = f", {100 * self.thinking / self.tokens:.0f} % of them thoughts" if self.thinking else ""
+        unfinished = (
+            f"; {self.unfinished_thoughts:,} of {self.answers:,} answers end within a thought and count as no answer"
+            if self.unfinished_thoughts
+            else ""
+        )
+        return f"{mean:,.0f} tokens per answer{thinking}{unfinished}"
 
     def describe(self) -> str:
         """Return ``58 of 60 answers reached max_gen_toks (24)``, or an empty text if no answer was cut off."""
@@ -113,6 +135,22 @@ class AnswerEnds(BaseModel):
         return f"{answers} generated again with up to {self.largest_budget:,} tokens"
 
 
+class PromptCuts(BaseModel):
+    """Number of documents of one task whose prompt was truncated to fit into the context of the model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    documents: int  # number of documents for which this is known
+    cut: int  # number of documents with a truncated prompt
+    largest: int  # largest number of tokens that were removed from a prompt
+
+    def describe(self) -> str:
+        """Return ``58 of 400 prompts were truncated, by up to 12 tokens``, or an empty text if all prompts fit."""
+        if not self.cut:
+            return ""
+        return f"{self.cut:,} of {self.documents:,} prompts were truncated, by up to {self.largest:,} tokens"
+
+
 class Scores(StageValue):
     """Scores of one model.
 
@@ -128,14 +166,22 @@ class Scores(StageValue):
     seconds: Annotated[float | None, NotInKey] = None  # time to load the model and score the part; None: not measured
     data: dict[str, TaskData] = Field(default_factory=dict)  # data by task; empty for results that lm-eval wrote
     ends: dict[str, AnswerEnds] = Field(default_factory=dict)  # by task, for tasks with generated answers
+    prompts: dict[str, PromptCuts] = Field(default_factory=dict)  # by task, if the backend counts truncated prompts
 
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
         scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
-        texts = [
-            text for ends in self.ends.values() for text in (ends.describe_regeneration(), ends.describe()) if text
+        ends = [
+            text
+            for ends in self.ends.values()
+            for text in (
+                ends.describe_length() if ends.thinking else "",
+                ends.describe_regeneration(),
+                ends.describe(),
+            )
         ]
-        return " · ".join([*scores, *texts])
+        prompts = [cuts.describe() for cuts in self.prompts.values()]
+        return " · ".join([*scores, *(text for text in (*ends, *prompts) if text)])
 
 
 class TaskSize(StageValue):
@@ -171,7 +217,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=6, subject="model", resumable=True, apart="part")
+@stage("evaluate", version=7, subject="model", resumable=True, apart="part")
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
@@ -202,10 +248,11 @@ def evaluate(
         seconds=time.monotonic() - began,
         data={task.name: task.data} if task.data else {},
         ends=answer_ends(task.name, rows),
+        prompts=prompt_cuts(task.name, rows),
     )
 
 
-@stage("excerpt", version=2)
+@stage("excerpt", version=3)
 def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
     """Extract the scores for ``part``, a range within that of the artifact, as if only it had been evaluated.
 
@@ -228,6 +275,7 @@ def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
     update = {
         "tasks": score_table(task, selected_rows),
         "ends": answer_ends(task, selected_rows),
+        "prompts": prompt_cuts(task, selected_rows),
         "part": part,
         "seconds": None,
     }
@@ -481,20 +529,37 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     ends: dict[str, AnswerEnds] = {}
     for task, new in (item for artifact in artifacts for item in artifact.value.ends.items()):
         old = ends.get(task, AnswerEnds(counts={}))
-        counts = Counter(old.counts) + Counter(new.counts)
+        thoughts = [part.thinking for part in (old, new) if part.thinking is not None]
         ends[task] = AnswerEnds(
-            counts=counts,
+            counts=Counter(old.counts) + Counter(new.counts),
             budgets=tuple(sorted({*old.budgets, *new.budgets})),
+            measured=old.measured + new.measured,
+            tokens=old.tokens + new.tokens,
+            thinking=sum(thoughts) if thoughts else None,
+            unfinished_thoughts=old.unfinished_thoughts + new.unfinished_thoughts,
             regenerated=old.regenerated + new.regenerated,
             largest_budget=max(filter(None, (old.largest_budget, new.largest_budget)), default=None),
         )
-    return value.model_copy(update={"tasks": scores, "data": data, "part": part, "seconds": None, "ends": ends})
+    prompts: dict[str, PromptCuts] = {}
+    for task, cuts in (item for artifact in artifacts for item in artifact.value.prompts.items()):
+        known = prompts.get(task, PromptCuts(documents=0, cut=0, largest=0))
+        prompts[task] = PromptCuts(
+            documents=known.documents + cuts.documents,
+            cut=known.cut + cuts.cut,
+            largest=max(known.largest, cuts.largest),
+        )
+    update = {"tasks": scores, "data": data, "part": part, "seconds": None, "ends": ends, "prompts": prompts}
+    return value.model_copy(update=update)
 
 
 def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnds]:
     """Return how the generated answers in ``rows`` ended, keyed by ``task``; empty if there are none."""
     documents = {(row.task, row.doc_id): row for row in rows}.values()  # a document has one row per metric
-    endings = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
+    endings = [
+        AnswerEnd(reason, tokens, thinking)  # type: ignore[arg-type]  # the table stores texts
+        for row in documents
+        for reason, tokens, thinking in zip_longest(row.ended, row.answer_tokens, row.thinking_tokens)
+    ]
     if not endings:
         return {}
     budgets = {
@@ -504,14 +569,28 @@ def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnd
         if reason == "length" and (budget := row.budgets[-1] if row.budgets else tokens) is not None
     }
     again = [row for row in documents if len(row.budgets) > 1]
-    counts = Counter(reason for reason, _ in endings)
+    lengths = [end.tokens for end in endings if end.tokens is not None]
+    thoughts = [end.thinking for end in endings if end.thinking is not None]
     ends = AnswerEnds(
-        counts=dict(sorted(counts.items())),
+        counts=dict(sorted(Counter(end.reason for end in endings).items())),
         budgets=tuple(sorted(budgets)),
         regenerated=sum(len(row.ended) for row in again),
         largest_budget=max((row.budgets[-1] for row in again), default=None),
+        measured=len(lengths),
+        tokens=sum(lengths),
+        thinking=sum(thoughts) if thoughts else None,
+        unfinished_thoughts=sum(end.is_unfinished_thought for end in endings),
     )
     return {task: ends}
+
+
+def prompt_cuts(task: str, rows: Sequence[DocumentScore]) -> dict[str, PromptCuts]:
+    """Return how many prompts in ``rows`` were truncated, keyed by ``task``; empty if that is unknown."""
+    documents = {(row.task, row.doc_id): row for row in rows}.values()
+    cuts = [row.prompt_cut for row in documents if row.prompt_cut is not None]
+    if not cuts:
+        return {}
+    return {task: PromptCuts(documents=len(cuts), cut=sum(cut > 0 for cut in cuts), largest=max(cuts))}
 
 
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:

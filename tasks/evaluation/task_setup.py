@@ -15,13 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.backends import find_backend
+from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, find_backend, find_thought_end
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring
 from mergegate.tasks.evaluation.task_loading import LoadedTask
 
 # lm-eval's names for the largest number of tokens of an answer; if several are set, it uses the first.
 BUDGET_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_DEFAULT_BUDGET = 256  # lm-eval's default
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 
 
@@ -32,11 +31,12 @@ def set_up_tasks(
 
     The few-shot examples and generation settings are changed in place, and the random generators are seeded.
     ``documents`` holds the ascending positions of the documents by leaf. lm-eval must then evaluate each one once, in
-    this order. ``lm`` is lm-eval's ``LM``, of which only the tokenizer and the context length are read.
+    this order. ``lm`` is lm-eval's ``LM``, of which only the tokenizer and the context length are read. Its attributes
+    for the chat template and for thoughts are set (see ``backends.contract.Opened``).
 
     Raises:
         InvalidInput: If the chat template is missing, there are fewer examples than requested, or answers may be longer
-            than the context of the model.
+            than the context of the model, or a token is missing that ends thoughts.
     """
     import numpy as np
     import torch
@@ -47,6 +47,11 @@ def set_up_tasks(
             found=f"the tokenizer {lm.tokenizer.name_or_path} has no chat template",
             remedy="chat_template: false",
         )
+    thought_end = find_thought_end(prompting.think_end_token, prompting.enable_thinking, lm.tokenizer)
+    answering_lm = getattr(lm, "answering_lm", lm)
+    answering_lm.chat_template_args = dict(prompting.template_arguments)
+    answering_lm.think_end_token = prompting.think_end_token
+    answering_lm.thought_end = thought_end
     leaves = {name: loaded_task.leaves[name] for name in documents}
     random.seed(seed)
     np.random.seed(seed)  # lm-eval's tasks draw from the global state
@@ -58,7 +63,8 @@ def set_up_tasks(
         leaf.set_config(key="num_fewshot", value=count or 0)
         if loaded_task.generation[name] is not None:
             room_for_prompt(loaded_task, name, prompting, getattr(lm, "max_length", None))
-            leaf.set_config(key="generation_kwargs", value=_generation_settings(loaded_task, name, prompting))
+            settings = _with_one_budget(_generation_settings(loaded_task, name, prompting))
+            leaf.set_config(key="generation_kwargs", value=settings)
         _fix_examples(loaded_task, name, documents[name], FEWSHOT_SEED + seed)
     return leaves
 
@@ -78,7 +84,13 @@ def _generation_settings(loaded_task: LoadedTask, name: str, prompting: Resolved
 
 def answer_budget(settings: Mapping[str, Any]) -> int:
     """Return the largest number of tokens of an answer with these generation settings."""
-    return int(next((value for name in BUDGET_NAMES if (value := settings.get(name)) is not None), _DEFAULT_BUDGET))
+    return int(next((value for name in BUDGET_NAMES if (value := settings.get(name)) is not None), DEFAULT_BUDGET))
+
+
+def _with_one_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return checked generation settings with the budget as ``max_gen_toks``, the name that every backend reads."""
+    others = {key: value for key, value in settings.items() if key not in BUDGET_NAMES}
+    return {**others, "max_gen_toks": answer_budget(settings)}
 
 
 def room_for_prompt(
@@ -94,7 +106,7 @@ def room_for_prompt(
     """
     settings = _generation_settings(loaded_task, name, prompting)
     key = next((key for key in BUDGET_NAMES if settings.get(key) is not None), "max_gen_toks")
-    tokens = {key: settings.get(key, _DEFAULT_BUDGET)}
+    tokens = {key: settings.get(key, DEFAULT_BUDGET)}
     if settings.get("max_length") is not None:  # transformers' limit on prompt and answer together
         tokens["max_length"] = settings["max_length"]
     for each, value in tokens.items():

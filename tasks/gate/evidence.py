@@ -115,17 +115,29 @@ class GuardVerdict(BaseModel):
     weight: float = 1.0  # Weight of the task in the mean over all tasks.
     limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
     findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
+    advisory: bool = False  # Whether this verdict is only shown, and does not count in the verdict on the merge.
     answers: GuardAnswers | None = None  # None: no answer was generated, or their ends are unknown.
     cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
     sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
 
     @property
     def word(self) -> str:
-        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
-        return self.outcome
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``; ``advisory: fail`` if it does not count."""
+        return f"advisory: {self.outcome}" if self.advisory else self.outcome
 
+
+NEAR_CEILING = 0.1  # Share of wrong answers of the reference below which a guard limits the ratio of error rates.
 
 Points = float | NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MetricDrop:
+    """Differences under a metric that the task reports but that does not judge the guard."""
+
+    metric: str
+    differences: tuple[float, ...]  # Of each document that has the metric, in scoring order, in [-1, 1].
+    units: tuple[str | int, ...] | None = None  # Independent unit of each difference; None: the document itself.
 
 
 @dataclass(frozen=True)
@@ -149,6 +161,17 @@ class GuardEvidence:
     # Scores of the reference and the merge for each document, with answers and their ends. Empty if only the outcomes
     # are known.
     rows: tuple[tuple[DocumentScore, DocumentScore], ...] = ()
+    leaves: tuple[str, ...] = ()  # Task of each difference below a group; empty if the task is not a group.
+    higher_is_better: bool = True  # Direction of the metric.
+    other_metrics: tuple[MetricDrop, ...] = ()
+    unusable_metrics: tuple[str, ...] = ()  # Other metrics with scores outside [0, 1], which raise no alarm.
+
+    @property
+    def limits_errors(self) -> bool:
+        """Whether the ratio of error rates is limited: answers are right or wrong, and the reference's mostly right."""
+        errors = 1 - self.reference_score if self.higher_is_better else self.reference_score
+        return self.binary and self.guard.max_error_ratio is not None and errors < NEAR_CEILING - 1e-9
+
     sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
     units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
     answer_limit: int | None = None  # ``GateRule.max_answer_tokens``.
@@ -271,6 +294,7 @@ def measure_guard(
         )
         clusters = join_clusters(clusters, units) if units and clusters else clusters
         check_clusters(clusters, guard.clustered_by, guard.task)
+    leaves = tuple(task for task, _ in paired_scores.documents)
     return GuardEvidence(
         guard=guard,
         metric=metric,
@@ -285,6 +309,8 @@ def measure_guard(
         candidates=choice.candidates,
         selection_bias=choice.selection_bias,
         rows=paired_scores.rows,
+        leaves=leaves if len(set(leaves)) > 1 else (),
+        higher_is_better=higher_is_better,
         units=units,
     )
 

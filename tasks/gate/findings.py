@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from mergegate.tasks.gate.alarms import find_alarms
 from mergegate.tasks.gate.copies import note_repeated_documents
 from mergegate.tasks.gate.cut_answers import check_cut_answers, check_lengths
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
@@ -17,6 +18,7 @@ from mergegate.tasks.gate.sensitivity import check_prompts, check_reference, not
 GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
 _CHECKS: tuple[GuardCheck, ...] = (
+    find_alarms,
     check_reference,
     check_prompts,
     note_detectable_drop,

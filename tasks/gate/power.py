@@ -9,7 +9,7 @@ look is simulated, because an earlier decision would only save documents. Detect
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -66,7 +66,13 @@ class TaskPower(BaseModel):
     documents: int
     discordance: float
     detectable: float  # Smallest drop that is detected with power 0.8, in points.
+    limit: float  # Largest drop of this task alone, in points.
     basis: str = ""  # Source of the discordance, in words.
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether the task cannot carry a release, because a drop as large as its limit would not be detected."""
+        return self.detectable > self.limit
 
     def sentence(self) -> str:
         """Return ``gsm8k: with 1,319 documents, a true drop of 2.4 points is caught 80 % of the time. …``."""
@@ -128,6 +134,7 @@ def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int =
                 documents=entry.looks[-1],
                 discordance=entry.discordance,
                 detectable=detectable_mean_drop([entry], rule),
+                limit=entry.guard.catastrophe,
                 basis=entry.basis,
             )
             for entry in planned_tasks
@@ -136,12 +143,25 @@ def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int =
     )
 
 
-def power_finding(power: GatePower) -> Finding | None:
-    """Return a warning if a merge as good as its references has less than an even chance to pass, else None."""
+def power_findings(power: GatePower) -> Iterator[Finding]:
+    """Yield a warning on tasks with too few documents for their limit, and one if an equal merge is unlikely to pass.
+
+    The second one means that a merge as good as its references has less than an even chance to pass.
+    """
+    if weak := list(dict.fromkeys(task for task in power.tasks if task.is_weak)):
+        tasks = ", ".join(f"{task.task} detects {task.detectable:.1f} (limit {task.limit:g})" for task in weak[:3])
+        tasks += f", and {len(weak) - 3} more" if len(weak) > 3 else ""
+        yield Finding(
+            "warn",
+            "evaluate.tasks",
+            found=f"too few documents to detect a drop as large as the limit of the task, in points: {tasks}",
+            expected="a smaller detectable drop than limit. Such a task cannot carry a release alone",
+            remedy="use a larger task or more documents, or rely on the other tasks",
+        )
     if power.chance >= UNLIKELY:
-        return None
+        return
     advice = f"about {power.documents_wanted:,} documents" if power.documents_wanted else "far more documents"
-    return Finding(
+    yield Finding(
         "warn",
         "evaluate.tasks",
         found=f"{power.sentence()}, with {power.documents:,} documents",
@@ -153,13 +173,23 @@ def power_finding(power: GatePower) -> Finding | None:
 def undecidable_finding(planned_tasks: Sequence[PlannedTask], rule: GateRule) -> Finding | None:
     """Return a warning if no merge can pass, because even all documents of the run are too few, else None.
 
-    The best case is a merge that agrees with its references on every document.
+    The best case is a merge that agrees with its references on every document. It must pass, and at least one task, or
+    the mean of a suite, must be able to detect a drop as large as its limit.
     """
     if not planned_tasks:
         return None
+    # With one extra loss and win, as in the bounds of an observed drop.
+    agreeing = [entry._replace(discordance=2 / (entry.looks[-1] + 2)) for entry in planned_tasks]
+    is_suite = rule.rule == "suite" and len({entry.guard.task for entry in agreeing}) > 1
+    is_strong = any(detectable_mean_drop([entry], rule) <= entry.guard.catastrophe for entry in agreeing) or (
+        is_suite
+        and detectable_mean_drop(agreeing, rule)
+        <= mean_limit([entry.guard for entry in agreeing], attrgetter("upper_limit"))
+    )
     none = np.zeros(1)
     best = [DrawnDrops(entry.guard, none, none, entry.looks[-1]) for entry in planned_tasks]
-    if passing_merges(best, last_confidence(planned_tasks, rule), as_suite=rule.rule == "suite").all():
+    passes = passing_merges(best, last_confidence(planned_tasks, rule), as_suite=rule.rule == "suite").all()
+    if passes and is_strong:
         return None
     documents = sum({entry.guard.task: entry.looks[-1] for entry in planned_tasks}.values())
     return Finding(

@@ -176,6 +176,7 @@ def _judge(
         documents_asked=evidence.documents,
         leaf_metrics=dict(evidence.leaf_metrics),
         data=evidence.data,
+        advisory=guard.advisory,
         answers=summarize_answers(evidence, alarm_look.confidence),
         cut_answers=compare_cases(evidence, outcomes),
         sample_start=evidence.sample_start,

@@ -19,13 +19,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.evaluation import DocumentScore
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
+from mergegate.tasks.evaluation import (
+    SCORES_FILE,
+    DocumentScore,
+    PairedScores,
+    Scores,
+    choose_metrics,
+    read_document_scores,
+)
+from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, measure_guard
 from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import normal_quantile
+from mergegate.tasks.store import Artifact
 
 MAX_CUT_SHARE = 0.01  # Largest share of documents with a truncated prompt that a guard accepts.
 NO_POWER = "power"  # Kind of a finding about too few documents.
@@ -46,7 +55,7 @@ class ReferenceStrength(NamedTuple):
         difference = f"The difference may be only {max(0.0, self.low):.1f}; the margin is {margin:.4g}"
         return (
             f"{UNSAFE}: {task} cannot show a loss, because {reference} scores {self.score:.1f}, and "
-            f"{self.baseline_name} {self.baseline:.1f}. {difference}. "
+            f"{self.baseline_name} would score {self.baseline:.1f}. {difference}. "
             f"Use a task that {reference} can do, or check its prompt and chat template"
         )
 
@@ -76,6 +85,34 @@ def reference_strength(evidence: GuardEvidence, confidence: float, level: float)
     low, error, baseline, name = min(strengths)
     low -= evidence.selection_bias  # The best of several parents scores higher than it truly is.
     return ReferenceStrength(100 * sum(scores) / n, 100 * low, 100 * error, 100 * baseline, name)
+
+
+def known_reference_strength(
+    guard: Guard, parts: Sequence[Artifact[Scores]], confidence: float, documents: int
+) -> ReferenceStrength | None:
+    """Return the strength of a reference that its stored scores predict for a number of ``documents``.
+
+    The result is None without at least 2 documents that have a score by the metric of the guard.
+    """
+    # The stored parts of a task may overlap.
+    stored = {
+        (row.task, row.doc_id, row.metric): row
+        for part in parts
+        for row in read_document_scores(part.directory / SCORES_FILE)
+    }
+    try:
+        metrics = choose_metrics(stored.values(), guard.metric, guard.task)
+        rows = tuple(metrics.select(stored.values()))
+        keys, scores = tuple((row.task, row.doc_id) for row in rows), tuple(row.outcome for row in rows)
+        clusters, pairs = tuple(row.cluster for row in rows), tuple((row, row) for row in rows)
+        paired = PairedScores(keys, scores, scores, clusters, pairs)
+        evidence = measure_guard(guard, metrics.label, paired, metrics.higher_is_better)
+    except InvalidInput:  # The gate reports this error.
+        return None
+    known = reference_strength(evidence, confidence, confidence)
+    above = known.score - known.baseline
+    narrower = math.sqrt(min(1.0, len(rows) / documents))
+    return known._replace(low=above - narrower * (above - known.low), error=narrower * known.error)
 
 
 def oriented_score(row: DocumentScore, guard: Guard) -> float:

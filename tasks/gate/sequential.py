@@ -63,6 +63,22 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[InterimLook,
     )
 
 
+def error_at_look(schedule: Sequence[int], documents: int, error: float) -> float:
+    """Return the part of ``error`` that becomes available at one look. The parts of all looks sum to ``error``.
+
+    A test that spends this part at each look is valid whatever the dependence between its looks (Bonferroni), also if
+    it uses only some of the documents.
+
+    Args:
+        schedule: Number of documents after each planned look.
+        documents: Number of documents after the current look, one of ``schedule``.
+        error: Error that all looks together may make.
+    """
+    before = max((end for end in schedule if end < documents), default=0)
+    share, share_before = documents / schedule[-1], before / schedule[-1]
+    return error * (math.pow(share, EXPONENT) - math.pow(share_before, EXPONENT))
+
+
 @lru_cache(maxsize=1024)
 def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ...]:
     """Return the one-sided confidence of each look, given ``confidence`` for all looks together.

@@ -12,12 +12,16 @@ from mergegate.tasks.evaluation import (
     EvaluationSettings,
     MeanOver,
     PromptSettings,
+    check_thinking,
     resolve_prompt_settings,
 )
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # Points.
 # Largest drop of any task in a suite, in points, unless its guard sets a limit.
 CATASTROPHE = 11.0
+
+# Drop of a group's task with 100 documents, in points, that must be ruled out before the group passes early.
+COLLAPSE = 40.0
 
 # Population that a verdict covers. New questions: subjects are strata with fixed weights, and each question represents
 # others of its subject. New subjects: subjects are a sample, and the loss on one subject is a single observation.
@@ -62,6 +66,24 @@ class Guard(PromptSettings):
         gt=0,
         le=100,
         description="With rule: suite, largest drop of this task alone, in points. Default: 11, or a larger margin.",
+    )
+    leaf_limit: float | None = Field(
+        default=COLLAPSE,
+        gt=0,
+        le=100,
+        description="For a group: drop of a task with 100 documents, in points, that must be ruled out before the "
+        "group passes early; less for larger tasks. Until then, mergegate evaluates more documents. null: no limit.",
+    )
+    max_error_ratio: float | None = Field(
+        default=2.0,
+        ge=1,
+        description="Largest allowed ratio of the merge's error rate to the reference's, if the reference answers "
+        "fewer than 10 % of the documents wrong. A larger ratio fails if it is not noise. null: no limit.",
+    )
+    advisory: bool = Field(
+        default=False,
+        description="Report the verdict without counting it: the guard never blocks, and its task is evaluated up to "
+        "the first look only.",
     )
     score_range: tuple[float, float] = Field(
         default=(0.0, 1.0), description="Lowest and highest possible score: [0, 100] for ROUGE, [1, 10] for marks."
@@ -223,6 +245,16 @@ class EvaluateSettings(EvaluationSettings, GateRule):
                 and not resolve_prompt_settings(guard.own_prompt_settings, self).is_chat
             ):
                 raise ValueError(f"{guard.task}: fewshot_as_multiturn requires a chat template")
+        return self
+
+    @model_validator(mode="after")
+    def _check_thinking(self) -> Self:
+        for guard in self.tasks:
+            check_thinking(guard.name or guard.task, guard.own_prompt_settings, self)
+        chats = [resolve_prompt_settings(guard.own_prompt_settings, self).is_chat for guard in self.tasks]
+        for name in ("enable_thinking", "chat_template_args"):
+            if getattr(self, name) is not None and not any(chats):
+                raise ValueError(f"{name} requires a chat template: set chat_template: true")
         return self
 
     @property

@@ -22,7 +22,14 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, ReferenceChoice, measure_guard
+from mergegate.tasks.gate.evidence import (
+    GateFinding,
+    GuardEvidence,
+    GuardVerdict,
+    MetricDrop,
+    ReferenceChoice,
+    measure_guard,
+)
 from mergegate.tasks.gate.references import check_guards, reference_models
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sensitivity import NO_POWER
@@ -42,6 +49,9 @@ from mergegate.tasks.stage import (
     worst_verdict,
 )
 from mergegate.tasks.store import Artifact
+
+# Scores by metric, then by task below a group and document.
+_ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
 
 OnInconclusive = Literal["block", "warn", "pass"]
 
@@ -455,7 +465,7 @@ def _measure(
         choice=ReferenceChoice(best, len(paired), bias),
         schedule=plan.schedule.get(guard.task, ()),
     )
-    return replace(
+    evidence = replace(
         evidence,
         leaf_metrics=dict(metrics.by_leaf_if_different),
         data=merge.data,
@@ -463,3 +473,39 @@ def _measure(
         max_length_ratio=plan.rule.max_length_ratio,
         sample_start=merge.sample_start,
     )
+    return _with_other_metrics(evidence, metrics.other_scores(references[best].rows), metrics.other_scores(merge.rows))
+
+
+def _with_other_metrics(evidence: GuardEvidence, reference: _ScoresByMetric, merge: _ScoresByMetric) -> GuardEvidence:
+    """Return the evidence with the drops under the metrics that do not judge the guard.
+
+    A metric that the two models have for different documents does not count. A cut-off answer counts for the merge, so
+    that only complete answers can raise an alarm.
+    """
+    units = evidence.clusters or evidence.units
+    position = {(row.task, row.doc_id): index for index, (_, row) in enumerate(evidence.rows)}
+
+    def score(row: DocumentScore, *, is_merge: bool) -> float:
+        best = float(row.higher_is_better == is_merge)
+        return (1 if row.higher_is_better else -1) * (best if row.is_open(evidence.answer_limit) else row.outcome)
+
+    drops, unusable = [], []
+    for metric, ours in merge.items():
+        theirs = reference.get(metric, {})
+        if theirs.keys() != ours.keys() or not ours.keys() <= position.keys():
+            continue
+        if not all(0 <= row.outcome <= 1 for row in (*ours.values(), *theirs.values())):
+            unusable.append(metric)
+            continue
+        documents = sorted(ours, key=position.__getitem__)
+        drops.append(
+            MetricDrop(
+                metric=metric,
+                differences=tuple(
+                    score(theirs[document], is_merge=False) - score(ours[document], is_merge=True)
+                    for document in documents
+                ),
+                units=tuple(units[position[document]] for document in documents) if units else None,
+            )
+        )
+    return replace(evidence, other_metrics=tuple(drops), unusable_metrics=tuple(unusable))

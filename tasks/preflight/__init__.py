@@ -36,6 +36,7 @@ from mergegate.tasks.preflight.power_forecast import (
     forecast_undecidable,
     plan_interim_looks,
     planned_tasks,
+    sensitivity_findings,
 )
 from mergegate.tasks.preflight.sample_text import SAMPLE
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
@@ -72,6 +73,7 @@ __all__ = [
     "plan_interim_looks",
     "planned_tasks",
     "segmentation_shares",
+    "sensitivity_findings",
     "stored_dtypes",
     "with_next_samples",
     "with_supported_dtype",

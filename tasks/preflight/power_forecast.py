@@ -6,7 +6,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mergegate.merge_core.errors import Finding
 from mergegate.tasks.checkpoints import Model, ResolvedCheckpoint, find_applied_adapters, find_pinned_checkpoints
@@ -19,6 +19,8 @@ from mergegate.tasks.gate import (
     estimate_discordance,
     find_past_discordance,
     gate_power,
+    known_reference_strength,
+    reference_models,
     undecidable_finding,
 )
 from mergegate.tasks.preflight.evidence import Evidence
@@ -76,3 +78,38 @@ def forecast_power(
     models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
     planned = [entry for entry in planned_tasks(evidence, models, past) if entry.guard.guarded_by != ANCHOR]
     return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None
+
+
+def sensitivity_findings(evidence: Evidence, parents: Sequence[ResolvedCheckpoint]) -> Iterator[Finding]:
+    """Yield a warning for each guard whose reference is not above chance by the margin, by its stored scores.
+
+    Without scores of the reference in the store, nothing is known. No model is evaluated.
+    """
+    models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
+    tasks = {task.name: task for task in evidence.tasks if task.documents}
+    for guard in evidence.guards:
+        if (task := tasks.get(guard.task)) is None:
+            continue
+        documents = plan_interim_looks(task, evidence)[-1]
+        names = reference_models(guard, [model.name for model in models], "")
+        strengths = {}
+        for model in models:
+            parts = known_scores(model, task, evidence.scoring, runtime()) if model.name in names else ()
+            if strength := known_reference_strength(guard, parts, evidence.rule.confidence, documents):
+                strengths[model.name] = strength
+        if not strengths:
+            continue
+        reference = max(strengths, key=lambda name: strengths[name].score)
+        strength = strengths[reference]
+        if strength.low < guard.upper_limit:
+            yield Finding(
+                "warn",
+                f"evaluate.tasks: {guard.task}",
+                found=f"{reference} scores {strength.score:.1f}, and {strength.baseline_name} would score "
+                f"{strength.baseline:.1f}, "
+                "so a loss could not show and the guard will be inconclusive",
+                expected=f"a reference that is above {strength.baseline:.1f} by at least the margin "
+                f"({guard.upper_limit:g}), with {documents:,} documents",
+                remedy=f"use a task that {reference} can do, or check the chat template, the number of few-shot "
+                "examples and evaluate.max_length",
+            )

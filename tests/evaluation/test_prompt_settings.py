@@ -250,7 +250,7 @@ def test_an_error_names_an_unknown_generation_setting() -> None:
 @pytest.mark.parametrize("backend", ["hf", "vllm"])
 def test_an_argument_of_lm_evals_models_is_not_a_setting_of_generation(key: str, backend: str) -> None:
     how = resolve_prompt_settings(PromptSettings(gen_kwargs={key: "x"}), Scoring())
-    with pytest.raises(InvalidInput, match=rf"gen_kwargs\.{key}(.*\n)*.*delete the key: mergegate does not support"):
+    with pytest.raises(InvalidInput, match=rf"gen_kwargs\.{key}(.*\n)*.*set evaluate\.{key} instead"):
         require_known_generation(how, backend, "t")
     plain = resolve_prompt_settings(None, Scoring())
     with pytest.raises(InvalidInput, match=rf"task leaf: generation_kwargs\.{key}"):

@@ -122,6 +122,23 @@ def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released)
 
 
 @pytest.mark.slow
+def test_prompts_that_are_cut_to_eight_tokens_release_nothing(released: Released) -> None:
+    project, _ = released
+    profile = project.root / "profiles" / "short.yaml"
+    text = (project.root / "profiles" / "demo-refused.yaml").read_text()
+    profile.write_text(text.replace("evaluate:\n", "evaluate:\n  max_length: 8\n").replace("demo-refused", "short"))
+    assert "a loss could not show" not in " ".join(project.mergegate("check", "profiles/short.yaml").output.split())
+    result = project.mergegate("run", "profiles/short.yaml")
+    assert result.exit_code == 3, result.output
+    assert not (project.root / "releases" / "short").exists()
+    output = " ".join(result.output.split())
+    assert "reverse cannot show a loss, because reverser scores 0.0, and an empty answer would score 0.0" in output
+    # The next check knows the scores of the parents, and says so before a merge is evaluated.
+    checked = " ".join(project.mergegate("check", "profiles/short.yaml").output.split())
+    assert "reverse: reverser scores 0.0, and an empty answer would score 0.0, so a loss could not show" in checked
+
+
+@pytest.mark.slow
 def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project, _ = released
     project.mergegate("run", "profiles/demo-refused.yaml")

@@ -143,7 +143,8 @@ def test_a_changed_threshold_gives_a_new_verdict_on_the_same_evidence(tmp_path: 
     def run() -> list[tuple[str, str]]:
         strict = gate((GUARD,), found, {}, None, GatePlan(GateRule()))
         again = gate((GUARD,), found, {}, None, GatePlan(GateRule()))
-        lenient = gate((GUARD.model_copy(update={"max_drop": 8.0}),), found, {}, None, GatePlan(GateRule()))
+        changes = {"max_drop": 8.0, "max_error_ratio": None}
+        lenient = gate((GUARD.model_copy(update=changes),), found, {}, None, GatePlan(GateRule()))
         return [(a.key, a.value.outcome) for a in (strict, again, lenient)]
 
     strict, again, lenient = run()

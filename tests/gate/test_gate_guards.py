@@ -124,9 +124,10 @@ def test_outcomes_stored_without_clusters_can_be_read(tmp_path: Path) -> None:
 
 
 def test_subjects_of_a_group_can_be_the_independent_units() -> None:
-    # Of twenty subjects, one accounts for all losses: clear for its documents, chance for the subjects.
+    # Of twenty subjects, three account for all losses: clear for the documents, chance for the subjects. No subject
+    # has lost enough to raise an alarm on its own.
     subjects = tuple((f"subject {doc // 50}", doc) for doc in range(1000))
-    lost = [0.0 if doc < 50 else 1.0 for doc in range(1000)]
+    lost = [0.0 if doc < 150 and doc % 50 < 11 else 1.0 for doc in range(1000)]
     found = PairedScores(subjects, (1.0,) * 1000, tuple(lost))
     alone = judge_guard(GUARD, "acc,none", found, True, 0.95)
     by_subject = judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", found, True, 0.95)

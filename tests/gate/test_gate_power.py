@@ -17,7 +17,7 @@ from mergegate.tasks.gate.power import (
     draw,
     gate_power,
     passing_merges,
-    power_finding,
+    power_findings,
     publication_chance,
     undecidable_finding,
 )
@@ -61,12 +61,23 @@ def test_the_chances_match_the_table() -> None:
 
 def test_a_run_that_is_usually_undecided_is_a_warning_with_a_remedy() -> None:
     power = gate_power(planned(1, 164, 0.20), GateRule())
-    finding = power_finding(power)
-    assert finding is not None
+    (finding,) = power_findings(power)
     assert finding.severity == "warn"
     assert power.documents_wanted is not None
     assert publication_chance(planned(1, power.documents_wanted, 0.20), GateRule()) >= 0.8
-    assert power_finding(gate_power(planned(6, 1000, 0.10), GateRule())) is None
+    assert list(power_findings(gate_power(planned(6, 1000, 0.10), GateRule()))) == []
+
+
+def test_tasks_that_cannot_detect_their_limit_are_a_warning_before_the_run() -> None:
+    small = PlannedTask(Guard(task="small", guarded_by="base"), (24,), 0.10)
+    finding, _ = power_findings(gate_power([*planned(6, 1000, 0.10), small], GateRule()))
+    assert finding.severity == "warn"
+    assert "small detects 16.1 (limit 11)" in finding.found
+    assert undecidable_finding([*planned(6, 1000, 0.10), small], GateRule()) is None
+    # The mean of many small tasks can detect its margin, although no single task can detect its limit.
+    many = [small._replace(guard=Guard(task=f"t{at}", guarded_by="base")) for at in range(60)]
+    assert undecidable_finding(many, GateRule()) is None
+    assert undecidable_finding([small], GateRule()) is not None
 
 
 def test_a_detectable_drop_is_detected_four_times_in_five() -> None:

@@ -4,7 +4,8 @@ All backends tokenize a prompt in the same way: a tokenizer that adds a begin-of
 for example from a chat template, already begins with one. Log-probabilities are sums of float32 log-softmax.
 """
 
-from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend
+from mergegate.tasks.evaluation.backends.contract import CUT_OFF, DEFAULT_BUDGET, AnswerEnd, Backend
 from mergegate.tasks.evaluation.backends.registry import find_backend
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, find_thought_end
 
-__all__ = ["CUT_OFF", "AnswerEnd", "Backend", "find_backend"]
+__all__ = ["CUT_OFF", "DEFAULT_BUDGET", "AnswerEnd", "Backend", "ThoughtEnd", "find_backend", "find_thought_end"]

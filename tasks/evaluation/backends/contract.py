@@ -35,9 +35,16 @@ class AnswerEnd(NamedTuple):
     # model's context before that limit; '': unknown. A server may report 'stop' for an end-of-text token.
     reason: AnswerReason = ""
     tokens: int | None = None  # number of generated tokens, including the final one; None: unknown
+    thinking: int | None = None  # number of tokens in the thought before the answer; None: unknown
+
+    @property
+    def is_unfinished_thought(self) -> bool:
+        """Whether the answer was cut off before its thought ended. It then counts as no answer."""
+        return bool(self.thinking) and self.reason in CUT_OFF and self.thinking == self.tokens
 
 
 CUT_OFF = ("length", "context")  # reasons for which an answer is incomplete
+DEFAULT_BUDGET = 256  # lm-eval's default for the largest number of tokens in an answer
 
 
 class BackendScoring(Protocol):
@@ -62,6 +69,10 @@ class BackendScoring(Protocol):
 
 # (model, scoring, device) -> lm-eval's ``LM``, which answers requests while the context is open and has the model's
 # transformers tokenizer as ``tokenizer``. ``device`` is ``cpu`` or ``cuda``; a backend may choose its own.
+# mergegate sets these attributes before each task: ``chat_template_args``, which ``apply_chat_template`` must use, and
+# ``think_end_token`` and ``thought_end`` (a ``ThoughtEnd``), by which the ``LM`` removes a thought from an answer.
+# For an ``LM`` with a property ``max_scored_tokens``, mergegate counts truncated prompts. The property is the largest
+# number of tokens in a prompt and its continuation for which the ``LM`` computes log-probabilities.
 # Raises InvalidInput if the model cannot be loaded, or its server does not answer correctly.
 Opened = Callable[["Model", BackendScoring, str], AbstractContextManager[Any]]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergegate.tasks.checkpoints import load_model
-from mergegate.tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
@@ -70,6 +70,20 @@ def shared_prefix_type() -> type[Any]:
         """An ``HFLM`` that computes tokens shared by several requests once, wherever this does not change results."""
 
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
+        _thought_end: ThoughtEnd | None = None
+
+        @property
+        def thought_end(self) -> ThoughtEnd | None:
+            return self._thought_end
+
+        @thought_end.setter
+        def thought_end(self, thought_end: ThoughtEnd | None) -> None:
+            self._thought_end = thought_end
+            self.think_end_token = thought_end and (thought_end.end if thought_end.token is None else thought_end.token)
+
+        @property
+        def max_scored_tokens(self) -> int:
+            return int(self.max_length) + 1  # the last token is only predicted
 
         def _loglikelihood_tokens(
             self, requests: list[RequestTokens], disable_tqdm: bool = False, override_bs: int | None = None
@@ -138,8 +152,12 @@ def shared_prefix_type() -> type[Any]:
             begin = context.shape[1]
             ends = {*self._eos, *np.atleast_1d(settings.get("eos_token_id") or []).tolist()}
             self.answer_ends = deque(
-                answer_end(row, ends, stop, self._texts, max_length - begin) for row in written[:, begin:].tolist()
+                answer_end(row, ends, stop, self._texts, max_length - begin, self.thought_end)
+                for row in written[:, begin:].tolist()
             )
+            if self.thought_end is not None:  # what follows the end of an answer must not change where its thought ends
+                for row, end in zip(written, self.answer_ends, strict=True):
+                    row[begin + (end.tokens or 0) :] = self.tokenizer.pad_token_id
             return written
 
         def _generate_batch(
@@ -154,6 +172,9 @@ def shared_prefix_type() -> type[Any]:
             import torch
 
             write = super()._model_generate
+            strings = [text for text in stop if text]
+            if self.thought_end is not None and self.thought_end.is_expected:  # lm-eval would stop within a thought
+                stop = [text for text in strings if text == self.tok_decode(self.eot_token_id, False)]
             is_supported = (
                 not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE and self._writes_exactly
             )
@@ -182,7 +203,7 @@ def shared_prefix_type() -> type[Any]:
                 remaining = [
                     index
                     for index, row in enumerate(ids[:, begin:].tolist())
-                    if self._eos.isdisjoint(row) and not any(text in self.tok_decode(row) for text in stop if text)
+                    if self._eos.isdisjoint(row) and not self._has_stopped(row, strings)
                 ]
                 mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
                 if len(remaining) < len(unfinished):
@@ -190,6 +211,12 @@ def shared_prefix_type() -> type[Any]:
                     cache.batch_select_indices(indices)
                     unfinished, ids, mask = unfinished[indices], ids[indices], mask[indices]
             return written[:, : ids.shape[1]]
+
+        def _has_stopped(self, ids: list[int], stop: Sequence[str]) -> bool:
+            """Return whether an answer contains a stop string, after its thought if it has one."""
+            thought_end = self.thought_end or ThoughtEnd("", is_expected=False)
+            texts = thought_end.answer_texts(ids, lambda tokens: [self.tok_decode(tokens)])
+            return any(string in text for text in texts for string in stop)
 
         @property
         def _eos(self) -> set[int]:
@@ -271,25 +298,27 @@ def answer_end(
     stop: Sequence[str],
     texts: Callable[[list[int]], Sequence[str]],
     budget: int,
+    thought_end: ThoughtEnd | None = None,
 ) -> AnswerEnd:
     """Return how one answer of a batch ended.
 
     ``ids`` are the tokens after the prompt. Tokens after the end of the answer, such as padding, are ignored. ``eos``
     and ``stop`` are the tokens and texts that end an answer, ``texts`` decodes tokens into the texts in which ``stop``
-    is searched, and ``budget`` is the largest number of tokens in an answer.
+    is searched, the last of which is scored. ``budget`` is the largest number of tokens in an answer.
     """
     last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
     before = list(ids if last is None else ids[: last - 1])
-
-    def has_stopped(count: int) -> bool:
-        return any(string in text for text in texts(before[:count]) for string in stop if string)
-
-    if has_stopped(len(before)):
-        return AnswerEnd("stop", bisect_left(range(len(before)), True, key=has_stopped))
-    if last is not None:
-        return AnswerEnd("eos", last)
-    # A batch that ends before its budget has no unfinished answer: transformers has other criteria, such as max_time.
-    return AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
+    if (stopped := first_stop(before, stop, texts, thought_end)) is not None:
+        end = AnswerEnd("stop", stopped)
+    elif last is not None:
+        end = AnswerEnd("eos", last)
+    else:
+        # A batch that ends before its budget has no unfinished answer: transformers has other criteria, like max_time.
+        end = AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
+    if thought_end is None:
+        return end
+    answer, is_cut_off = before[: end.tokens], end.reason in CUT_OFF
+    return end._replace(thinking=thought_end.length(answer, lambda tokens: texts(tokens)[-1], is_cut_off=is_cut_off))
 
 
 def max_shared_length(config: Mapping[str, Any]) -> int:

@@ -6,12 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.backends.contract import AnswerEnd, AnswerReason, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -81,7 +83,9 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
     context = getattr(configuration.get_text_config(), "max_position_embeddings", None)
     try:
         import aiohttp  # without it, lm-eval fails much later
+        from lm_eval.models.huggingface import HFLM
         from lm_eval.models.openai_completions import LocalCompletionsAPI
+        from lm_eval.models.utils import postprocess_generated_text
     except ImportError as error:
         raise InvalidInput(
             "evaluate.backend: served",
@@ -92,12 +96,68 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
     class Client(LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """Client that tokenizes exactly as the transformers backend does, and records how answers ended."""
 
-        def parse_generations(self, outputs: Any, **more: Any) -> list[str]:
-            texts: list[str] = LocalCompletionsAPI.parse_generations(outputs, **more)
-            self.answer_ends = deque(
-                end for output in (outputs if isinstance(outputs, list) else [outputs]) for end in _ends_in(output)
-            )
-            return texts
+        chat_template_args: Mapping[str, Any] = MappingProxyType({})
+        _thought_end: ThoughtEnd | None = None
+        _stop: Sequence[str] = ()  # stop strings of the current requests; concurrent requests have the same settings
+
+        @property
+        def thought_end(self) -> ThoughtEnd | None:
+            return self._thought_end
+
+        @thought_end.setter
+        def thought_end(self, thought_end: ThoughtEnd | None) -> None:
+            if thought_end is not None and thought_end.end in self.tokenizer.all_special_tokens:
+                raise InvalidInput(
+                    f"evaluate.think_end_token: {thought_end.end}",
+                    found=f"a special token of {model.name}, which servers remove from answers",
+                    expected="a token that is in the text of an answer",
+                    remedy="use backend: hf or vllm",
+                )
+            self._thought_end = thought_end
+
+        @property
+        def max_scored_tokens(self) -> int:
+            return int(self.max_length)
+
+        apply_chat_template = HFLM.apply_chat_template
+
+        def _create_payload(self, messages: Any, generate: bool = False, **more: Any) -> Any:
+            payload = super()._create_payload(messages, generate, **more)
+            if generate:
+                self._stop = payload["stop"]
+                if (
+                    self.thought_end is not None and self.thought_end.is_expected
+                ):  # the server would stop within a thought
+                    payload["stop"] = []
+            return payload
+
+        def parse_generations(self, outputs: Any, **more: Any) -> list[str | None]:
+            texts: list[str | None] = LocalCompletionsAPI.parse_generations(outputs, **more)
+            ends = [end for output in (outputs if isinstance(outputs, list) else [outputs]) for end in _ends_in(output)]
+            finished = [self._finish(text, end) for text, end in zip(texts, ends, strict=True)]
+            self.answer_ends = deque(end for _, end in finished)
+            return [text for text, _ in finished]
+
+        def _finish(self, text: str | None, end: AnswerEnd) -> tuple[str | None, AnswerEnd]:
+            """Return an answer without its thought, and its end with the number of tokens."""
+            if text is None:
+                return None, end
+
+            def count(part: str) -> int:
+                return len(self.tokenizer.encode(part, add_special_tokens=False))
+
+            if self.thought_end is None:
+                tokens = count(text) + (end.reason not in CUT_OFF) if end.tokens is None else end.tokens
+                return text, end._replace(tokens=tokens)
+            if (kept := self.thought_end.without_tail(text, self._stop)) != text:
+                end = AnswerEnd("stop", count(kept) + 1)
+            elif end.tokens is None:
+                end = end._replace(tokens=count(kept) + (end.reason not in CUT_OFF))
+            before, found, _ = kept.rpartition(self.thought_end.end)
+            is_unfinished = not found and self.thought_end.is_expected and end.reason in CUT_OFF
+            thinking = end.tokens if is_unfinished else min(count(before + found), end.tokens or 0)
+            answer = postprocess_generated_text(kept, list(self._stop), self.thought_end.end)
+            return answer, end._replace(thinking=thinking)
 
         def tok_encode(
             self,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.backends.contract import AnswerEnd, AnswerReason, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
@@ -57,11 +60,41 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
     class RecordingVllm(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """lm-eval's vLLM model, which also records how answers ended."""
 
+        _thought_end: ThoughtEnd | None = None
+        _stops: tuple[list[str], ...] = ()  # stop strings of the requests in the next batch
+
+        @property
+        def thought_end(self) -> ThoughtEnd | None:
+            return self._thought_end
+
+        @thought_end.setter
+        def thought_end(self, thought_end: ThoughtEnd | None) -> None:
+            self._thought_end = thought_end
+            self.think_end_token = thought_end and thought_end.end
+
+        @property
+        def max_scored_tokens(self) -> int:
+            return int(self.max_length) - 1
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            # As backend hf does: lm-eval's own method would pass enable_thinking: null if it is not set.
+            from lm_eval.models.huggingface import HFLM
+
+            arguments = {**self.chat_template_args, "chat_template": self.hf_chat_template}
+            reader = SimpleNamespace(tokenizer=self.tokenizer, chat_template_args=arguments)
+            return str(HFLM.apply_chat_template(reader, chat_history, add_generation_prompt))
+
+        def modify_gen_kwargs(self, *args: Any, **kwargs: Any) -> Any:
+            settings = super().modify_gen_kwargs(*args, **kwargs)
+            self._stops = (*self._stops, settings[1])
+            return settings
+
         def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super()._model_generate(*args, **kwargs)
             if kwargs.get("generate"):
                 self.answer_ends = deque[AnswerEnd]()
-                for output, params in zip(outputs, kwargs["sampling_params"], strict=False):
+                stops, self._stops = self._stops or ([],) * len(outputs), ()
+                for output, params, stop in zip(outputs, kwargs["sampling_params"], stops, strict=False):
                     answer, limit = output.outputs[0], params.max_tokens
                     tokens = len(answer.token_ids)
                     reason: AnswerReason = ""
@@ -69,8 +102,21 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
                         reason = "stop" if isinstance(answer.stop_reason, str) else "eos"
                     elif answer.finish_reason == "length":
                         reason = "context" if limit is not None and tokens < limit else "length"
-                    self.answer_ends.append(AnswerEnd(reason, tokens))
+                    end = AnswerEnd(reason, tokens)
+                    self.answer_ends.append(end if self.thought_end is None else self._finish(answer, end, stop))
             return outputs
+
+        def _finish(self, answer: Any, end: AnswerEnd, stop: list[str]) -> AnswerEnd:
+            """Apply the stop strings that lm-eval withholds from vLLM while a model thinks, and return the new end."""
+            assert self.thought_end is not None
+            ids, decode = list(answer.token_ids), partial(self.tokenizer.decode, skip_special_tokens=True)
+            if (stopped := first_stop(ids, stop, lambda tokens: [decode(tokens)], self.thought_end)) is not None:
+                end, ids = AnswerEnd("stop", stopped), ids[:stopped]
+                answer.text = decode(ids)
+            thinking = self.thought_end.length(ids, decode, is_cut_off=end.reason in CUT_OFF)
+            if self.thought_end.token in ids:
+                answer.text = decode(ids[thinking:]).lstrip()
+            return end._replace(thinking=thinking)
 
     settings = scoring.own_settings if isinstance(scoring.own_settings, VllmSettings) else VllmSettings()
     try:

@@ -1,0 +1,389 @@
+"""A thinking model is scored on its answer, and the length of its thought is recorded, by every backend.
+
+The oracles are lm-eval's own ``HFLM`` and plain transformers, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from completions_server import serving
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval_runs import prepare, simple_evaluate
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
+from mergegate.tasks.evaluation.backends.hf import answer_end
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, check_thinking, resolve_prompt_settings
+from mergegate.tasks.evaluation.stage import answer_ends, prompt_cuts
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.gate.settings import EvaluateSettings
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
+THINKER = DEMO / "models/thinker"
+DOCUMENTS = 24
+WORDS = [json.loads(line) for line in (DEMO / "data/reverse.jsonl").read_text().splitlines()[:DOCUMENTS]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(vllm, "_engine", None)
+    yield
+    unload_models()
+
+
+def thinker() -> Model:
+    return Model(name="thinker", digest="d", directory=THINKER)
+
+
+def written_task(directory: Path, until: Sequence[str] = ("\n",), budget: int = 80) -> Path:
+    """Write a task with the first words of the demo, which a model reverses in its answer."""
+    directory.mkdir(exist_ok=True)
+    (directory / "words.jsonl").write_text("".join(json.dumps(word) + "\n" for word in WORDS))
+    settings = json.dumps({"until": list(until), "max_gen_toks": budget, "do_sample": False})
+    definition = (DEMO / "tasks/reverse-written.yaml").read_text()
+    head = definition.partition("generation_kwargs")[0].replace("../data/reverse.jsonl", str(directory / "words.jsonl"))
+    path = directory / "reverse-written.yaml"
+    path.write_text(
+        f"{head}generation_kwargs: {settings}\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    return path
+
+
+def pinned(path: Path, **own: Any) -> EvalTask:
+    task = pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
+    return task.model_copy(update={"prompt_settings": PromptSettings(**own)}) if own else task
+
+
+def scored(task: EvalTask, model: Model | None = None, **scoring: Any) -> list[DocumentScore]:
+    settings = Scoring.model_validate({"batch_size": 5, **scoring})
+    part = DocumentRange(first=0, last=DOCUMENTS)
+    rows = score_documents(ScoringJob(model or thinker(), task, settings, part, "cpu"), lambda done, total: None)
+    return sorted(rows, key=lambda row: row.doc_id)
+
+
+class Written(NamedTuple):
+    """An answer by plain transformers, one prompt at a time."""
+
+    ids: list[int]  # with the end-of-text token
+    text: str
+
+
+@cache
+def written(prompt: str, budget: int, directory: Path = THINKER) -> Written:
+    tokenizer, network = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        new = network.float().generate(ids, max_new_tokens=budget, do_sample=False)[0, ids.shape[1] :].tolist()
+    return Written(new, tokenizer.decode(new, skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("enable_thinking", [None, True, False])
+def test_scores_equal_those_of_lm_eval_with_the_same_arguments(tmp_path: Path, enable_thinking: bool | None) -> None:
+    path = written_task(tmp_path / "task")
+    lm = HFLM(
+        pretrained=str(THINKER),
+        device="cpu",
+        dtype="float32",
+        batch_size=5,
+        think_end_token="z",
+        enable_thinking=enable_thinking,
+    )
+    results = simple_evaluate(
+        lm,
+        tasks=["reverse-written"],
+        apply_chat_template=True,
+        log_samples=True,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(prepare([path], tmp_path)), include_defaults=False),
+    )
+    samples = {sample["doc_id"]: sample for sample in results["samples"]["reverse-written"]}
+    rows = scored(
+        pinned(path), dtype="float32", chat_template=True, think_end_token="z", enable_thinking=enable_thinking
+    )
+    assert len(rows) == DOCUMENTS
+    for row in rows:
+        sample = samples[row.doc_id]
+        assert (row.outcome, row.answer) == (sample["exact_match"], sample["filtered_resps"][0])
+        assert row.prompt_hash == sample["prompt_hash"]
+    mean = sum(row.outcome for row in rows) / DOCUMENTS
+    assert mean < 0.5 if enable_thinking is False else mean == 1.0
+    assert all((row.thinking_tokens == (0,)) == (enable_thinking is False) for row in rows)
+
+
+class FakeEngine:
+    """vLLM's engine, as lm-eval calls it, computed by transformers."""
+
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(THINKER)
+
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: list[Any], **_: Any) -> list[Any]:
+        outputs = []
+        for prompt, params in zip(prompts, sampling_params, strict=True):
+            answer = written(self.tokenizer.decode(prompt["prompt_token_ids"]), params.max_tokens)
+            ids, text, reason, by = answer.ids, answer.text, "length", None
+            if ids[-1] == self.tokenizer.eos_token_id:
+                reason = "stop"
+            for stop in params.stop:
+                if stop in text:
+                    text, reason, by = text.split(stop)[0], "stop", stop
+                    ids = ids[: len(text) + len(stop)]
+            output = SimpleNamespace(text=text, token_ids=ids, finish_reason=reason, stop_reason=by)
+            outputs.append(SimpleNamespace(outputs=[output]))
+        return outputs
+
+
+@cache
+def lm_evals_vllm() -> Any:
+    """Import lm-eval's module for vLLM without vLLM."""
+    parts: dict[str, dict[str, Any]] = {"vllm.lora.request": {"LoRARequest": None}, "vllm.lora": {}}
+    parts["vllm"] = {"LLM": None, "SamplingParams": type("Params", (SimpleNamespace,), {}), "TokensPrompt": dict}
+    parts["vllm.tokenizers"] = {"get_tokenizer": None}
+    modules = {name: types.ModuleType(name) for name in parts}
+    for name, module in modules.items():
+        vars(module).update(parts[name])
+
+    def version_of(name: str) -> str:
+        return "0.1" if name == "vllm" else version(name)
+
+    with mock.patch.dict(sys.modules, modules), mock.patch("importlib.metadata.version", version_of):
+        return importlib.import_module("lm_eval.models.vllm_causallms")
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run lm-eval's own vLLM class on ``FakeEngine``."""
+
+    def opened(self: Any, **_: Any) -> None:
+        self.model = FakeEngine()
+        self.tokenizer = self.model.tokenizer
+        self._rank, self._world_size, self._config, self.hf_chat_template = 0, 1, None, None
+        self.data_parallel_size, self.lora_request, self.batch_size = 1, None, 5
+        self._max_length, self._max_gen_toks, self.truncation_side = 128, 256, "left"
+        self.add_bos_token = self.custom_prefix_token_id = self.enable_thinking = None
+
+    module = lm_evals_vllm()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(module.VLLM, "__init__", opened)
+
+
+@pytest.mark.parametrize("budget", [80, 40, 12])
+@pytest.mark.parametrize("until", [("\n",), (" ",), ("c", "z")])
+@pytest.mark.usefixtures("fake_vllm")
+def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, until: Sequence[str], budget: int) -> None:
+    """The reference is a search in the text of plain transformers. In the demo family, a character is a token."""
+    task = pinned(written_task(tmp_path / "task", until, budget))
+    found = {"hf": scored(task, think_end_token="z"), "vllm": scored(task, backend="vllm", think_end_token="z")}
+    with serving({"thinker": thinker()}) as server:
+        found["served"] = scored(task, backend="served", server={"url": server.url}, think_end_token="z")
+    for backend, rows in found.items():
+        assert len(rows) == DOCUMENTS
+        for row in rows:
+            answer = written(WORDS[row.doc_id]["prompt"], budget)
+            thought, end, rest = answer.text.partition("z")
+            stops = [at for stop in until if (at := rest.find(stop)) >= 0]
+            if not end:
+                expected = ("", ("length",), budget, budget)  # cut off within the thought: no answer
+            elif stops:
+                expected = (rest[: min(stops)], ("stop",), len(thought) + 1 + min(stops) + 1, len(thought) + 1)
+            else:
+                kind = "eos" if answer.ids[-1] == 2 else "length"
+                expected = (rest, (kind,), len(answer.ids), len(thought) + 1)
+            reason = row.ended if backend != "served" or row.ended != ("stop",) else expected[1]  # cannot tell eos
+            assert (row.answer, reason, row.answer_tokens[0], row.thinking_tokens[0]) == expected, backend
+            assert row.outcome == (expected[0] == WORDS[row.doc_id]["answer"])
+
+
+@pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("backend", ["hf", "vllm", "served"])
+@pytest.mark.parametrize(("max_length", "budget"), [(128, 80), (60, 48), (20, 10), (14, 12)])
+def test_tokens_removed_from_a_prompt_are_counted(tmp_path: Path, backend: str, max_length: int, budget: int) -> None:
+    """In the demo family, a character is a token, so a prompt has as many tokens as characters."""
+    written_path = written_task(tmp_path / "task", budget=budget)
+    with serving({"thinker": thinker()}) as server:
+        own = {"backend": backend, "max_length": max_length, "batch_size": 7}
+        own |= {"server": {"url": server.url}} if backend == "served" else {}
+        rows = scored(pinned(written_path), **own)
+        sent = [prompt for body in server.asked[1:] for prompt in body["prompt"]]
+    room = {"hf": max_length, "served": max_length - 1, "vllm": 128}[backend] - budget  # the fake vLLM has 128
+    lengths = [len(word["prompt"]) for word in WORDS]
+    assert [row.prompt_cut for row in rows] == [max(0, length - room) for length in lengths]
+    if sent:  # what the server received, independently of how mergegate counts
+        assert sorted(map(len, sent)) == sorted(min(length, room) for length in lengths)
+    (cuts,) = prompt_cuts("t", rows).values()
+    assert (cuts.documents, cuts.cut) == (DOCUMENTS, sum(length > room for length in lengths))
+
+
+@pytest.mark.parametrize("backend", ["hf", "served"])
+@pytest.mark.parametrize("max_length", [128, 16, 13])
+def test_tokens_removed_from_a_scored_prompt_are_counted(tmp_path: Path, backend: str, max_length: int) -> None:
+    path = written_task(tmp_path / "task")
+    path.write_text(path.read_text().replace("generate_until", "loglikelihood").replace("exact_match", "acc"))
+    path.write_text("".join(line for line in path.open() if not line.startswith("generation_kwargs")))
+    with serving({"thinker": thinker()}) as server:
+        own = {"server": {"url": server.url}} if backend == "served" else {}
+        rows = scored(pinned(path), backend=backend, max_length=max_length, **own)
+        sent = [prompt for body in server.asked[1:] for prompt in body["prompt"]]
+    lengths = [len(word["prompt"] + word["answer"]) for word in WORDS]
+    room = max_length + 1 if backend == "hf" else max_length - 1
+    assert [row.prompt_cut for row in rows] == [max(0, length - room) for length in lengths]
+    if sent:
+        assert sorted(map(len, sent)) == sorted(min(length, room) for length in lengths)
+
+
+@given(
+    text=st.text("ab z", max_size=14),
+    stop=st.lists(st.sampled_from(["", " ", "a", "bb", "z"]), max_size=3),
+    has_eos=st.booleans(),
+    is_expected=st.booleans(),
+    is_token=st.booleans(),
+)
+def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
+    text: str, stop: list[str], has_eos: bool, is_expected: bool, is_token: bool
+) -> None:
+    """The reference adds one token at a time, and then applies lm-eval's own rule to the text."""
+    ids = [ord(letter) for letter in (text + "$" if has_eos else text) or "a"]
+    generated = "".join(map(chr, ids))
+    thought_end = ThoughtEnd("z", ord("z") if is_token else None, is_expected)
+
+    def decode(tokens: list[int]) -> list[str]:
+        return ["".join(map(chr, tokens)).removesuffix("$")]
+
+    count, reason = len(ids), "eos" if has_eos else "length"
+    for length in range(1, len(generated) + 1):
+        _, end, after = generated[:length].removesuffix("$").partition("z")
+        searched = after.lstrip() if is_expected else generated[:length].removesuffix("$")
+        if (end or not is_expected) and any(string in searched for string in stop if string):
+            count, reason = length, "stop"
+            break
+    kept = generated[:count].removesuffix("$")
+    thinking = kept.rindex("z") + 1 if "z" in kept else count if is_expected and reason == "length" else 0
+    end = answer_end(ids, {ord("$")}, stop, decode, len(ids), thought_end)
+    assert end == AnswerEnd(reason, count, thinking)  # type: ignore[arg-type]
+    assert end.is_unfinished_thought == (reason == "length" and thinking == count > 0)
+    answer = postprocess_generated_text(kept, stop, "z")
+    cut = thought_end.without_tail(generated.removesuffix("$"), stop)
+    if is_expected:
+        assert postprocess_generated_text(cut, stop, "z") == answer
+
+
+def test_a_journal_restores_thoughts_and_truncated_prompts(tmp_path: Path) -> None:
+    from mergegate.merge_core.files.records import JournalLocation
+
+    task = pinned(written_task(tmp_path / "task", budget=20))
+    settings = Scoring(batch_size=5, think_end_token="z", max_length=32)
+    place = JournalLocation(tmp_path / "journal", "key")
+    job = ScoringJob(thinker(), task, settings, DocumentRange(first=0, last=DOCUMENTS), "cpu", place)
+    first = score_documents(job, lambda done, total: None)
+    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    (tmp_path / "journal").write_bytes(b"".join(lines[:3]))
+    assert score_documents(job, lambda done, total: None) == first
+    assert {row.prompt_cut for row in first} >= {0, 1}
+    assert any(row.thinking_tokens == row.answer_tokens == (20,) for row in first)
+
+
+def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> None:
+    rows = scored(pinned(written_task(tmp_path / "task", budget=20)), think_end_token="z")
+    (ends,) = answer_ends("t", rows).values()
+    lengths = [min(20, len(written(word["prompt"], 80).ids)) for word in WORDS]
+    unfinished = sum("z" not in written(word["prompt"], 20).text for word in WORDS)
+    assert (ends.measured, ends.tokens, ends.unfinished_thoughts) == (DOCUMENTS, sum(lengths), unfinished)
+    assert f"{unfinished} of {DOCUMENTS} answers end within a thought" in ends.describe_length()
+    assert 0 < unfinished < DOCUMENTS
+
+
+def test_the_end_of_a_thought_may_be_a_token_id(tmp_path: Path) -> None:
+    task = pinned(written_task(tmp_path / "task"))
+    token = AutoTokenizer.from_pretrained(THINKER).convert_tokens_to_ids("z")
+    by_id, by_digits, by_text = (scored(task, think_end_token=end) for end in (token, str(token), "z"))
+    assert by_id == by_digits == by_text
+    with pytest.raises(InvalidInput, match="think_end_token"):
+        scored(task, think_end_token=34)
+
+
+def test_a_special_token_that_ends_a_thought_is_found_by_its_id() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(THINKER)
+    assert find_thought_end("<s>", None, tokenizer) == ThoughtEnd("<s>", tokenizer.bos_token_id)
+    assert find_thought_end("z", False, tokenizer) == ThoughtEnd("z", None, is_expected=False)
+    assert find_thought_end(None, None, tokenizer) is None
+
+
+def test_a_server_cannot_send_a_special_token(tmp_path: Path) -> None:
+    task = pinned(written_task(tmp_path / "task"))
+    with serving({"thinker": thinker()}) as server, pytest.raises(InvalidInput, match="special token"):
+        scored(task, backend="served", server={"url": server.url}, think_end_token="<s>")
+
+
+def test_settings_of_a_task_override_those_of_the_profile() -> None:
+    scoring = Scoring(
+        chat_template=True,
+        enable_thinking=True,
+        think_end_token="</think>",
+        chat_template_args={"effort": "low", "a": 1},
+    )
+    own = PromptSettings(enable_thinking=False, chat_template_args={"effort": "high"})
+    resolved = resolve_prompt_settings(own, scoring)
+    assert resolved.template_arguments == {"effort": "high", "a": 1, "enable_thinking": False}
+    assert resolved.think_end_token == "</think>"
+    assert resolve_prompt_settings(PromptSettings(apply_chat_template=False), scoring).template_arguments == {}
+    assert own.describe() == "no thinking, chat_template_args effort=high"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chat_template": True, "enable_thinking": True}, "enable_thinking requires think_end_token"),
+        ({"enable_thinking": False}, "enable_thinking requires a chat template"),
+        ({"chat_template_args": {"a": 1}}, "chat_template_args requires a chat template"),
+        ({"chat_template": True, "chat_template_args": {"enable_thinking": True}}, "setting of its own"),
+        ({"chat_template": True, "chat_template_args": {"tokenize": True}}, "mergegate sets 'tokenize' itself"),
+        ({"think_end_token": ""}, "at least 1 character"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EvaluateSettings.model_validate({**settings, "tasks": [{"task": "gsm8k", "guarded_by": "base"}]})
+    own = {name: value for name, value in settings.items() if name != "chat_template"}
+    with pytest.raises(ValidationError, match=message):
+        EvaluateSettings.model_validate(
+            {
+                "chat_template": settings.get("chat_template", False),
+                "tasks": [{"task": "gsm8k", "guarded_by": "base", **own}],
+            }
+        )
+
+
+def test_absent_settings_do_not_change_a_key() -> None:
+    from mergegate.tasks.store.keys import canonical
+
+    names = {"enable_thinking", "think_end_token", "chat_template_args"}
+    assert not names & canonical(Scoring()).keys()
+    assert not names & canonical(PromptSettings(num_fewshot=1)).keys()
+    assert canonical(Scoring(enable_thinking=False))["enable_thinking"] is False
+    check_thinking("t", None, Scoring())

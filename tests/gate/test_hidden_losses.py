@@ -1,0 +1,271 @@
+"""Alarms find what the mean drop of a guard hides, and equal merges hardly ever raise one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gate_samples import outcome, paired, part, verdict_of
+from hypothesis import given
+from hypothesis.strategies import floats, integers, lists, sampled_from, tuples
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from mergegate.tasks.evaluation.choice_probability import PROBABILITY
+from mergegate.tasks.evaluation.document_order import interim_looks
+from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.gate.alarms import Part, error_ratio_bound, leaf_parts
+from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, measure_guard
+from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.sequential import error_at_look
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, gate
+
+GROUP = Guard(task="leaderboard", guarded_by="base")
+LEADERBOARD = {"ifeval": 541, "math": 1324, "gpqa": 1192, "musr": 756, "bbh": 5761, "mmlu_pro": 12032}
+
+
+def group(sizes: Sequence[int], drops: Sequence[float], discordance: float, rng: np.random.Generator) -> PairedScores:
+    """Return the documents of a group in random order. ``drops`` (of 1) are the true drops of its tasks."""
+    documents, reference, merge = [], [], []
+    for number, (size, drop) in enumerate(zip(sizes, drops, strict=True)):
+        changed = max(discordance, abs(drop))
+        draw, right = rng.random(size), rng.random(size) < 0.6
+        lost, won = draw < (changed + drop) / 2, (draw >= (changed + drop) / 2) & (draw < changed)
+        documents += [(f"task_{number}", doc) for doc in range(size)]
+        reference += np.where(lost, 1.0, np.where(won, 0.0, right)).tolist()
+        merge += np.where(lost, 0.0, np.where(won, 1.0, right)).tolist()
+    order = rng.permutation(len(documents))
+    return PairedScores(*(tuple(values[i] for i in order) for values in (documents, reference, merge)))
+
+
+def at_look(scores: PairedScores, documents: int, guard: Guard = GROUP) -> GuardVerdict:
+    """Return the verdict at one look of the usual schedule."""
+    schedule = interim_looks(len(scores.documents), 500)
+    parts = (scores.documents, scores.reference, scores.merge)
+    seen = PairedScores(*(values[:documents] for values in parts))  # type: ignore[arg-type]  # slices keep their types
+    return judge_guards([measure_guard(guard, "acc,none", seen, True, schedule=schedule)], 0.95)[0]
+
+
+def final(scores: PairedScores, guard: Guard = GROUP) -> GuardVerdict:
+    return judge_guards([measure_guard(guard, "acc,none", scores, True)], 0.95)[0]
+
+
+# --- Tasks of a group
+
+
+def test_a_collapsed_task_of_the_leaderboard_fails_the_group() -> None:
+    # IFEval falls from 78 to 26, all else is equal. The mean over 21,606 documents drops by 1.3 points.
+    lost = [0.0] * len(LEADERBOARD)
+    lost[0] = 0.52
+    verdict = final(group(list(LEADERBOARD.values()), lost, 0.1, np.random.default_rng(0)))
+    assert verdict.drop < verdict.max_drop
+    assert (verdict.outcome, [finding.kind for finding in verdict.findings]) == ("fail", ["task of the group"])
+    assert verdict.reason.startswith("leaderboard: task_0: drop of ")
+    assert verdict.reason.endswith("exceeds max_drop 2")
+
+
+def test_the_worst_tasks_are_named_and_the_others_counted() -> None:
+    verdict = final(group([400] * 30, [0.3, 0.4, 0.5, 0.6, 0.5] + [-0.2] * 25, 0.2, np.random.default_rng(1)))
+    assert verdict.reason.startswith("leaderboard: task_3: drop of ")
+    assert verdict.reason.count("points [") == 2  # of the second and third task
+    assert verdict.reason.endswith("and 2 other tasks")
+
+
+def test_a_task_that_is_not_a_group_raises_no_alarm_of_a_task() -> None:
+    assert verdict_of(0, 0, 300).findings == ()
+    assert leaf_parts(measure_guard(GROUP, "acc,none", paired(10, 0, 300), True)) == []
+
+
+@given(
+    leaves=lists(tuples(integers(2, 60), floats(-0.3, 0.3)), min_size=2, max_size=8),
+    seed=integers(0, 2**32 - 1),
+    max_drop=sampled_from([0.5, 2.0, 10.0]),
+)
+def test_an_alarm_needs_a_drop_above_the_limit(leaves: list[tuple[int, float]], seed: int, max_drop: float) -> None:
+    sizes, drops = zip(*leaves, strict=True)
+    guard = GROUP.model_copy(update={"max_drop": max_drop})
+    scores = group(sizes, drops, 0.1, np.random.default_rng(seed))
+    verdict = final(scores, guard)
+    evidence = measure_guard(guard, "acc,none", scores, True)
+    largest = max(part.drop for part in leaf_parts(evidence))
+    if any(finding.kind == "task of the group" for finding in verdict.findings):
+        assert largest > max_drop / 100
+        assert verdict.outcome == "fail"
+    assert sum(len(part.differences) for part in leaf_parts(evidence)) == len(scores.documents)
+
+
+@pytest.mark.parametrize("size", [2, 5, 12, 30, 50])
+@pytest.mark.parametrize("error", [0.05, 0.005, 0.0001])
+def test_a_small_task_at_the_limit_raises_no_more_alarms_than_allowed(size: int, error: float) -> None:
+    # The exact probability, for every discordance: lost and won documents of a task whose true drop is the limit.
+    limit = 0.02
+    alarms = {
+        (lost, won)
+        for lost in range(size + 1)
+        for won in range(size + 1 - lost)
+        if Part("t", np.array([1.0] * lost + [-1.0] * won + [0.0] * (size - lost - won))).exceeds(limit, error)
+    }
+    for discordance in (0.02, 0.05, 0.1, 0.3, 0.6, 1.0):
+        p_lost, p_won = (discordance + limit) / 2, (discordance - limit) / 2
+        chance = sum(
+            binom.pmf(lost, size, p_lost) * binom.pmf(won, size - lost, p_won / (1 - p_lost)) for lost, won in alarms
+        )
+        assert chance <= 1.35 * error  # The discordance is estimated from the documents, hence the third.
+
+
+def test_graded_scores_of_a_task_raise_an_alarm() -> None:
+    rng = np.random.default_rng(3)
+    reference = rng.uniform(0.4, 0.9, 900)
+    merge = reference + rng.normal(0, 0.05, 900)
+    documents = tuple((f"task_{doc % 9}", doc) for doc in range(900))
+    merge[::9] -= 0.3
+    scores = PairedScores(documents, tuple(reference), tuple(np.clip(merge, 0, 1)))
+    verdict = final(scores, GROUP.model_copy(update={"max_drop": 4.0}))
+    assert [finding.kind for finding in verdict.findings if finding.outcome == "fail"] == ["task of the group"]
+    assert "task_0: drop of 3" in verdict.findings[0].reason
+    equal = PairedScores(documents, tuple(reference), tuple(np.clip(reference + rng.normal(0, 0.05, 900), 0, 1)))
+    assert final(equal).findings == ()
+
+
+def test_related_documents_of_a_task_count_as_one() -> None:
+    # All losses of task_0 are questions about one passage: one observation, and no alarm.
+    documents = tuple((f"task_{doc // 200}", doc) for doc in range(4000))
+    merge = tuple(0.0 if doc < 20 else 1.0 for doc in range(4000))
+    passages = tuple(str(doc // 20) for doc in range(4000))
+    guard = GROUP.model_copy(update={"cluster_by": "passage"})
+    together = PairedScores(documents, (1.0,) * 4000, merge, passages)
+    assert "task of the group" not in [finding.kind for finding in final(together, guard).findings]
+    alone = PairedScores(documents, (1.0,) * 4000, merge)
+    assert "task of the group" in [finding.kind for finding in final(alone).findings]
+
+
+# --- Collapses that an early look cannot see
+
+
+def test_a_group_does_not_pass_before_its_tasks_have_enough_documents() -> None:
+    # 500 of 14,042 documents: the mean is decided, but each of 57 subjects has about nine documents.
+    rng = np.random.default_rng(4)
+    scores = group([246] * 57, [0.0] * 57, 0.0, rng)
+    verdict = at_look(scores, 500)
+    assert verdict.outcome == "inconclusive"
+    assert verdict.reason.startswith("leaderboard: too few documents so far to rule out a collapse of task_")
+    assert at_look(scores, 500, GROUP.model_copy(update={"leaf_limit": None})).outcome == "pass"
+    decided = next(look for look in interim_looks(57 * 246, 500) if at_look(scores, look).outcome == "pass")
+    assert decided <= 4000
+
+
+def test_at_the_last_look_a_collapse_that_small_tasks_could_hide_is_a_note() -> None:
+    scores = group([5] * 100, [0.0] * 100, 0.0, np.random.default_rng(5))
+    verdict = final(scores)
+    assert (verdict.outcome, [finding.outcome for finding in verdict.findings]) == ("pass", ["pass"])
+    assert verdict.findings[0].reason.endswith("and 97 more")
+
+
+def test_tiny_tasks_do_not_keep_a_large_group_open() -> None:
+    scores = group([10, 12, 4000, 4000], [0.0] * 4, 0.0, np.random.default_rng(6))
+    assert at_look(scores, 500).outcome == "pass"
+
+
+def test_the_looks_spend_the_error_once() -> None:
+    looks = interim_looks(14042, 500)
+    assert math.isclose(sum(error_at_look(looks, look, 0.05) for look in looks), 0.05)
+    assert error_at_look((300,), 300, 0.05) == 0.05
+
+
+# --- Other metrics
+
+
+def rows(metric: str, right: Sequence[bool] | NDArray[np.bool_], **changes: object) -> list[DocumentScore]:
+    return [outcome(doc, float(value))._replace(metric=metric, **changes) for doc, value in enumerate(right)]
+
+
+def judged(tmp_path: Path, reference: list[DocumentScore], merge: list[DocumentScore], guard: Guard) -> GuardVerdict:
+    scores = {"base": [part(tmp_path / "base", reference)], "merge": [part(tmp_path / "merge", merge)]}
+    (verdict,) = gate.work((guard,), scores, {}, None, GatePlan(GateRule())).guards
+    return verdict
+
+
+STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"
+
+
+def test_a_loss_under_strict_match_alone_fails_the_guard(tmp_path: Path) -> None:
+    # Strict-match falls from 59.5 to 4.8, flexible-extract is equal.
+    n = 1000
+    right = np.arange(n) % 10 < 7
+    reference = rows(FLEXIBLE, right) + rows(STRICT, np.arange(n) < 595)
+    merge = rows(FLEXIBLE, right) + rows(STRICT, np.arange(n) < 48)
+    verdict = judged(tmp_path, reference, merge, Guard(task="reverse", guarded_by="base"))
+    assert (verdict.metric, verdict.drop, verdict.outcome) == (FLEXIBLE, 0.0, "fail")
+    assert verdict.reason.startswith(f"reverse, {STRICT}: drop of 54.7 points against base [")
+
+
+def test_a_metric_for_which_lower_is_better_is_compared_in_its_direction(tmp_path: Path) -> None:
+    right = np.arange(500) % 2 == 0
+    error = {"higher_is_better": False}
+    more, fewer = (rows("errors,none", np.arange(500) < count, **error) for count in (200, 50))
+    guard = Guard(task="reverse", guarded_by="base", metric="acc,none")
+    good = rows("acc,none", right)
+    assert judged(tmp_path / "worse", good + fewer, good + more, guard).outcome == "fail"
+    assert judged(tmp_path / "better", good + more, good + fewer, guard).outcome == "pass"
+
+
+def test_a_metric_outside_zero_to_one_and_the_probability_raise_no_alarm(tmp_path: Path) -> None:
+    right = np.arange(500) % 2 == 0
+    before, after = ([row._replace(outcome=value) for row in rows("words,none", right)] for value in (90.0, 2.0))
+    sure, unsure = (rows(f"{PROBABILITY},none", [value] * 500) for value in (True, False))
+    good = rows("acc,none", right)
+    guard = Guard(task="reverse", guarded_by="base", metric="acc,none")
+    verdict = judged(tmp_path, good + before + sure, good + after + unsure, guard)
+    assert verdict.outcome == "pass"
+    assert [finding.reason for finding in verdict.findings] == [
+        "reverse: words,none not compared, because its scores are not between 0 and 1"
+    ]
+
+
+# --- Errors near the ceiling
+
+
+def near_ceiling(before: int, both: int, after: int, n: int = 2000, guard: Guard = GROUP) -> GuardEvidence:
+    """Return evidence with these numbers of wrong answers of the reference, of both, and of the merge."""
+    reference = [0.0] * before + [1.0] * (n - before)
+    merge = [0.0] * both + [1.0] * (before - both) + [0.0] * (after - both) + [1.0] * (n - before - after + both)
+    scores = PairedScores(tuple(("t", doc) for doc in range(n)), tuple(reference), tuple(merge))
+    return measure_guard(guard, "acc,none", scores, True)
+
+
+@pytest.mark.parametrize("both", [0, 1, 2])
+def test_sixteen_times_as_many_errors_fail_near_the_ceiling(both: int) -> None:
+    (verdict,) = judge_guards([near_ceiling(2, both, 32)], 0.95)
+    assert (verdict.outcome, verdict.drop) == ("fail", pytest.approx(1.5))
+    assert verdict.reason.startswith("leaderboard: wrong answers rose from 2 to 32 of 2,000 against base")
+    lenient = GROUP.model_copy(update={"max_error_ratio": None})
+    assert judge_guards([near_ceiling(2, both, 32, guard=lenient)], 0.95)[0].outcome == "pass"
+
+
+def test_a_few_more_errors_pass_near_the_ceiling() -> None:
+    for before, after in ((0, 3), (2, 6), (20, 30), (100, 130)):
+        assert judge_guards([near_ceiling(before, before // 2, after)], 0.95)[0].outcome == "pass"
+
+
+@pytest.mark.parametrize("error", [0.05, 0.005])
+@pytest.mark.parametrize(
+    ("both", "won", "lost"), [(0, 5, 10), (0, 1, 2), (3, 2, 7), (10, 10, 30), (40, 0, 40), (0, 40, 80)]
+)
+def test_the_bound_of_the_error_ratio_is_rarely_above_the_truth(both: int, won: int, lost: int, error: float) -> None:
+    # In truth, there are twice as many errors. The numbers are means of independent counts.
+    rng, runs = np.random.default_rng(7), 20_000
+    assert (both + lost) / (both + won) == 2
+    old, new = rng.poisson(both + won, runs), rng.poisson(lost, runs)
+    pairs, counts = np.unique(np.stack([old, new]), axis=1, return_counts=True)
+    above = [error_ratio_bound(int(pair[0]), int(pair[1]), error) > 2 for pair in pairs.T]
+    assert counts @ above / runs <= error + 3 * math.sqrt(error / runs)
+
+
+def test_errors_far_from_the_ceiling_are_not_limited() -> None:
+    assert near_ceiling(199, 0, 210).limits_errors
+    assert not near_ceiling(200, 0, 210).limits_errors
+    assert not near_ceiling(2, 0, 210, guard=GROUP.model_copy(update={"max_error_ratio": None})).limits_errors
