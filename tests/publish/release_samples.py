@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mergegate.merge_core import load_recipe
@@ -180,10 +181,10 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
     merge = MergeSummary(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )
-    (evidence := root / "evidence").mkdir(parents=True)
     inputs = GateInputs((), {}, {}, None, GatePlan(GateRule()))
-    recorded = record_evidence.work(evidence, verdict_record(inputs, content().verdict, ()), {}, {})
-    record = {EVIDENCE_RECORD.replace(".", "__"): (evidence / EVIDENCE_RECORD).read_bytes()}
+    with TemporaryDirectory() as scratch:
+        recorded = record_evidence.work(Path(scratch), verdict_record(inputs, content().verdict, ()), {}, {})
+        record = {EVIDENCE_RECORD.replace(".", "__"): Path(scratch, EVIDENCE_RECORD).read_bytes()}
     return Publishable(
         content(),
         PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
@@ -191,5 +192,5 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
         stored("licenses", root / "licenses", license_verdict("apache-2.0", "mit")),
         stored("merge", root / "merge", merge, model__safetensors=weights, config__json=b"{}"),
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
-        stored("evidence", evidence, recorded, **record),
+        stored("evidence", root / "evidence", recorded, **record),
     )
