@@ -48,7 +48,7 @@ def render(content: ReportContent) -> str:
     # Each guarded task with the digest of its data and the datasets behind it, at their known commits:
     # ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. Empty if no data was inspected.
     data_digests = {}
-    for guard in verdict.guards:
+    for guard in verdict.all_guards:
         if guard.data is not None:
             sources = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
             behind = f" ({', '.join(sorted(sources))})" if sources else ""
