@@ -155,9 +155,9 @@ def recommended_action(content: ReportContent) -> str:
         return ""
     if verdict.drift is not None and verdict.drift.broken:
         return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
-    others = [judged.outcome for judged in (*verdict.guards, *verdict.suites)]
-    others += [finding.outcome for finding in verdict.findings]
-    if verdict.drift is not None and verdict.drift.outcome == "inconclusive" and set(others) <= {"pass"}:
+    others = {guard.outcome for guard in verdict.guards} | {suite.outcome for suite in verdict.suites}
+    others |= {finding.outcome for finding in verdict.findings}
+    if verdict.drift is not None and verdict.drift.outcome == "inconclusive" and others <= {"pass"}:
         return "Add held-out text to perplexity.documents. Documents that repeat another one do not count."
     if explanation is not None and explanation.remedies:
         if explanation.remedies[0].kind == "profile":
