@@ -95,8 +95,8 @@ def format_ratio(drift: DriftVerdict) -> str:
     if drift.ratio >= 10_000:
         return _scientific(drift.ratio)  # the model is broken; more precision does not matter
     decimals = drift_decimals(drift)
-    if drift.low is None or drift.high is None:
-        return number(drift.ratio, decimals)
+    if drift.low is None or drift.high is None or drift.broken:
+        return number(drift.ratio, decimals)  # the bounds say little about a broken merge, because they are clipped
     return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
 
 
@@ -108,13 +108,12 @@ def stratum_ratio(stratum: StratumDrift) -> str:
 
 
 def drift_notes(drift: DriftVerdict) -> tuple[str, ...]:
-    """Return one sentence each on findings beside the ratio, and on the ratio over all tokens."""
+    """Return a sentence for each finding in addition to the ratio, and one for the ratio over all tokens."""
     notes = [f"{finding.reason}." for finding in drift.findings if finding.reason != drift.reason]
     if not drift.broken_documents and drift.ratio is not None:
         notes.append(
-            f"No document loses more than {BROKEN_LOSS:g} nats per token. {drift.documents:,} documents exclude that "
-            f"more than {100 * drift.broken_high:.1f} % of such documents do (limit "
-            f"{plain(100 * drift.max_broken_documents)} %)."
+            f"No document loses more than {BROKEN_LOSS:g} nats per token, so at most {100 * drift.broken_high:.1f} % "
+            f"of such documents do (limit {plain(100 * drift.max_broken_documents)} %)."
         )
     if drift.total_ratio is not None:
         notes.append(
@@ -164,6 +163,10 @@ def recommended_action(content: ReportContent) -> str:
         return ""
     if verdict.drift is not None and verdict.drift.broken:
         return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
+    others = {guard.outcome for guard in verdict.guards} | {suite.outcome for suite in verdict.suites}
+    others |= {finding.outcome for finding in verdict.findings}
+    if verdict.drift is not None and verdict.drift.outcome == "inconclusive" and others <= {"pass"}:
+        return "Add held-out text to perplexity.documents. Documents that repeat another one do not count."
     if explanation is not None and explanation.remedies:
         if explanation.remedies[0].kind == "profile":
             return "Set the change under “What to try” in the profile, then run again."
