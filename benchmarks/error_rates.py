@@ -278,7 +278,7 @@ def few_lose_all(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.fl
 
 
 def one_in_a_hundred(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw losses of 4 nats on 1 % of the documents; the others lose what is missing to ``mean``."""
+    """Draw losses of 4 nats on 1 % of the documents; the others lose so much that the mean is ``mean``."""
     return np.where(rng.random(n) < 0.01, 4.0, even(n, (mean - 0.04) / 0.99, rng))
 
 

@@ -29,6 +29,18 @@ from mergegate.tasks.gate.references import (
     with_anchor,
 )
 from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.sample_record import (
+    WORN,
+    JudgedSample,
+    SelectingSample,
+    damaged_sample_records,
+    read_samples,
+    record_sample,
+    sample_start,
+    unselected_scores,
+    uses_per_document,
+    wear_findings,
+)
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ANCHOR,
@@ -50,7 +62,14 @@ from mergegate.tasks.gate.stage import (
     tasks_with_short_answers,
     undecided_tasks,
 )
-from mergegate.tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
+from mergegate.tasks.gate.statistics import (
+    POWER,
+    Difference,
+    binary_difference,
+    normal_quantile,
+    selection_inflation,
+    student_quantile,
+)
 from mergegate.tasks.gate.suite import SuiteVerdict
 from mergegate.tasks.gate.verdict_record import (
     EVIDENCE_RECORD,
@@ -77,6 +96,7 @@ __all__ = [
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",
+    "WORN",
     "Difference",
     "DriftVerdict",
     "EvaluateSettings",
@@ -88,10 +108,12 @@ __all__ = [
     "GateVerdict",
     "Guard",
     "GuardVerdict",
+    "JudgedSample",
     "OnInconclusive",
     "PastGuardOutcome",
     "PlannedTask",
     "RecordedEvidence",
+    "SelectingSample",
     "StratumDrift",
     "SuiteVerdict",
     "VerdictDifference",
@@ -106,6 +128,7 @@ __all__ = [
     "compare_verdicts",
     "count_refusals",
     "damaged_anchor_records",
+    "damaged_sample_records",
     "decide_again",
     "decide_guard",
     "distinct_guards",
@@ -125,14 +148,21 @@ __all__ = [
     "pin_tasks",
     "plain_verdict",
     "power_findings",
+    "read_samples",
     "record_evidence",
     "record_refusal",
+    "record_sample",
     "reference_models",
+    "sample_start",
+    "selection_inflation",
     "student_quantile",
     "tasks_with_short_answers",
     "undecidable_finding",
     "undecided_tasks",
+    "unselected_scores",
+    "uses_per_document",
     "verdict_record",
     "versions_here",
+    "wear_findings",
     "with_anchor",
 ]

@@ -7,6 +7,7 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.report import wording
 
 
@@ -27,7 +28,7 @@ def test_likelihoods_read_at_any_size(value: float | None, text: str) -> None:
 def test_a_ratio_reads_at_any_size() -> None:
     assert wording.format_ratio(samples.drift(1.0024, 0.9981, 1.0067)) == "1.002 [0.998, 1.007]"
     assert wording.format_ratio(samples.drift(1.05004, 1.0438, 1.0562)) == "1.05004 [1.04380, 1.05620]"
-    assert wording.format_ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4 [731.2, 893.6]"
+    assert wording.format_ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4"
     assert wording.format_ratio(samples.drift(8.1e9, 7.3e9, 8.9e9)) == "8.1e9"
     assert wording.format_ratio(samples.drift(None, None, None)) == "not finite"
 
@@ -66,6 +67,14 @@ def test_a_passed_verdict_names_its_closest_guard() -> None:
     )
 
 
+def test_notes_of_the_gate_are_shown_once_and_reasons_are_not_notes() -> None:
+    verdict = samples.released().verdict
+    note = GateFinding(kind="power", outcome="pass", reason="reversing: few documents")
+    reason = GateFinding(kind="reference", outcome="inconclusive", reason="reversing cannot show a loss")
+    guards = tuple(guard.model_copy(update={"findings": (note, reason)}) for guard in verdict.guards)
+    assert wording.gate_notes(verdict.model_copy(update={"guards": guards})) == (note.reason,)
+
+
 def test_a_refused_verdict_gives_its_worst_reason() -> None:
     assert wording.sentence(samples.refused()) == samples.refused().verdict.reasons[0]
 
@@ -84,3 +93,14 @@ def test_a_comparison_does_not_mention_publishing() -> None:
         wording.consequence(undecided)
         == "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
     )
+
+
+def test_inconclusive_perplexity_alone_asks_for_held_out_text() -> None:
+    content = samples.released()
+    drift = samples.drift(1.02, 0.98, 1.06, "inconclusive")
+    undecided = content.verdict.model_copy(update={"drift": drift, "outcome": "inconclusive", "publishable": False})
+    action = wording.recommended_action(content.model_copy(update={"verdict": undecided}))
+    assert action.startswith("Add held-out text")
+    failed = undecided.model_copy(update={"guards": samples.refused().verdict.guards, "outcome": "fail"})
+    action = wording.recommended_action(content.model_copy(update={"verdict": failed}))
+    assert not action.startswith("Add held-out text")
