@@ -161,6 +161,8 @@ def recommended_action(content: ReportContent) -> str:
     verdict, explanation = content.verdict, content.explanation
     if verdict.outcome == "pass" or not content.recipe:
         return ""
+    if any(finding.kind == "copy" and finding.outcome == "fail" for finding in verdict.findings):
+        return "Change the recipe so that it has an effect, or publish the parent itself."
     if verdict.drift is not None and verdict.drift.broken:
         return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
     others = {guard.outcome for guard in verdict.guards} | {suite.outcome for suite in verdict.suites}
