@@ -314,6 +314,10 @@ def _pin_data(
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
                     problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
+                    problems.add(
+                        Finding("warn", f"evaluate.tasks: {task.name}", warning.found, warning.expected, warning.remedy)
+                        for warning in example.warnings
+                    )
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(
                             "warn",

@@ -63,6 +63,7 @@ from mergegate.tasks.evaluation.stage import (
 )
 from mergegate.tasks.evaluation.support import (
     MeanOver,
+    generates_answers,
     pin_sound_tasks,
     require_declared_mean,
     require_effect,
@@ -131,6 +132,7 @@ __all__ = [
     "find_pinned_data",
     "find_repetition",
     "find_results",
+    "generates_answers",
     "interim_looks",
     "is_file_name",
     "join_parts",
