@@ -53,6 +53,7 @@ class PromptWarning(BaseModel):
     found: str
     expected: str
     remedy: str
+    setting: str = ""  # setting that this model's template does not read; no problem if another model's does
 
 
 class TaskPreview(StageValue):
@@ -178,6 +179,7 @@ def _warnings(tokenizer: Any, prompting: ResolvedPromptSettings, leaf: Any, mode
                 found=f"{name} has no effect: the chat template of {model} does not read it",
                 expected="a setting that changes the prompt",
                 remedy=f"remove {name}, or set chat_template in the recipe to a template that reads it",
+                setting=name,
             )
     if leaf.OUTPUT_TYPE != "generate_until" or prompting.enable_thinking is False:
         return
