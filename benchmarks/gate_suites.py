@@ -1,8 +1,8 @@
 """Simulate how often suites, attempts and scheduled runs release a merge.
 
-The tables are in ``docs/benchmarks/suite-and-anchor-error-rates.md``. Run it with
-``benchmarks/operating_characteristics.py suites`` (or ``attempts``, ``scheduled``). The gate's own functions decide, on
-arrays of samples.
+The tables are in ``docs/benchmarks/suite-and-anchor-error-rates.md``, and that of ``wear`` in
+``docs/benchmarks/test-set-wear.md``. Run it with ``benchmarks/operating_characteristics.py suites`` (or ``attempts``,
+``scheduled``, ``wear``). The gate's own functions decide, on arrays of samples.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
 from mergegate.tasks.gate.alpha_spending import anchor_confidence
 from mergegate.tasks.gate.power import DrawnDrops, draw, passing_merges
+from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.settings import GateRule, Guard
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11
@@ -96,6 +99,91 @@ def scheduled(
     return Series(float(published.mean()), float(lost.mean()), float(np.quantile(lost, 0.95)), beyond)
 
 
+class TestSet(NamedTuple):
+    """Documents of the tasks that judge a series of merges."""
+
+    tasks: int
+    total: int  # documents of each task
+    looks: tuple[int, ...]  # documents of each task after each look
+    discordance: float  # share of documents on which two merges disagree
+
+
+class Wear(NamedTuple):
+    """Effect of a hundred scheduled runs of merges that are all equally good, by run."""
+
+    published: Array  # share of the series whose merge is published
+    documents: Array  # mean number of documents of a task that judge the merge
+    selected: Array  # mean points by which the champion scores above the truth on the documents that selected it
+    following: Array  # the same on the documents with which it judges the next merge
+
+
+def wear(test_set: TestSet, runs: int, rng: np.random.Generator, *, resample: bool, length: int = 100) -> Wear:
+    """Simulate ``runs`` series of ``length`` scheduled runs that compare a new merge with the latest release.
+
+    All merges are equal in truth. Each answers a part of the documents by chance, independently of other merges, so the
+    release is one that was lucky on the documents that selected it. With ``resample``, the sample of each run starts
+    where that of the last one ended.
+    """
+    tasks, total, looks, discordance = test_set
+    luck = rng.random((runs, tasks, total), dtype=np.float32) < 2 * discordance  # documents answered by chance
+    positions = np.arange(looks[-1])
+
+    def merge_answers() -> NDArray[np.bool_]:
+        return luck & (rng.integers(0, 2, luck.shape, dtype=np.uint8) == 1)
+
+    def luck_in(answers: NDArray[np.bool_], starts: NDArray[np.int64], documents: NDArray[np.int64]) -> Array:
+        """Return the points above the expected score on each series' sample."""
+        window = (starts[:, None] + positions) % total
+        counted = positions < documents[:, None]
+        excess = np.take_along_axis(answers - 0.5 * luck, window[:, None, :], axis=2)
+        return 100 * (excess * counted[:, None, :]).sum((1, 2)) / (tasks * documents)
+
+    champion = merge_answers()
+    starts = np.zeros(runs, dtype=np.int64)
+    published, counts, selected, following = (np.zeros(length) for _ in range(4))
+    for run in range(length):
+        merge = merge_answers()
+        window = ((starts[:, None] + positions) % total)[:, None, :]
+        old, new = (np.take_along_axis(answers, window, axis=2) for answers in (champion, merge))
+        passes, documents = _sequential(old, new, looks)
+        luck_of_release = luck_in(np.where(passes[:, None, None], merge, champion), starts, documents)
+        published[run], counts[run] = passes.mean(), documents.mean()
+        selected[run] = luck_of_release[passes].mean() if passes.any() else np.nan
+        champion = np.where(passes[:, None, None], merge, champion)
+        if resample:
+            samples = zip(starts.tolist(), documents.tolist(), strict=True)
+            uses = (SampleUse(start=start, documents=count) for start, count in samples)
+            starts = np.array([use.next_start(total, looks[0]) for use in uses])
+        following[run] = luck_in(champion, starts, np.full(runs, looks[0])).mean()
+    return Wear(published, counts, selected, following)
+
+
+def _sequential(
+    old: NDArray[np.bool_], new: NDArray[np.bool_], looks: Sequence[int]
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which merges pass, and the number of documents that decided. A single task may have several looks."""
+    passes, documents = np.zeros(len(old), dtype=np.bool_), np.full(len(old), looks[-1])
+    if old.shape[1] > 1:
+        return _judged(old, new, np.full(len(old), RULE.confidence)), documents
+    going = np.ones(len(old), dtype=np.bool_)
+    for look in plan_looks(looks, RULE.confidence):
+        seen, shown = old[:, 0, : look.documents], new[:, 0, : look.documents]
+        lost, won = ((one & ~other).sum(1).astype(np.float64) for one, other in ((seen, shown), (shown, seen)))
+        drops = DrawnDrops(GUARD, lost, won, look.documents).at(look.confidence)
+        last = look.number == look.of
+        outcomes = np.array(
+            [
+                decide_guard(*bounds, GUARD.max_drop, GUARD.upper_limit, last_look=last)
+                for bounds in zip(drops.drop, drops.low, drops.high, strict=True)
+            ]
+        )
+        passes |= going & (outcomes == "pass")
+        ends = going & ((outcomes != "inconclusive") | last)
+        documents[ends] = look.documents
+        going &= ~ends
+    return passes, documents
+
+
 def _guards(tasks: int) -> list[Guard]:
     return [GUARD.model_copy(update={"task": f"task {number}"}) for number in range(tasks)]
 
@@ -174,6 +262,36 @@ def scheduled_table(runs: int, rng: np.random.Generator) -> list[str]:
     return rows
 
 
+def wear_table(runs: int, rng: np.random.Generator) -> list[str]:
+    """Return a row per test set and discordance: merges published by run, and the inflation of scores."""
+    head = ("documents", "discordance", "sample", "run 1", "run 10", "run 100", "documents a run")
+    head = (*head, "score above truth", "on the next sample")
+    rows = [_row(*head), "|" + " --: |" * len(head)]
+    shapes = [
+        ("500 of 500", 1, 500, (500,), DISCORDANCES),
+        ("500 of 1,319", 1, 1319, (500,), DISCORDANCES),
+        ("500 of 14,042", 1, 14042, (500,), DISCORDANCES),
+        ("500 to 1,319", 1, 1319, interim_looks(1319, 500), DISCORDANCES),
+        ("500 to 14,042", 1, 14042, interim_looks(14042, 500), DISCORDANCES),
+        ("1,319 of 1,319", 1, 1319, (1319,), (0.21,)),
+        ("7 tasks, 500 of 500", 7, 500, (500,), DISCORDANCES),
+    ]
+    for name, tasks, total, looks, discordances in shapes:
+        for discordance in discordances:
+            for resample in (False, True) if looks[0] < total else (False,):
+                series = runs if tasks * total < 5000 else runs // 5
+                found = wear(TestSet(tasks, total, looks, discordance), series, rng, resample=resample)
+                # Means over ten runs, as the shares change slowly.
+                shares = (
+                    f"{100 * found.published[part].mean():.0f}" for part in (slice(1), slice(5, 15), slice(90, 100))
+                )
+                means = (f"{np.nanmean(values[50:]):+.1f}" for values in (found.selected, found.following))
+                count = f"{found.documents[50:].mean():,.0f}"
+                sample = "changes" if resample else "stays the same"
+                rows.append(_row(name, f"{discordance:.2f}", sample, *shares, count, *means))
+    return rows
+
+
 def _both(found: Shares, decimals: int) -> str:
     return f"{100 * found.each:.{decimals}f} / {100 * found.suite:.{decimals}f}"
 
@@ -182,4 +300,4 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-TABLES = {"suites": suite_table, "attempts": attempts_table, "scheduled": scheduled_table}
+TABLES = {"suites": suite_table, "attempts": attempts_table, "scheduled": scheduled_table, "wear": wear_table}

@@ -28,7 +28,7 @@ from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 
 ERROR_TABLES = ("graded", "clusters", "perplexity")
-SUITE_TABLES = ("suites", "attempts", "scheduled")
+SUITE_TABLES = ("suites", "attempts", "scheduled", "wear")
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
 FIRST_LOOK = 500
@@ -124,7 +124,9 @@ def _rule(columns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", nargs="?", default="guards", choices=["guards", *ERROR_TABLES, *SUITE_TABLES])
+    parser.add_argument(
+        "table", nargs="?", default="guards", choices=["guards", "sensitivity", *ERROR_TABLES, *SUITE_TABLES]
+    )
     parser.add_argument("--markdown", action="store_true", help="print the introduction of each table, too")
     parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
     parser.add_argument("--seed", type=int, default=0)
@@ -133,6 +135,11 @@ def main() -> None:
         from gate_suites import TABLES  # in this directory
 
         print("\n".join(TABLES[arguments.table](arguments.runs, np.random.default_rng(arguments.seed))))
+        return
+    if arguments.table == "sensitivity":
+        from gate_sensitivity import sensitivity_table  # in this directory
+
+        print("\n".join(sensitivity_table(arguments.runs, np.random.default_rng(arguments.seed))))
         return
     if arguments.table != "guards":
         from error_rates import print_table  # in this directory

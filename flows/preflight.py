@@ -106,6 +106,7 @@ class TaskExample(NamedTuple):
     parent: str
     preview: TaskPreview
     asked: str = ""  # prompt settings that the profile declares for this task only
+    budget: str = ""  # how many tokens an answer may have; empty if no answer is generated
 
 
 @dataclass
@@ -316,7 +317,8 @@ def _pin_data(
                 with problems.collect_errors():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
-                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings))
+                    budget = example.describe_budget(evidence.rule.max_answer_tokens)
+                    problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings, budget))
                     warnings += example.warnings
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(

@@ -53,7 +53,7 @@ from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
-from mergegate.tasks.gate import needs_champion, record_evidence, verdict_record
+from mergegate.tasks.gate import JudgedSample, needs_champion, record_evidence, record_sample, verdict_record
 from mergegate.tasks.merge import (
     merge,
     merged_model,
@@ -183,6 +183,8 @@ def try_candidates(
         attempts.append(make_attempt(cleared, profile, evidence._replace(rule=rule), judgments, runner))
         if attempts[-1].is_good:
             break
+        if isinstance(attempt := attempts[-1], Attempt) and (tasks := attempt.assessment.evidence.tasks):
+            evidence = evidence._replace(tasks=tasks, resample=False)  # all attempts share the documents of the first
     last = attempts[-1]
     if last.is_good and not isinstance(last, FailedMerge):
         return last, _refused(attempts)
@@ -224,8 +226,7 @@ def make_attempt(
         if champion and champion.complete and champion.digest == model.digest:
             return AlreadyReleased(cleared_candidate, champion)
     if champion:
-        is_same = champion.digest == model.digest  # its publication was interrupted: judge it on the same documents
-        evidence = with_next_samples(evidence, champion.samples, repeat=is_same)
+        evidence = with_next_samples(evidence, model.digest, champion.digest, champion.samples)
     if champion and evidence.rule.anchor:
         anchor = load_released_model(profile.publish, profile.root, model, store().hashes, evidence.rule.anchor)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
@@ -235,6 +236,11 @@ def make_attempt(
     model = apply_adapters([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
     gate = assessment.verdict.value
+    for task in assessment.evidence.tasks:
+        if guard := next((guard for guard in gate.guards if guard.task == task.name), None):
+            use = {"start": guard.sample_start, "documents": guard.documents_asked or guard.n}
+            sample = JudgedSample(merge=model.digest, champion=champion.digest if champion else "", **use)
+            record_sample(task, evidence.scoring.seed, sample)
     adapted_recipe = replace(pinned, parents=parents)
     explanation = explain_merge(
         adapted_recipe, model, cleared_candidate.candidate.document, gate, assessment.scores, evidence.tasks

@@ -125,15 +125,18 @@ def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
         """Shorten a long text to its beginning and end: examples come first, the question last."""
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"
 
-    readers: dict[tuple[str, str, str], list[str]] = {}
+    readers: dict[tuple[str, str, str, str], list[str]] = {}
     for example in examples:
         reader = f"{example.parent} ({example.preview.summary()})"
         task = f"{example.task} ({example.asked})" if example.asked else example.task
-        readers.setdefault((task, example.preview.prompt, example.preview.answer), []).append(reader)
-    for (task, prompt, answer), models in readers.items():
+        key = (task, example.preview.prompt, example.preview.answer, example.budget)
+        readers.setdefault(key, []).append(reader)
+    for (task, prompt, answer, budget), models in readers.items():
         console.print(
             Text(f"\ntask {task}: first sampled document, as {', '.join(models)} would read it", style="bold")
         )
         for text in to_printable(shorten(prompt)).split("\n"):
             console.print(Text(f"    {text}"))
         console.print(Text(f"    ▸ {to_printable(shorten(answer)).strip()}", style="green"))
+        if budget:
+            console.print(Text(f"    {budget}", style="dim"))

@@ -17,7 +17,7 @@ from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.gate import damaged_anchor_records
+from mergegate.tasks.gate import damaged_anchor_records, damaged_sample_records
 from mergegate.tasks.report import HISTORY, mend_history, read_history
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import (
@@ -30,7 +30,7 @@ from mergegate.tasks.store import (
     mend_state,
 )
 
-_FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
+_FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "samples", "store", "sweeps")
 
 
 def doctor_command(
@@ -93,9 +93,9 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
             yield finding
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
-    for damage in damaged_anchor_records():
+    for damage in (*damaged_anchor_records(), *damaged_sample_records()):
         yield damaged_finding(damage.path, damage.reason)
-    for folder in ("anchors", "prefect", "reports", "runs"):
+    for folder in ("anchors", "prefect", "reports", "runs", "samples"):
         if (directory / folder).is_dir():
             for entry in sorted((directory / folder).iterdir()):
                 if (finding := leftover_finding(entry)) is not None:

@@ -30,6 +30,7 @@ from mergegate.tasks.report import (
     costs,
     cut_off_answers,
     final_table,
+    gate_notes,
     regenerated_answers,
     search_effort,
     sweep_outcome,
@@ -87,6 +88,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             print_scores(console, scores)
         for sentence in regenerated_answers(outcome.content):
             console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
+        for note in gate_notes(outcome.content.verdict):
+            console.print(Text(f"note: {note}", style="dim"), soft_wrap=not console.is_terminal)
         for warning in cut_off_answers(outcome.content):
             console.print(Text(f"! {warning}", style="yellow"), soft_wrap=not console.is_terminal)
         if (cost_table := costs(outcome.content)).rows:

@@ -11,7 +11,7 @@ from mergegate.tasks.evaluation.contamination import (
     ContaminatedDocuments,
     find_contaminated_documents,
 )
-from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks
+from mergegate.tasks.evaluation.document_order import SampleUse, interim_looks, sample_ranges
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -157,6 +157,7 @@ __all__ = [
     "require_same_conditions",
     "require_supported",
     "resolve_prompt_settings",
+    "sample_ranges",
     "score_table",
     "split_documents",
     "tokenize_task",

@@ -6,9 +6,9 @@ documents are among the first 200 on any machine and any version of Python. Scor
 size of the task and the start of the sample alone determine the documents of a look. ``cover_documents`` assembles them
 from ranges that are already scored, possibly under other look settings, and ranges to score.
 
-A sample starts at the beginning of the order, or after the documents that selected the release with which the merge is
-compared (``SampleUse``). It continues at the beginning when it reaches the end. The order itself never changes, so
-every model answers each document once, however many samples contain it.
+A sample starts at the beginning of the order, or after the documents that judged an earlier merge (``SampleUse``). It
+continues at the beginning when it reaches the end. The order itself never changes, so every model answers each document
+once, however many samples contain it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DocumentRange(BaseModel):
 
 
 class SampleUse(BaseModel):
-    """Documents of a task that selected a release: ``documents`` of them from position ``start`` of the order."""
+    """Documents of a task that judged a merge: ``documents`` of them from position ``start`` of the order."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -53,7 +53,7 @@ class SampleUse(BaseModel):
     documents: int = Field(default=0, ge=0)
 
     def next_start(self, total: int, first: int | None) -> int:
-        """Return the position at which the sample for the next release starts.
+        """Return the position at which the sample for the next merge starts.
 
         ``total`` is the number of documents in the task, and ``first`` the number in the first look. The result is 0 if
         the first look uses all documents, so that no other sample exists.

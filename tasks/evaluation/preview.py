@@ -22,13 +22,19 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing import flow_yaml
 from mergegate.tasks.checkpoints import TellProgress
 from mergegate.tasks.evaluation.backends.thinking import require_visible
+from mergegate.tasks.evaluation.document_scores import BUDGET_FACTOR
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import evaluated_documents, load_task
-from mergegate.tasks.evaluation.task_setup import require_known_generation, room_for_prompt, set_up_tasks
+from mergegate.tasks.evaluation.task_setup import (
+    answer_budget,
+    require_known_generation,
+    room_for_prompt,
+    set_up_tasks,
+)
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
@@ -65,6 +71,15 @@ class TaskPreview(StageValue):
     tokens: int  # number of tokens in the prompt
     room: int | None = None  # tokens left for a prompt next to the longest answer; None: no answer, or unknown
     warnings: tuple[PromptWarning, ...] = ()
+    budget: int | None = None  # largest number of tokens of a generated answer; None: no answer is generated
+
+    def describe_budget(self, limit: int | None) -> str:
+        """Return how many tokens an answer may have, or an empty text. ``limit`` is ``evaluate.max_answer_tokens``."""
+        if self.budget is None:
+            return ""
+        longest = BUDGET_FACTOR * self.budget if limit is None else limit
+        again = f"up to {longest:,} if it is cut off" if longest > self.budget else f"max_answer_tokens {longest:,}"
+        return f"at most {self.budget:,} tokens in an answer ({again})"
 
     def summary(self) -> str:
         return f"{self.tokens:,} tokens"
@@ -166,6 +181,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             answer=str(answer)[:_LONGEST],
             tokens=len(loaded_tokenizer(str(prompt))["input_ids"]),
             room=room.get(name),
+            budget=answer_budget(leaf.get_config("generation_kwargs")) if name in room else None,
             warnings=tuple(_warnings(loaded_tokenizer, prompting, leaf, tokenizer.name)),
         )
 

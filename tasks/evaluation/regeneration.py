@@ -44,7 +44,7 @@ def regenerate(
     The result has the scores of all documents. An interrupted run resumes from its journal.
 
     Raises:
-        InvalidInput: See ``evaluate``; also if a prompt is no longer the one that was answered.
+        InvalidInput: See ``evaluate``; also if a prompt differs from that of the first answer.
         Refused: If scoring takes longer than ``scoring.time_limit``.
     """
     keep_only_journal(out)

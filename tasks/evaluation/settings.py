@@ -187,10 +187,10 @@ class EvaluationSettings(Scoring):
 
     resample: bool = Field(
         default=True,
-        description="Whether a new release changes the sample of documents. mergegate then compares the next merges "
-        "with the release on documents that did not select it. This applies to tasks with a guard against the champion "
-        "and more documents than the first look. The first run after a release evaluates all models on the new "
-        "sample. Default: true.",
+        description="Whether to judge each new merge on other documents than the last one, so that the documents do "
+        "not wear out. This applies to tasks with a guard against the champion and more documents than the first look. "
+        "The references are evaluated on these documents, too, on each document once. false: the same documents judge "
+        "every merge. Default: true.",
     )
 
     @property

@@ -29,6 +29,15 @@ from mergegate.tasks.gate.references import (
     with_anchor,
 )
 from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.sample_record import (
+    WORN,
+    JudgedSample,
+    damaged_sample_records,
+    read_samples,
+    record_sample,
+    sample_start,
+    uses_per_document,
+)
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ANCHOR,
@@ -77,6 +86,7 @@ __all__ = [
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",
+    "WORN",
     "Difference",
     "DriftVerdict",
     "EvaluateSettings",
@@ -88,6 +98,7 @@ __all__ = [
     "GateVerdict",
     "Guard",
     "GuardVerdict",
+    "JudgedSample",
     "OnInconclusive",
     "PastGuardOutcome",
     "PlannedTask",
@@ -106,6 +117,7 @@ __all__ = [
     "compare_verdicts",
     "count_refusals",
     "damaged_anchor_records",
+    "damaged_sample_records",
     "decide_again",
     "decide_guard",
     "distinct_guards",
@@ -125,13 +137,17 @@ __all__ = [
     "pin_tasks",
     "plain_verdict",
     "power_findings",
+    "read_samples",
     "record_evidence",
     "record_refusal",
+    "record_sample",
     "reference_models",
+    "sample_start",
     "student_quantile",
     "tasks_with_short_answers",
     "undecidable_finding",
     "undecided_tasks",
+    "uses_per_document",
     "verdict_record",
     "versions_here",
     "with_anchor",

@@ -8,14 +8,17 @@ in the worst case therefore also passes with complete answers, and generating an
 
 An answer that is cut off at the largest budget never ends. No one who runs the model gets it, so it counts as measured.
 
-Two findings do not depend on the scores. The answers of the merge must not be much longer than those of the reference,
-and the merge must not have many more answers that never end.
+Two findings do not depend on the scores: a merge fails if its answers are much longer than those of the reference, or
+if it has many more answers that never end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mergegate.tasks.evaluation import DocumentScore
 from mergegate.tasks.gate.evidence import (
@@ -79,35 +82,48 @@ def _lengths(rows: Sequence[DocumentScore], limit: int | None) -> AnswerLengths:
 
 
 def _length_ratio(evidence: GuardEvidence, confidence: float) -> tuple[float | None, float | None]:
-    """Return the mean length of the merge's answers divided by that of the reference's, and its lower bound.
-
-    Only documents count that both models answer completely. The bound is Fieller's (1954, J. R. Stat. Soc. B 16:175).
-    """
-    from scipy.special import stdtrit
-
+    """Return the ratio of ``length_ratio`` with its bound, over documents that both models answer completely."""
     pairs = [
-        tuple(float(sum(filter(None, row.answer_tokens))) for row in pair)
+        [sum(filter(None, row.answer_tokens)) for row in pair]
         for pair in evidence.rows
         if all(row.ended and not row.is_cut_off and None not in row.answer_tokens for row in pair)
     ]
-    n = len(pairs)
-    if n < 2 or not (reference := sum(pair[0] for pair in pairs) / n):
+    if len(pairs) < 2:
         return None, None
-    merge = sum(pair[1] for pair in pairs) / n
-    reference_variance, merge_variance, covariance = (
-        sum((pair[a] - means[a]) * (pair[b] - means[b]) for pair in pairs) / (n - 1) / n
-        for a, b in ((0, 0), (1, 1), (0, 1))
-        for means in [(reference, merge)]
-    )
-    # The ratio r is refuted if merge - r * reference exceeds its error by the quantile: the smaller root of
-    # (merge - r * reference)^2 = quantile^2 * (merge_variance - 2 r covariance + r^2 reference_variance).
-    square = float(stdtrit(n - 1, confidence)) ** 2
-    a = reference**2 - square * reference_variance
-    b = merge * reference - square * covariance
-    c = merge**2 - square * merge_variance
-    root = b * b - a * c
-    low = (b - math.sqrt(root)) / a if a > 0 and root >= 0 else 0.0
-    return merge / reference, max(0.0, low)
+    lengths = np.asarray(pairs, dtype=np.float64)
+    if not lengths[:, 0].any():
+        return None, None
+    ratio, low = length_ratio(lengths[:, 0], lengths[:, 1], confidence)
+    return float(ratio), float(low)
+
+
+def length_ratio(
+    reference: NDArray[np.float64], merge: NDArray[np.float64], confidence: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the mean length of the merge's answers divided by that of the reference's, and its lower bound.
+
+    The bound is Fieller's for paired samples (1954, J. R. Stat. Soc. B 16:175). It is 0 if the mean length of the
+    reference is not shown to be above 0.
+
+    Args:
+        reference: Lengths in tokens, ``[..., documents]``, at least 2 documents.
+        merge: Lengths of the same documents.
+        confidence: One-sided confidence of the bound.
+    """
+    from scipy.special import stdtrit
+
+    n = reference.shape[-1]
+    means = reference.mean(-1), merge.mean(-1)
+    deviations = reference - means[0][..., None], merge - means[1][..., None]
+    # A ratio r is refuted if merge - r * reference exceeds its error by the quantile. The bound is the smaller root of
+    # (merge - r * reference)^2 = quantile^2 * (variance of merge - 2 r * covariance + r^2 * variance of reference).
+    square = float(stdtrit(n - 1, confidence)) ** 2 / (n * (n - 1))
+    a = means[0] ** 2 - square * (deviations[0] ** 2).sum(-1)
+    b = means[0] * means[1] - square * (deviations[0] * deviations[1]).sum(-1)
+    c = means[1] ** 2 - square * (deviations[1] ** 2).sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low = np.where(a > 0, (b - np.sqrt(np.maximum(b * b - a * c, 0.0))) / a, 0.0)
+        return means[1] / means[0], np.maximum(low, 0.0)
 
 
 def answer_cases(guard_evidence: Sequence[GuardEvidence]) -> list[Sequence[GuardEvidence]]:
@@ -166,7 +182,7 @@ def describe_budgets(budgets: tuple[int, ...]) -> str:
 
 
 def describe_remedy(extensible: int, limit: int | None) -> str:
-    """Return what decides a verdict that depends on cut-off answers, of which ``extensible`` may be longer."""
+    """Return what would decide a verdict that depends on cut-off answers. A larger budget may extend some of them."""
     if extensible:
         return "Longer answers would decide"
     if limit is not None:

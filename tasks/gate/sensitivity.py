@@ -3,12 +3,13 @@
 If the reference itself scores at chance, or if the prompts were truncated, a broken merge has the same score as its
 reference, and "no worse" means nothing. A reference is therefore compared with two models that know nothing:
 
-* one that answers at random. Its score is 1 / number of choices, or 0 for free answers;
-* for choice tasks, one that always gives the most frequent answer.
+* A model that answers at random. Its score is 1 / number of choices, or 0 for free answers. The lower bound of the
+  reference must be above it by at least the margin, with the bounds that the guard uses for drops.
+* For choice tasks, a model that always gives the most frequent answer. Its score on these documents is known exactly.
+  The reference must be above it by at least the margin.
 
-The reference must be shown to beat both by at least the margin, with the bounds that the guard uses for drops. If a
-merge knows nothing, then either its drop exceeds the margin, or its reference does not beat it by the margin. In each
-case the merge passes at most as often as the confidence allows.
+If a merge knows nothing, then either its drop exceeds the margin, or its reference does not beat it by the margin. In
+each case the merge passes at most as often as the confidence allows.
 """
 
 from __future__ import annotations
@@ -52,11 +53,10 @@ class ReferenceStrength(NamedTuple):
 
     def sentence(self, task: str, reference: str, margin: float) -> str:
         """Return why the reference cannot show a loss of ``margin`` points, and what to do."""
-        difference = f"The difference may be only {max(0.0, self.low):.1f}; the margin is {margin:.4g}"
         return (
             f"{UNSAFE}: {task} cannot show a loss, because {reference} scores {self.score:.1f}, and "
-            f"{self.baseline_name} would score {self.baseline:.1f}. {difference}. "
-            f"Use a task that {reference} can do, or check its prompt and chat template"
+            f"{self.baseline_name} would score {self.baseline:.1f}. The difference must be shown to be at least the "
+            f"margin ({margin:.4g}). Use a task that {reference} can do, or check its prompt and chat template"
         )
 
 
@@ -75,16 +75,16 @@ def reference_strength(evidence: GuardEvidence, confidence: float, level: float)
     above = replace(evidence, differences=tuple(scores)).interval(confidence, level)
     error = math.sqrt(above.variance / n)
     strengths = [(above.low - chance, error, chance, "a random answer" if chance else "an empty answer")]
+    score = sum(scores) / n
+    # The score of a constant answer on these documents is known exactly. If the reference beats it by the margin, so
+    # does the drop of a merge that gives this answer, and the guard does not pass.
     targets = Counter(row.target_hash for row in rows if chance_of(row, evidence.guard))
-    target, count = targets.most_common(1)[0] if targets else ("", 0)
-    if count / n > chance:
-        differences = [score - (row.target_hash == target) for score, row in zip(scores, rows, strict=True)]
-        above = replace(evidence, differences=tuple(differences)).interval(confidence, level)
-        error = math.sqrt(above.variance / n)
-        strengths.append((above.low, error, count / n, "the most frequent answer alone"))
+    frequent = max(targets.values(), default=0) / n
+    if frequent > chance:
+        strengths.append((score - frequent, error, frequent, "the most frequent answer alone"))
     low, error, baseline, name = min(strengths)
     low -= evidence.selection_bias  # The best of several parents scores higher than it truly is.
-    return ReferenceStrength(100 * sum(scores) / n, 100 * low, 100 * error, 100 * baseline, name)
+    return ReferenceStrength(100 * score, 100 * low, 100 * error, 100 * baseline, name)
 
 
 def known_reference_strength(
@@ -92,7 +92,7 @@ def known_reference_strength(
 ) -> ReferenceStrength | None:
     """Return the strength of a reference that its stored scores predict for a number of ``documents``.
 
-    The result is None without at least 2 documents that have a score by the metric of the guard.
+    Return None if fewer than 2 documents have a score by the metric of the guard.
     """
     # The stored parts of a task may overlap.
     stored = {

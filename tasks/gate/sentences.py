@@ -9,7 +9,7 @@ compared with. Only that limit is named::
                   All 1,319 documents of this run are used. About 3,570, or margin: 3.5, would decide
 
 A pass depends on the upper bound, so it names the margin, or with ``rule: suite`` the limit of the task. A failure
-depends on ``max_drop``. An inconclusive sentence always starts with the same words, and ends with what would decide. No
+depends on ``max_drop``. An inconclusive sentence starts with ``UNSAFE`` and ends with the remedy. No
 sentence ends with a period, because callers join sentences.
 """
 
@@ -79,7 +79,7 @@ class JudgedDrop(NamedTuple):
         return f"{UNSAFE}: {reason}. {self._remedy()}"
 
     def _remedy(self) -> str:
-        """Return how many documents are used and what would decide: more documents, or a wider margin."""
+        """Return the number of documents used, and the remedy: more documents, or a wider margin."""
         within = self.needed is not None and self.needed <= self.planned
         documents = f"{self.documents:,} of {self.planned:,} documents" if self.documents < self.planned else ""
         used = f"{documents or f'All {self.documents:,} documents'} of this run are used"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mergegate.merge_core import Recipe
@@ -35,9 +36,12 @@ from mergegate.tasks.gate import (
     EvaluateSettings,
     GateRule,
     Guard,
+    JudgedSample,
     check_guards,
     comparable_parents,
     pin_tasks,
+    read_samples,
+    sample_start,
     with_anchor,
 )
 from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts, read_prompts
@@ -73,7 +77,7 @@ class Evidence(NamedTuple):
     limits: DriftLimits | None = None
     ensemble: bool = False
     answers: JudgeQuestions | None = None
-    resample: bool = True  # whether a new release changes the sample (see ``with_next_samples``)
+    resample: bool = True  # whether each new merge is judged on other documents (see ``with_next_samples``)
     # Reason why models are computed in another format than they are stored in; empty if they are not.
     computed: str = ""
     accepted_copies: tuple[str, ...] = ()  # Names of the parents that the merge may copy.
@@ -143,26 +147,32 @@ def pin_evidence(
     return evidence
 
 
-def with_next_samples(evidence: Evidence, samples: Mapping[str, SampleUse], *, repeat: bool = False) -> Evidence:
-    """Start the sample of each task with a guard against the champion after the documents that selected the champion.
+def with_next_samples(
+    evidence: Evidence, merge: str, champion: str = "", selecting: Mapping[str, SampleUse] = MappingProxyType({})
+) -> Evidence:
+    """Select the documents that judge a merge: those after the documents that judged the merge before it.
 
-    The champion won on these documents, so its score on them is too high (winner's curse), and a merge that is as good
-    would be blocked too often. Tasks without other documents keep their sample.
+    This applies to tasks with a guard against the champion and more documents than the first look. All other tasks, and
+    all tasks before the first release, keep the sample at the beginning of their order. See ``sample_record``.
 
     Args:
         evidence: Evidence with pinned data.
-        samples: Documents that selected the champion, by task (``ReleasedModel.samples``).
-        repeat: Whether to use the documents in ``samples`` again.
+        merge: Digest of the merge.
+        champion: Digest of the champion. Empty: there is no release yet. If it is that of the merge, whose publication
+            was interrupted, the documents in ``selecting`` judge it again.
+        selecting: Documents that selected the champion, by task (``ReleasedModel.samples``).
     """
-    if not evidence.resample:
+    if not (evidence.resample and champion):
         return evidence
     compared = {guard.task for guard in evidence.guards if guard.guarded_by == CHAMPION}
     tasks = []
     for task in evidence.tasks:
         start = 0
-        if task.documents and task.name in compared and task.name in samples:
-            use = samples[task.name].model_copy(update={"documents": 0}) if repeat else samples[task.name]
-            start = use.next_start(task.documents, task.first_look(evidence.scoring))
+        if task.documents and task.name in compared:
+            use, first = selecting.get(task.name, SampleUse()), task.first_look(evidence.scoring)
+            judged = JudgedSample(merge=merge, champion=champion, **use.model_dump())
+            history = (judged,) if merge == champion else read_samples(task, evidence.scoring.seed)
+            start = sample_start(history, judged, task.documents, first)
         tasks.append(task.model_copy(update={"sample_start": start}))
     return evidence._replace(tasks=tuple(tasks))
 

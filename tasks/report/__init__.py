@@ -68,7 +68,7 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
-from mergegate.tasks.report.wording import cut_off_answers, regenerated_answers
+from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers
 
 __all__ = [
     "ARM_COLUMNS",
@@ -122,6 +122,7 @@ __all__ = [
     "file_name",
     "final_table",
     "format_run_time",
+    "gate_notes",
     "likelihood",
     "mend_history",
     "outcome_of_status",

@@ -264,6 +264,12 @@ def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
     )
 
 
+def gate_notes(verdict: GateVerdict) -> tuple[str, ...]:
+    """Return what the checks of the gate noted without an effect on the verdict, one sentence per note."""
+    findings = [*(finding for guard in verdict.guards for finding in guard.findings), *verdict.findings]
+    return tuple(dict.fromkeys(finding.reason for finding in findings if finding.outcome == "pass"))
+
+
 def documents_saved(verdict: GateVerdict) -> str:
     """Return a sentence about the documents that interim looks and skipped tasks saved. Empty if none."""
     counts_by_task = {

@@ -1,10 +1,17 @@
-"""Cut-off answers count for and against the merge, and a guard decides only if both cases agree."""
+"""Cut-off answers count for and against the merge, and a guard decides only if both cases agree.
+
+The tables in ``docs/benchmarks/cut-off-answers.md`` come from a script that decides in the same way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
+import numpy as np
 import pytest
+from benchmark_scripts import load_benchmark
+from gate_samples import table_in_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,3 +250,66 @@ def test_many_more_endless_answers_fail_even_if_the_scores_are_equal(endless: in
     assert (verdict.drop, verdict.outcome) == (0.0, outcome)
     (finding,) = verdict.findings
     assert finding.reason.startswith(f"reverse: 0 of 500 answers of thinker and {endless} of the merge never end")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """Import ``benchmarks/cut_answers.py`` as a module."""
+    return load_benchmark("cut_answers")
+
+
+def test_the_script_decides_like_the_gate(script: ModuleType) -> None:
+    rng, runs, n = np.random.default_rng(3), 12, 400
+    right = rng.random((2, runs, n)) < np.array([0.70, 0.69])[:, None, None]
+    right[1] = np.where(rng.random((runs, n)) < 0.95, right[0], right[1])
+    models = [script.draw_answers(each, 0.03, rng) for each in right]
+    outcomes = set()
+    for factor in script.FACTORS:
+        cases = [script.passing([models], factor, for_merge) for for_merge in (None, True, False)]
+        for run in range(runs):
+            pairs = []
+            for doc in range(n):
+                scores = [float(model.scores(factor, None)[run, doc]) for model in models]
+                cut = [bool(model.needed[run, doc] > factor) for model in models]
+                pairs.append(
+                    tuple(
+                        (score, "length", 40 * factor, (40, 40 * factor)) if is_cut else (score, "eos", 20, (40,))
+                        for score, is_cut in zip(scores, cut, strict=True)
+                    )
+                )
+            verdict = judge(evidence(pairs, script.GUARD, answer_limit=10_000))  # type: ignore[arg-type]  # pairs
+            assert (verdict.outcome == "pass") == all(case[run] for case in cases)
+            outcomes.add(verdict.outcome)
+    assert len(outcomes) > 1
+
+
+@pytest.mark.parametrize("cut", [(0.3, 0.0), (0.0, 0.3), (0.3, 0.3)])
+def test_a_merge_at_the_margin_is_rarely_published_and_an_equal_merge_as_often_as_ever(
+    script: ModuleType, cut: tuple[float, float]
+) -> None:
+    runs = 600
+    worse = script.simulate(1, 1319, 0.03, cut, runs, np.random.default_rng(1))
+    assert worse.again <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5
+    assert worse.once <= worse.again
+    equal = script.simulate(1, 1319, 0.0, cut, runs, np.random.default_rng(2))
+    assert equal.again == pytest.approx(equal.complete, abs=0.01)
+    assert equal.complete > 0.9
+
+
+def test_an_equal_merge_rarely_fails_by_its_length(script: ModuleType) -> None:
+    for row in (
+        *script.length_table(200, np.random.default_rng(0))[2:],
+        *script.endless_table(200, np.random.default_rng(0))[2:],
+    ):
+        assert float(row.split("|")[3]) <= 2.0
+
+
+def test_the_published_table_keeps_its_promises() -> None:
+    head, *rows = table_in_docs("cut-off-answers.md", "cut-off answers")
+    assert len(rows) == 14
+    for row in rows:
+        values = dict(zip(head, row, strict=True))
+        assert float(values["wrong: again"]) <= 5.0 + 3 * 0.35
+        assert float(values["equal: again"]) == pytest.approx(float(values["equal: complete"]), abs=0.1)
+        if values["cut off: reference / merge"] != "0 / 0":
+            assert float(values["wrong: once"]) == 0.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
-from gate_samples import verdict_of
+from benchmark_scripts import load_benchmark
+from gate_samples import table_in_docs, verdict_of
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
@@ -72,7 +75,7 @@ def test_a_guard_passes_only_if_its_reference_beats_chance_by_the_margin(
             f"Not shown to be safe: quiz cannot show a loss, because base scores {100 * share:.1f}"
         )
         assert verdict.reason.endswith(
-            "; the margin is 3. Use a task that base can do, or check its prompt and chat template"
+            "at least the margin (3). Use a task that base can do, or check its prompt and chat template"
         )
 
 
@@ -155,3 +158,34 @@ def test_the_real_case_of_24_documents_is_not_published() -> None:
     verdict = judge(reference, merge, Guard(task="quiz", guarded_by="base", max_drop=20, margin=30))
     assert verdict.outcome == "inconclusive"
     assert not gate_verdict([verdict], None, "block").publishable
+
+
+# --- Rates, simulated with the gate's own functions
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_benchmark("gate_sensitivity")
+
+
+@pytest.mark.parametrize("skill", [0, 2, 4])
+@pytest.mark.parametrize("quiz", [0, 1, 2, 3])
+def test_a_merge_that_knows_nothing_is_published_in_at_most_5_percent(
+    script: ModuleType, quiz: int, skill: float
+) -> None:
+    before, after = script.ignorant(script.QUIZZES[quiz], skill, 500, 40, np.random.default_rng(skill))
+    assert after <= 0.05
+    assert skill or before > 0.9  # By the interval alone, it is published if the reference knows nothing either.
+
+
+def test_an_equal_merge_is_published_as_often_as_before_if_its_reference_is_above_chance(script: ModuleType) -> None:
+    before, after = script.equal(20, 0.05, 500, 40, np.random.default_rng(0))
+    assert before == after > 0.9
+
+
+def test_the_tables_in_the_docs_keep_the_promise(script: ModuleType) -> None:
+    _, *ignorant = table_in_docs("gate-error-rates.md", "no knowledge")
+    assert [row[0] for row in ignorant[::2]] == [quiz.name for quiz in script.QUIZZES]
+    assert all(float(cell.split(" / ")[1]) <= 5 for row in ignorant for cell in row[2:])
+    _, *equal = table_in_docs("gate-error-rates.md", "equal merges")
+    assert all(len(set(cell.split(" / "))) == 1 for row in equal for cell in row[-2:])

@@ -7,6 +7,7 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.report import wording
 
 
@@ -64,6 +65,14 @@ def test_a_passed_verdict_names_its_closest_guard() -> None:
         "Both guards passed. The closest: reversing lost 0.6 points against reverser and at most 1.6; the "
         "margin is 3. Perplexity is 1.002 times that of reverser (limit 1.05)."
     )
+
+
+def test_notes_of_the_gate_are_shown_once_and_reasons_are_not_notes() -> None:
+    verdict = samples.released().verdict
+    note = GateFinding(kind="power", outcome="pass", reason="reversing: few documents")
+    reason = GateFinding(kind="reference", outcome="inconclusive", reason="reversing cannot show a loss")
+    guards = tuple(guard.model_copy(update={"findings": (note, reason)}) for guard in verdict.guards)
+    assert wording.gate_notes(verdict.model_copy(update={"guards": guards})) == (note.reason,)
 
 
 def test_a_refused_verdict_gives_its_worst_reason() -> None:

@@ -97,7 +97,10 @@ def selecting_samples(directory: Path) -> dict[str, SampleUse]:
         statement = read_json(directory / PROVENANCE)
         guards = statement["predicate"]["mergegate_verdict"]["guards"]
         return {
-            str(guard["task"]): SampleUse(start=guard.get("sample_start", 0), documents=guard["n"]) for guard in guards
+            str(guard["task"]): SampleUse(
+                start=guard.get("sample_start", 0), documents=guard.get("documents_asked") or guard["n"]
+            )
+            for guard in guards
         }
     except (MergegateError, LookupError, TypeError, AttributeError, ValueError):
         return {}

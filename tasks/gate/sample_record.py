@@ -1,0 +1,107 @@
+"""Record which documents have judged which merge, so that the next merge is judged on others.
+
+A release was selected because it was good on certain documents, so its score on them is too high. A merge that is
+equally good is blocked more and more often if the documents never change: each release was the luckiest one so far, and
+a lucky release stays for long. mergegate therefore judges each new merge on the next sample of a task, which starts
+where the last one ended. The same merge is always judged on the same sample, so repeating a run changes nothing.
+
+Each task has a file under the project's home directory. On another machine, or in a new home directory, the sample
+after a release starts behind the documents that its provenance names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+from pydantic import Field
+
+from mergegate.merge_core.files import Damaged, hold_lock, read_state, set_aside_damaged, state_directory, write_state
+from mergegate.tasks.evaluation import EvalTask, SampleUse, sample_ranges
+from mergegate.tasks.stage import home
+from mergegate.tasks.store import digest
+
+WORN = 10.0  # merges per document above which equally good merges are blocked noticeably more often
+_MAX_ENTRIES = 1000
+
+
+class JudgedSample(SampleUse):
+    """Documents of one task that judged a merge, against the release that was published at the time."""
+
+    merge: str = Field(min_length=1)  # digest
+    champion: str = ""  # digest; empty if there was no release yet
+
+
+def read_samples(task: EvalTask, seed: int) -> tuple[JudgedSample, ...]:
+    """Return the samples of ``task`` that have judged merges, oldest first. The order of documents depends on ``seed``.
+
+    A damaged record is set aside, and the result is empty.
+    """
+    record = _record_path(task, seed)
+    samples = read_state(record, _parse_samples)
+    if isinstance(samples, Damaged):
+        set_aside_damaged(record, samples.reason)
+        return ()
+    return samples or ()
+
+
+def record_sample(task: EvalTask, seed: int, sample: JudgedSample) -> None:
+    """Record the documents that judged a merge. A merge that is judged again replaces its entry."""
+    record = _record_path(task, seed)
+    state_directory(record.parent, private=True)
+    with hold_lock(record.parent):
+        before = read_samples(task, seed)
+        same = [entry for entry in before if (entry.merge, entry.champion) == (sample.merge, sample.champion)]
+        if same and same[-1] == sample:
+            return
+        after = tuple(sample if entry in same else entry for entry in before) if same else (*before, sample)
+        lines = [entry.model_dump(exclude_defaults=True) for entry in after[-_MAX_ENTRIES:]]
+        write_state(record, json.dumps(lines, indent=1).encode())
+
+
+def sample_start(history: Sequence[JudgedSample], request: JudgedSample, total: int, first: int | None) -> int:
+    """Return the position at which the sample for a merge starts.
+
+    Args:
+        history: Samples that have judged merges, oldest first.
+        request: The merge, the champion, and the documents that selected the champion.
+        total: Number of documents in the task.
+        first: Number of documents in the first look. None: all.
+    """
+    against = [entry for entry in history if entry.champion == request.champion]
+    if first is None or first >= total:
+        return 0  # there is no other sample
+    if own := [entry for entry in against if entry.merge == request.merge]:
+        return own[-1].start % total
+    return (against[-1] if against else request).next_start(total, first)
+
+
+def uses_per_document(history: Sequence[JudgedSample], start: int, documents: int, total: int) -> float:
+    """Return how many merges each of the ``documents`` documents from ``start`` has judged, on average."""
+    shared = 0
+    for _, begin, count in {(entry.merge, entry.start % total, min(entry.documents, total)) for entry in history}:
+        for one, other in product(sample_ranges(total, start, documents), sample_ranges(total, begin, count)):
+            shared += max(0, min(one.last, other.last) - max(one.first, other.first))
+    return shared / documents
+
+
+def damaged_sample_records() -> list[Damaged]:
+    """Return the records of samples that cannot be read. The uses of their documents are counted from zero again."""
+    states = (read_state(record, _parse_samples) for record in sorted((home() / "samples").glob("*.json")))
+    return [damage for damage in states if isinstance(damage, Damaged)]
+
+
+def _record_path(task: EvalTask, seed: int) -> Path:
+    # Prompts and the size of the first look do not affect the order of documents.
+    pinned = digest({"task": task.in_lm_eval, "digest": task.digest, "data": task.data_digest, "seed": seed})
+    only = digest(task.only)[:8] if task.only else "all"
+    return home() / "samples" / f"{pinned[:24]}-{only}.json"
+
+
+def _parse_samples(content: bytes) -> tuple[JudgedSample, ...]:
+    entries = json.loads(content)
+    if not isinstance(entries, list):
+        raise ValueError("the content is not a list of samples")
+    return tuple(JudgedSample.model_validate(entry) for entry in entries)

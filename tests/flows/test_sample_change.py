@@ -1,0 +1,98 @@
+"""Each new merge is judged on other documents than the last one, and nothing is evaluated twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from demo_project import Printed, Project
+
+Released = tuple[Project, Printed]
+FIRST, SIZE = 100, 400  # documents of the first look, and of each task of the demo
+
+
+def write_profile(project: Project, density: float, *settings: str) -> str:
+    """Write a profile whose guard on ``copy`` compares with the champion, and return its path."""
+    lines = [
+        "name: changing",
+        "recipe:",
+        "  merge_method: ties",
+        "  base_model: demo/models/base",
+        "  models:",
+        f"    - {{model: demo/models/reverser, parameters: {{weight: 1.0, density: {density}}}}}",
+        "    - {model: demo/models/shifter, parameters: {weight: 1.0, density: 0.5}}",
+        "  dtype: bfloat16",
+        "checks: {license: {purpose: commercial, visibility: public}}",
+        "evaluate:",
+        f"  documents: {FIRST}",
+        *(f"  {setting}" for setting in settings),
+        "  tasks:",
+        "    - {task: demo/tasks/copy.yaml, guarded_by: champion, max_drop: 8, margin: 12}",
+        "    - {task: demo/tasks/copy.yaml, guarded_by: base, max_drop: 8, margin: 12}",
+        "    - {task: demo/tasks/reverse.yaml, guarded_by: reverser, max_drop: 8, margin: 12}",
+        "publish: {to: directory, path: ../releases/changing}",
+    ]
+    (project.root / "profiles" / "changing.yaml").write_text("\n".join(lines) + "\n")
+    return "profiles/changing.yaml"
+
+
+def run(project: Project, profile: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(project.mergegate("run", profile, "--json").stdout)
+    return found
+
+
+def guards(outcome: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(guard["task"], guard["reference"]): guard for guard in outcome["content"]["verdict"]["guards"]}
+
+
+def evaluated(project: Project) -> list[tuple[str, str, int, int]]:
+    """Return model, task and range of documents of every evaluation in the store."""
+    found = []
+    for path in sorted((project.home / "store" / "evaluate").iterdir()):
+        if path.is_dir():
+            value = json.loads((path / "value.json").read_text())
+            part = value["part"]
+            found.append((value["model"], value["tasks"][0]["task"], part["first"], part["last"]))
+    return found
+
+
+@pytest.mark.slow
+def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_its_own(released: Released) -> None:
+    project, _ = released
+    first = run(project, write_profile(project, 0.5))
+    assert first["status"] == "released", first
+    copy = guards(first)["copy", "base"]
+    assert copy["sample_start"] == 0  # no champion yet
+
+    before = evaluated(project)
+    assert run(project, write_profile(project, 0.5))["status"] == "nothing new"
+    assert evaluated(project) == before
+
+    start = copy["n"] % SIZE
+    outcomes = {}
+    for density in (0.45, 0.4):
+        outcomes[density] = run(project, write_profile(project, density))
+        judged = guards(outcomes[density])
+        assert judged["copy", "champion"]["sample_start"] == start
+        assert judged["copy", "base"]["sample_start"] == start  # guards of one task share their scores
+        assert judged["reverse", "reverser"]["sample_start"] == 0  # no guard against the champion
+        start = (start + judged["copy", "champion"]["n"]) % SIZE
+
+    answers = [
+        (model, task, position)
+        for model, task, first, last in evaluated(project)
+        if model == "base"
+        for position in range(first, last)
+    ]
+    assert max(Counter(answers).values()) == 1  # the reference answers each document once, however many samples use it
+    before = evaluated(project)
+    if outcomes[0.4]["status"] == "refused":
+        assert run(project, write_profile(project, 0.4))["content"] == outcomes[0.4]["content"]
+    else:
+        assert run(project, write_profile(project, 0.4))["status"] == "nothing new"
+    assert evaluated(project) == before
+
+    kept = run(project, write_profile(project, 0.35, "resample: false"))
+    assert guards(kept)["copy", "champion"]["sample_start"] == 0
