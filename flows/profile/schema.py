@@ -110,6 +110,15 @@ class ProfileSettings(ProfileSection):
         return self
 
     @model_validator(mode="after")
+    def _require_guard_that_counts(self) -> Self:
+        if self.evaluate and not (self.perplexity or self.judge) and all(g.advisory for g in self.evaluate.tasks):
+            raise ValueError(
+                "all guards of evaluate are advisory, so the gate would refuse nothing: remove 'advisory' from a "
+                "guard, or add perplexity or judge"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_in_memory_backend(self) -> Self:
         if self.sweep and self.evaluate and self.evaluate.backend != "hf":
             raise ValueError("a sweep evaluates models in memory: set evaluate.backend to hf")

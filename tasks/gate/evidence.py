@@ -122,7 +122,7 @@ class GuardVerdict(BaseModel):
 
     @property
     def word(self) -> str:
-        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``; ``advisory: fail`` if it does not count."""
+        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``; ``advisory: fail`` if the guard is advisory."""
         return f"advisory: {self.outcome}" if self.advisory else self.outcome
 
 

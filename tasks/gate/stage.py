@@ -90,6 +90,12 @@ class GateVerdict(StageValue):
     suites: tuple[SuiteVerdict, ...] = ()
     not_run: tuple[SkippedGuard, ...] = ()
     findings: tuple[GateFinding, ...] = ()  # Findings about the whole merge; those about a guard are in ``guards``.
+    advisory: tuple[GuardVerdict, ...] = ()  # Advisory guards, which do not affect ``outcome`` or the other fields.
+
+    @property
+    def all_guards(self) -> tuple[GuardVerdict, ...]:
+        """All guards with a verdict, the advisory ones last."""
+        return (*self.guards, *self.advisory)
 
     def summary(self) -> str:
         if not self.publishable:
@@ -149,8 +155,8 @@ class GatePlan:
         return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
 
     def is_suite(self, guards: Sequence[Guard]) -> bool:
-        """Return whether the mean over all tasks is judged. It is not with a single task."""
-        return self.rule.rule == "suite" and len({guard.task for guard in guards}) > 1
+        """Return whether the mean over all tasks is judged. It is not with a single task that counts."""
+        return self.rule.rule == "suite" and len({guard.task for guard in guards if not guard.advisory}) > 1
 
     def confidence(self, *, is_anchor: bool) -> float:
         """Return the confidence of comparisons with the anchor, or with all other references."""
@@ -208,12 +214,16 @@ def gate(
     is_suite = plan.is_suite(judged)
     suites: list[SuiteVerdict] = []
     verdicts: list[GuardVerdict] = []
+    advisory: list[GuardVerdict] = []
     for is_anchor in (False, True):
         confidence = plan.confidence(is_anchor=is_anchor)
-        if group := [evidence for evidence in measured if (evidence.guard.guarded_by == ANCHOR) == is_anchor]:
+        compared = [evidence for evidence in measured if (evidence.guard.guarded_by == ANCHOR) == is_anchor]
+        if group := [evidence for evidence in compared if not evidence.guard.advisory]:
             suites += [judge_suite(group, confidence)] if is_suite and not waiting else []
-            pending_count = sum((guard.guarded_by == ANCHOR) == is_anchor for guard in pending)
+            pending_count = sum((guard.guarded_by == ANCHOR) == is_anchor and not guard.advisory for guard in pending)
             verdicts += judge_guards(group, confidence, as_suite=is_suite, pending=pending_count)
+        for evidence in compared:  # Each by its own margin, as if it were the only guard.
+            advisory += judge_guards([evidence], confidence) if evidence.guard.advisory else ()
     failed_task = next((verdict.task for verdict in verdicts if verdict.outcome == "fail"), "")
     if waiting and not failed_task:
         raise ValueError(f"{', '.join(waiting)} not evaluated although nothing is decided")
@@ -229,7 +239,8 @@ def gate(
     )
     answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
     findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
-    return gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
+    verdict = gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
+    return verdict.model_copy(update={"advisory": tuple(advisory)})
 
 
 def cannot_pass(
@@ -241,7 +252,7 @@ def cannot_pass(
     of all guards. In ``gate``, a guard that fails here fails too, so the decision does not depend on the order in which
     tasks are evaluated.
     """
-    judged = plan.guards_to_judge(guards)
+    judged = [guard for guard in plan.guards_to_judge(guards) if not guard.advisory]
     scores_by_task = _scores_by_task(scores)
     for is_anchor in (False, True):
         group = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]

@@ -30,10 +30,12 @@ from mergegate.tasks.stage import runtime, store
 def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     """Return the number of documents after each interim look at a task with pinned data.
 
-    If the profile turns off extension, only the first look is returned.
+    If the profile turns off extension, or if all guards of the task are advisory, only the first look is returned.
     """
     planned = interim_looks(task.documents or 0, task.first_look(evidence.scoring))
-    return planned if evidence.rule.extend else planned[:1]
+    guards = [guard for guard in evidence.guards if guard.task == task.name]
+    is_advisory = bool(guards) and all(guard.advisory for guard in guards)
+    return planned if evidence.rule.extend and not is_advisory else planned[:1]
 
 
 def planned_tasks(
@@ -62,7 +64,7 @@ def forecast_undecidable(evidence: Evidence, attempts: int) -> Finding | None:
         PlannedTask(guard, plan_interim_looks(task, evidence), evidence.rule.discordance)
         for task in evidence.tasks
         for guard in evidence.guards
-        if task.documents and guard.task == task.name and guard.guarded_by != ANCHOR
+        if task.documents and guard.task == task.name and guard.guarded_by != ANCHOR and not guard.advisory
     ]
     return undecidable_finding(planned, evidence.rule.for_attempt(1, attempts))
 
@@ -76,7 +78,11 @@ def forecast_power(
     ``past``, see ``planned_tasks``.
     """
     models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
-    planned = [entry for entry in planned_tasks(evidence, models, past) if entry.guard.guarded_by != ANCHOR]
+    planned = [
+        entry
+        for entry in planned_tasks(evidence, models, past)
+        if entry.guard.guarded_by != ANCHOR and not entry.guard.advisory
+    ]
     return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None
 
 

@@ -26,7 +26,7 @@ def quality_section(content: ReportContent) -> str:
     parts = [f"**{wording.title(verdict)}.** {escape(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
         parts.append("\n".join(f"* {escape(reason)}" for reason in reasons))
-    parts += [part for part in (_scores(content), _guards(content)) if part]
+    parts += [part for part in (_scores(content), wording.selection_note(content), _guards(content)) if part]
     drift = verdict.drift
     if models := tuple(model for model in content.models if model.likelihoods is not None):
         per_byte = compares_per_byte(models, drift)
@@ -118,10 +118,10 @@ def _model_label(model: ReportedModel) -> str:
 
 
 def _guards(content: ReportContent) -> str:
-    guards = content.verdict.guards
+    guards = content.verdict.all_guards
     if not guards:
         return ""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for suite in content.verdict.suites:
         limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
         start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.suite_change(suite))
@@ -129,7 +129,7 @@ def _guards(content: ReportContent) -> str:
     for guard in guards:
         upper = wording.plain(guard.margin) if guard.limit is None else f"{wording.plain(guard.limit)} per task"
         limits = (wording.plain(guard.max_drop), upper)
-        rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.outcome))
+        rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.word))
     table = markdown_table(("task", "reference", "documents", "drop", "max_drop", "margin", "verdict"), rows, 5)
     note = (
         "The drop is the score of the reference minus the score of this merge, in points, on the same documents. A "

@@ -16,7 +16,7 @@ _SHOWN_STRATA = 10  # strata in the plot of perplexity, worst first
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
     """Return the plots of all guards: drop and interval in points, with the limits ``max_drop`` and ``margin``."""
-    guards = content.verdict.guards
+    guards = content.verdict.all_guards
     if not guards:
         return ()
     lines = [
@@ -40,7 +40,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
             detail=f"against {guard.reference}",
             numbers=wording.drop(guard),
             outcome=guard.outcome,
-            word=guard.outcome,
+            word=guard.word,
             estimate=guard.drop,
             low=guard.low,
             high=guard.high,
@@ -50,7 +50,7 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         for guard in guards
     ]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
-        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {wording.limits(guard)}, {guard.outcome}."
+        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {wording.limits(guard)}, {guard.word}."
         for guard in guards
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)

@@ -84,7 +84,7 @@ def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
         for score in model.scores.tasks if model.scores else ():
             scores.setdefault((score.task, score.metric), {})[model.name] = score
     guards: dict[tuple[str, str], list[GuardVerdict]] = {}
-    for guard in content.verdict.guards:
+    for guard in content.verdict.all_guards:
         guards.setdefault((guard.task, guard.metric), []).append(guard)
     rows = []
     for task, metric in dict.fromkeys((*scores, *guards)):
@@ -144,7 +144,7 @@ def final_table(content: ReportContent) -> ScoreTable:
         limits = (wording.plain(guard.max_drop), wording.upper_limit(guard))
         lines.append(
             Row(
-                (label, *cells, guard.reference, wording.drop(guard), *limits, guard.outcome),
+                (label, *cells, guard.reference, wording.drop(guard), *limits, guard.word),
                 guard.outcome,
                 _measure(guard.reference_score, row.in_points),
             )
@@ -186,6 +186,8 @@ def final_table(content: ReportContent) -> ScoreTable:
     note = ""
     if any(guard.limit is not None for guard in verdict.guards):
         note = "/task: per-task limit. The mean decides, but one lost task also fails the merge."
+    if verdict.advisory:
+        note = " ".join(filter(None, (note, "advisory: the verdict is only shown, and does not count.")))
     columns = ("task", *(model.name for model in shown), *DECISION_COLUMNS)
     return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines), note)
 

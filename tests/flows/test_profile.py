@@ -101,6 +101,13 @@ def test_a_value_that_cannot_be_is_refused_with_its_place(change: dict[str, obje
         parse_profile({**GOOD, **change}, "profile.yaml")
 
 
+def test_a_profile_whose_guards_are_all_advisory_is_refused() -> None:
+    advisory = {"tasks": [{"task": "m", "guarded_by": "g", "advisory": True}]}
+    with pytest.raises(InvalidInput, match="all guards of evaluate are advisory"):
+        parse_profile({**GOOD, "evaluate": advisory, "perplexity": None}, "profile.yaml")
+    parse_profile({**GOOD, "evaluate": advisory}, "profile.yaml")
+
+
 def test_an_error_about_the_whole_profile_does_not_print_the_profile() -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_profile({**GOOD, "perplexity": None, "evaluate": None}, "profile.yaml")

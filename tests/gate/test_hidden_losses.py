@@ -22,7 +22,7 @@ from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, measure_g
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import error_at_look
 from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GatePlan, gate
+from mergegate.tasks.gate.stage import GatePlan, cannot_pass, gate, undecided_tasks
 
 GROUP = Guard(task="leaderboard", guarded_by="base")
 LEADERBOARD = {"ifeval": 541, "math": 1324, "gpqa": 1192, "musr": 756, "bbh": 5761, "mmlu_pro": 12032}
@@ -269,3 +269,37 @@ def test_errors_far_from_the_ceiling_are_not_limited() -> None:
     assert near_ceiling(199, 0, 210).limits_errors
     assert not near_ceiling(200, 0, 210).limits_errors
     assert not near_ceiling(2, 0, 210, guard=GROUP.model_copy(update={"max_error_ratio": None})).limits_errors
+
+
+# --- Advisory guards
+
+
+def test_an_advisory_guard_is_judged_but_does_not_count(tmp_path: Path) -> None:
+    right = np.arange(500) % 2 == 0
+    scores = {}
+    for model, wrong in (("base", 0), ("merge", 200)):
+        lost = right & (np.arange(500) >= wrong)
+        other = [row._replace(task="other") for row in rows("acc,none", lost)]
+        scores[model] = [part(tmp_path / model, rows("acc,none", right)), part(tmp_path / f"{model}2", other)]
+    guards = (Guard(task="reverse", guarded_by="base"), Guard(task="other", guarded_by="base", advisory=True))
+    verdict = gate.work(guards, scores, {}, None, GatePlan(GateRule()))
+    assert (verdict.outcome, verdict.reasons, verdict.suites) == ("pass", (), ())
+    words = {guard.task: guard.word for guard in verdict.all_guards}
+    assert words == {"reverse": "pass", "other": "advisory: fail"}
+    # It changes nothing about the other guards, as if the profile did not have it.
+    assert verdict.guards == gate.work(guards[:1], scores, {}, None, GatePlan(GateRule())).guards
+    assert not cannot_pass("other", guards, scores, GatePlan(GateRule()))
+    counted = (guards[0], guards[1].model_copy(update={"advisory": False}))
+    assert gate.work(counted, scores, {}, None, GatePlan(GateRule())).outcome == "fail"
+    assert cannot_pass("other", counted, scores, GatePlan(GateRule()))
+
+
+def test_more_documents_are_not_evaluated_for_an_advisory_guard(tmp_path: Path) -> None:
+    right = np.arange(500) % 2 == 0
+    scores = {model: [part(tmp_path / model, rows("acc,none", right))] for model in ("base", "merge")}
+    plan = GatePlan(GateRule(), schedule={"reverse": (500, 1000, 4000)})
+    guard = Guard(task="reverse", guarded_by="base", max_drop=0.5, margin=0.6, advisory=True)
+    verdict = gate.work((guard,), scores, {}, None, plan)
+    assert [each.outcome for each in verdict.advisory] == ["inconclusive"]
+    assert undecided_tasks(verdict) == ()
+    assert undecided_tasks(gate.work((guard.model_copy(update={"advisory": False}),), scores, {}, None, plan))
