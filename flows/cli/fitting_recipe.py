@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,14 +72,15 @@ def fitting_recipe(
                 if tensor.dtype.torch_name in ("bfloat16", "float16", "float32"):
                     sizes[tensor.dtype.torch_name] += tensor.nbytes
         dtype = sizes.most_common(1)[0][0] if sizes else "float32"
-        thinking = next(filter(None, (_thinking_draft(parent, cleared.opened) for parent in cleared.parents)), None)
+        thinking = next(
+            filter(None, (_thinking_draft(parent, cleared.opened[parent.ref]) for parent in cleared.parents)), None
+        )
         return replace(draft, recipe={**draft.recipe, "dtype": dtype}), cleared.parents, thinking
     raise problems[0]
 
 
-def _thinking_draft(parent: ResolvedCheckpoint, opened: Mapping[str, Checkpoint]) -> ThinkingDraft | None:
+def _thinking_draft(parent: ResolvedCheckpoint, checkpoint: Checkpoint) -> ThinkingDraft | None:
     """Return the settings for a merged model that thinks, or None if it does not."""
-    checkpoint = opened[parent.ref]
     vocabulary = read_vocabulary(checkpoint.companions) if checkpoint.chat_template and parent.is_merged else None
     if vocabulary is None or (template := find_thinking(checkpoint.chat_template, vocabulary.ids)) is None:
         return None
