@@ -267,7 +267,9 @@ def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
 def gate_notes(verdict: GateVerdict) -> tuple[str, ...]:
     """Return what the checks of the gate noted without an effect on the verdict, one sentence per note."""
     findings = [*(finding for guard in verdict.guards for finding in guard.findings), *verdict.findings]
-    return tuple(dict.fromkeys(finding.reason for finding in findings if finding.outcome == "pass"))
+    notes = [finding.reason for finding in findings if finding.outcome == "pass"]
+    notes += [f"advisory: {guard.reason}" for guard in verdict.advisory if guard.outcome != "pass"]
+    return tuple(dict.fromkeys(notes))
 
 
 def documents_saved(verdict: GateVerdict) -> str:
