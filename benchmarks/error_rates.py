@@ -1,12 +1,13 @@
-"""Simulate how often the gate passes a bad or an equal merge, for graded scores, clusters and perplexity.
+"""Simulate how often the gate passes a bad or an equal merge: graded scores, clusters, duplicates and perplexity.
 
-The tables are in ``graded-and-clustered-error-rates.md``, ``graded-and-clustered-power.md`` and
-``perplexity-error-rates.md`` under ``docs/benchmarks``.
+The tables are in ``graded-and-clustered-error-rates.md``, ``graded-and-clustered-power.md``,
+``duplicate-documents.md`` and ``perplexity-error-rates.md`` under ``docs/benchmarks``.
 
 ::
 
     .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
     .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
+    .venv/bin/python benchmarks/operating_characteristics.py duplicates --runs 4000 --markdown    # two minutes
     .venv/bin/python benchmarks/operating_characteristics.py perplexity --runs 2000 --markdown    # half an hour
 
 Merges are drawn, not run. The gate's functions decide them (``tasks.gate.graded_scores``, ``tasks.gate.clusters``,
@@ -29,8 +30,10 @@ from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.clusters import MIN_CLUSTERS, cluster_errors, critical_value, effective_clusters
 from mergegate.tasks.gate.drift import ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.graded_scores import refutes
+from mergegate.tasks.gate.regression import decide_guard
+from mergegate.tasks.gate.repeated_documents import interval_over_units
 from mergegate.tasks.gate.sequential import plan_looks
-from mergegate.tasks.gate.statistics import binary_bounds
+from mergegate.tasks.gate.statistics import binary_bounds, binary_difference
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits
 from mergegate.tasks.perplexity.measurement import TextMeasurement
 from mergegate.tasks.perplexity.stage import total_likelihood
@@ -278,7 +281,7 @@ def few_lose_all(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.fl
 
 
 def one_in_a_hundred(n: int, mean: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw losses of 4 nats on 1 % of the documents; the others lose what is missing to ``mean``."""
+    """Draw losses of 4 nats on 1 % of the documents; the others lose so much that the mean is ``mean``."""
     return np.where(rng.random(n) < 0.01, 4.0, even(n, (mean - 0.04) / 0.99, rng))
 
 
@@ -343,6 +346,62 @@ def perplexity(runs: int, rng: np.random.Generator) -> list[str]:
     return rows[:-1]
 
 
+# --- duplicates
+
+# Number of documents with each prompt, by description.
+REPEATS: dict[str, tuple[int, ...]] = {
+    "500 twice": (2,) * 500,
+    "120 eleven times": (11,) * 120,
+    "950 once, 25 twice": (1,) * 950 + (2,) * 25,
+    "1,000 once, 50 ten times": (1,) * 1000 + (10,) * 50,
+    "one to ten times, 20 each": tuple(range(1, 11)) * 20,
+}
+DISCORDANCE = 0.10
+
+
+def duplicates_published(
+    sizes: Sequence[int], drop: float, only_repeated: bool, runs: int, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Return how often a merge that loses ``drop`` is published, with and without the rule for equal prompts.
+
+    Every document with the same prompt has the same outcome. If ``only_repeated``, the merge loses only documents
+    whose prompt is one of the most frequent, and wins none. Otherwise, all prompts are lost or won alike.
+    """
+    counts = np.asarray(sizes)
+    n, members = int(counts.sum()), np.repeat(np.arange(len(counts)), counts)
+    lost, won = np.full(len(counts), (DISCORDANCE + drop) / 2), np.full(len(counts), (DISCORDANCE - drop) / 2)
+    if only_repeated:
+        heavy = counts == counts.max()
+        lost, won = np.where(heavy, min(1.0, drop * n / counts[heavy].sum()), 0.0), np.zeros(len(counts))
+    passed = np.zeros(2)
+    for _ in range(runs):
+        draws = rng.random(len(counts))
+        differences = np.where(draws < lost, 1.0, np.where(draws < lost + won, -1.0, 0.0))[members]
+        intervals = (
+            interval_over_units(differences, members, (n,), CONFIDENCE, CONFIDENCE),
+            binary_difference(int((differences > 0).sum()), int((differences < 0).sum()), n, CONFIDENCE),
+        )
+        for position, found in enumerate(intervals):
+            points = (100 * value for value in found[:3])
+            # ``max_drop`` equals the margin, the hardest case: only the bound can stop a merge.
+            passed[position] += decide_guard(*points, max_drop=100 * MARGIN, margin=100 * MARGIN) == "pass"
+    return float(passed[0] / runs), float(passed[1] / runs)
+
+
+def duplicates(runs: int, rng: np.random.Generator) -> list[str]:
+    """Return one row per pattern of repetition: published with the rule and, after the dot, without it."""
+    heads = ("prompts", "documents", "at the margin", "lost among the most repeated", "equal", "equal, prompts once")
+    rows = [_row(*heads), _rule(len(heads))]
+    for name, sizes in REPEATS.items():
+        cells = []
+        for drop, only_repeated in ((MARGIN, False), (MARGIN, True), (0.0, False)):
+            shares = duplicates_published(sizes, drop, only_repeated, runs, rng)
+            cells.append(" · ".join(f"{100 * share:.1f}" for share in shares))
+        alone = duplicates_published((1,) * len(sizes), 0.0, False, runs, rng)[1]
+        rows.append(_row(name, f"{sum(sizes):,}", *cells, f"{100 * alone:.1f}"))
+    return rows
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -351,7 +410,7 @@ def _rule(columns: int) -> str:
     return "|" + " --: |" * columns
 
 
-TABLES = {"graded": graded, "clusters": clusters, "perplexity": perplexity}
+TABLES = {"graded": graded, "clusters": clusters, "duplicates": duplicates, "perplexity": perplexity}
 
 
 def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
@@ -360,7 +419,11 @@ def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
         error = 100 * math.sqrt(0.05 * 0.95 / runs)
         equal_runs = {"graded": runs // 10, "perplexity": runs // 4}.get(name)
         fewer = f", of {equal_runs:,} where equal" if equal_runs else ""
-        other = "the previous rule, which counted tokens" if name == "perplexity" else "Student's interval"
+        others = {
+            "perplexity": "the previous rule, which counted tokens",
+            "duplicates": "the interval over all documents",
+        }
+        other = others.get(name, "Student's interval")
         print(
             f"Merges that pass, in percent of {runs:,} simulated merges{fewer} (Monte Carlo standard error {error:.2f} "
             f"at 5 %): by the gate and, after the dot, by {other}.\n"

@@ -279,7 +279,7 @@ def wear_table(runs: int, rng: np.random.Generator) -> list[str]:
     for name, tasks, total, looks, discordances in shapes:
         for discordance in discordances:
             for resample in (False, True) if looks[0] < total else (False,):
-                series = runs if tasks * total < 5000 else runs // 5
+                series = runs if tasks * total < 5000 else max(1, runs // 5)
                 found = wear(TestSet(tasks, total, looks, discordance), series, rng, resample=resample)
                 # Means over ten runs, as the shares change slowly.
                 shares = (

@@ -27,7 +27,7 @@ from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import normal_quantile, score_statistic
 
-ERROR_TABLES = ("graded", "clusters", "perplexity")
+ERROR_TABLES = ("graded", "clusters", "duplicates", "perplexity")
 SUITE_TABLES = ("suites", "attempts", "scheduled", "wear")
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass

@@ -44,7 +44,7 @@ from mergegate.tasks.evaluation import (
     require_examples,
     resolve_prompt_settings,
 )
-from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings
+from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings, wear_findings
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
@@ -250,6 +250,9 @@ def preflight_profile(
             problems.summary += power.lines()
             problems.add(power_findings(power))
             problems.add(sensitivity_findings(evidence, measured))
+            lines, worn = wear_findings(evidence.guards, evidence.tasks, evidence.scoring, resample=evidence.resample)
+            problems.summary += lines
+            problems.add(worn)
     return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
 
 

@@ -53,7 +53,14 @@ from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
-from mergegate.tasks.gate import JudgedSample, needs_champion, record_evidence, record_sample, verdict_record
+from mergegate.tasks.gate import (
+    JudgedSample,
+    needs_champion,
+    record_evidence,
+    record_sample,
+    unselected_scores,
+    verdict_record,
+)
 from mergegate.tasks.merge import (
     merge,
     merged_model,
@@ -263,6 +270,14 @@ def make_attempt(
         tuple(verdicts),
         ensemble=ensemble,
         expected_head=champion.head if champion else None,
+        sample_notes=unselected_scores(
+            evidence.guards,
+            assessment.scores.get(champion.name, ()),
+            assessment.evidence.tasks,
+            champion.samples,
+        )
+        if champion and champion.digest != model.digest
+        else (),
     )
 
 

@@ -66,6 +66,7 @@ class Attempt:
     verdicts: tuple[Verdict, ...]
     ensemble: Artifact[Likelihoods] | None = None
     expected_head: str | None = None
+    sample_notes: tuple[str, ...] = ()  # scores of the champion on documents that did not select it, as sentences
 
     @property
     def is_good(self) -> bool:

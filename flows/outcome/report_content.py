@@ -29,7 +29,7 @@ from mergegate.tasks.report import (
     recipe_diff,
 )
 from mergegate.tasks.serve import ServedModels
-from mergegate.tasks.stage import versions
+from mergegate.tasks.stage import Section, versions
 from mergegate.tasks.store import StoredValue
 
 # Evidence with a section of its own on the page. For all other verdicts, the page shows their generic section.
@@ -174,7 +174,10 @@ def report_content(
             StoredArtifact(stage=artifact.stage, subject=subject, key=artifact.key) for artifact, subject in artifacts
         ),
         overrides=profile.overrides,
-        sections=tuple(verdict.section for verdict in attempt.verdicts if not isinstance(verdict.evidence, _DRAWN)),
+        sections=(
+            *([Section(title="Documents", sentences=attempt.sample_notes)] if attempt.sample_notes else []),
+            *(verdict.section for verdict in attempt.verdicts if not isinstance(verdict.evidence, _DRAWN)),
+        ),
     )
     return names.apply(content)
 

@@ -55,7 +55,7 @@ class Repetition(StageValue):
 def find_repetition(task: EvalTask, num_fewshot: int | None, limit: CountLimit) -> Repetition:
     """Compare the documents of ``task`` with each other and with its few-shot examples. The data must be pinned.
 
-    Prompts are compared without few-shot examples. Of one task, at most 50,000 possible examples are compared.
+    Prompts are compared without few-shot examples. The comparison covers the first 50,000 possible examples.
 
     Args:
         task: Task with pinned data.

@@ -1,4 +1,4 @@
-"""Find texts that occur in other texts, whatever their case, punctuation and spacing. Pure functions.
+"""Find texts that occur in other texts, regardless of case, punctuation and spacing. Pure functions.
 
 Texts are compared as sequences of words, after Unicode normalization (NFKC) and case folding, without punctuation.
 A document of eight words or more *occurs* in a text if the text contains most of its 8-word sequences (8-grams): the
@@ -37,8 +37,8 @@ def words_of(text: str) -> tuple[str, ...]:
 def find_occurring(documents: Sequence[tuple[str, str]], texts: Sequence[str]) -> tuple[int, ...]:
     """Return the indices of the documents that occur in one of ``texts``, ascending.
 
-    A document is a pair of prompt and answer, of which either may be empty. In a text, other words may precede the
-    answer of a short document, up to eight of them.
+    A document is a pair of prompt and answer. Either may be empty. In a text, up to eight other words may precede the
+    answer of a short document.
     """
     by_ngram: dict[int, list[tuple[int, int]]] = defaultdict(list)  # Document and position of its first word.
     by_words: dict[int, dict[tuple[str, ...], list[tuple[int, tuple[str, ...]]]]] = defaultdict(

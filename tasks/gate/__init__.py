@@ -32,11 +32,14 @@ from mergegate.tasks.gate.regression import decide_guard
 from mergegate.tasks.gate.sample_record import (
     WORN,
     JudgedSample,
+    SelectingSample,
     damaged_sample_records,
     read_samples,
     record_sample,
     sample_start,
+    unselected_scores,
     uses_per_document,
+    wear_findings,
 )
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
@@ -59,7 +62,14 @@ from mergegate.tasks.gate.stage import (
     tasks_with_short_answers,
     undecided_tasks,
 )
-from mergegate.tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
+from mergegate.tasks.gate.statistics import (
+    POWER,
+    Difference,
+    binary_difference,
+    normal_quantile,
+    selection_inflation,
+    student_quantile,
+)
 from mergegate.tasks.gate.suite import SuiteVerdict
 from mergegate.tasks.gate.verdict_record import (
     EVIDENCE_RECORD,
@@ -103,6 +113,7 @@ __all__ = [
     "PastGuardOutcome",
     "PlannedTask",
     "RecordedEvidence",
+    "SelectingSample",
     "StratumDrift",
     "SuiteVerdict",
     "VerdictDifference",
@@ -143,12 +154,15 @@ __all__ = [
     "record_sample",
     "reference_models",
     "sample_start",
+    "selection_inflation",
     "student_quantile",
     "tasks_with_short_answers",
     "undecidable_finding",
     "undecided_tasks",
+    "unselected_scores",
     "uses_per_document",
     "verdict_record",
     "versions_here",
+    "wear_findings",
     "with_anchor",
 ]

@@ -185,7 +185,7 @@ def judge_drift(
 
 
 def drift_findings(text: DistinctDocuments, limits: DriftLimits, confidence: float) -> Iterator[Finding]:
-    """Yield what held-out text cannot show about any merge, before a merge exists.
+    """Yield findings about held-out text that has duplicates or too few documents, before a merge exists.
 
     Args:
         text: Distinct documents of the text.
@@ -217,8 +217,8 @@ def drift_findings(text: DistinctDocuments, limits: DriftLimits, confidence: flo
         yield Finding(
             "info",
             location,
-            found=f"{documents:,} documents without a broken one exclude that more than {100 * excluded:.1f} % of such "
-            f"documents break; {wanted:,} would exclude more than {100 * limits.max_broken_documents:g} %",
+            found=f"{documents:,} documents can only show that at most {100 * excluded:.1f} % of such documents break; "
+            f"{wanted:,} could show that at most {100 * limits.max_broken_documents:g} % do",
         )
 
 
@@ -284,7 +284,10 @@ def _judge_strata(
 
 
 def _findings(verdict: DriftVerdict) -> tuple[GateFinding, ...]:
-    """Return what the ratio over all documents does not show: failed strata, broken documents and duplicates."""
+    """Return findings about failed strata, broken documents and duplicates, which the ratio does not show.
+
+    The ratio of a broken merge says enough about its strata and documents.
+    """
     findings = [
         GateFinding(
             kind="stratum",
@@ -294,9 +297,9 @@ def _findings(verdict: DriftVerdict) -> tuple[GateFinding, ...]:
             f"{verdict.max_ratio:g}",
         )
         for stratum in verdict.strata
-        if stratum.failed
+        if stratum.failed and not verdict.broken
     ]
-    if broken := verdict.broken_documents:
+    if (broken := verdict.broken_documents) and not verdict.broken:
         limit, low, high = verdict.max_broken_documents, verdict.broken_low, verdict.broken_high
         outcome: Outcome = "pass"
         bound = f"at most {100 * high:.1f} % of such documents do"
@@ -329,6 +332,8 @@ def _sentence(verdict: DriftVerdict) -> str:
     ratio, low, high = (_format(value or 0.0) for value in (verdict.ratio, verdict.low, verdict.high))
     per_byte = " per byte" if verdict.unit == "byte" else ""
     sentence, limit = f"perplexity is {ratio} times that of {verdict.reference}{per_byte}", f"{verdict.max_ratio:g}"
+    if verdict.broken:
+        return f"{sentence}, so the merge is broken; the limit is {limit}"
     if verdict.outcome == "pass":
         return f"{sentence} and at most {high}; the limit is {limit}"
     if verdict.outcome == "fail":

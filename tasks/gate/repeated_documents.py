@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mergegate.tasks.evaluation import DocumentScore
 from mergegate.tasks.gate.clusters import cluster_errors
@@ -79,7 +80,11 @@ def join_clusters(clusters: Sequence[str], units: Sequence[int]) -> tuple[str, .
 
 
 def interval_over_units(
-    differences: Sequence[float], units: Sequence[int], schedule: Sequence[int], confidence: float, level: float | None
+    differences: Sequence[float] | NDArray[np.float64],
+    units: Sequence[int] | NDArray[np.int64],
+    schedule: Sequence[int],
+    confidence: float,
+    level: float | None,
 ) -> Difference:
     """Return the mean difference over documents, with bounds for units as the independent observations.
 

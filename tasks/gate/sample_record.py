@@ -12,16 +12,18 @@ after a release starts behind the documents that its provenance names.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 from pydantic import Field
 
+from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.files import Damaged, hold_lock, read_state, set_aside_damaged, state_directory, write_state
-from mergegate.tasks.evaluation import EvalTask, SampleUse, sample_ranges
+from mergegate.tasks.evaluation import EvalTask, SampleUse, Scores, Scoring, by_task, sample_ranges
+from mergegate.tasks.gate.settings import CHAMPION, Guard
 from mergegate.tasks.stage import home
-from mergegate.tasks.store import digest
+from mergegate.tasks.store import Artifact, digest
 
 WORN = 10.0  # merges per document above which equally good merges are blocked noticeably more often
 _MAX_ENTRIES = 1000
@@ -32,6 +34,12 @@ class JudgedSample(SampleUse):
 
     merge: str = Field(min_length=1)  # digest
     champion: str = ""  # digest; empty if there was no release yet
+
+
+class SelectingSample(SampleUse):
+    """Documents of one task that selected a release, and the score of the release on them."""
+
+    score: float | None = None  # in [0, 1]; None if the provenance does not name it
 
 
 def read_samples(task: EvalTask, seed: int) -> tuple[JudgedSample, ...]:
@@ -85,6 +93,76 @@ def uses_per_document(history: Sequence[JudgedSample], start: int, documents: in
         for one, other in product(sample_ranges(total, start, documents), sample_ranges(total, begin, count)):
             shared += max(0, min(one.last, other.last) - max(one.first, other.first))
     return shared / documents
+
+
+def unselected_scores(
+    guards: Sequence[Guard],
+    scores: Sequence[Artifact[Scores]],
+    tasks: Sequence[EvalTask],
+    selecting: Mapping[str, SelectingSample],
+) -> tuple[str, ...]:
+    """Return a sentence on the champion's score on documents that did not select it, for each task that has some.
+
+    Args:
+        guards: Guards of the run, of which those against the champion count.
+        scores: Scores of the champion.
+        tasks: Pinned tasks.
+        selecting: Documents that selected the champion, with its scores, by task.
+    """
+    sentences = []
+    totals = {task.name: task.documents or 0 for task in tasks}
+    for task, champion in (by_task(CHAMPION, scores) if scores else {}).items():
+        guard = next((guard for guard in guards if guard.task == task and guard.guarded_by == CHAMPION), None)
+        use, total = selecting.get(task), totals.get(task, 0)
+        if guard is None or use is None or use.score is None or not total:
+            continue
+        old = {(use.start + at) % total for at in range(min(use.documents, total))}
+        rows = champion.judge(champion.metrics(guard.metric))
+        new = [row.outcome for at, row in enumerate(rows) if (champion.sample_start + at) % total not in old]
+        if len(new) > 1:
+            low, high = guard.score_range
+            unselected = 100 * (sum(new) / len(new) - low) / (high - low)
+            sentences.append(
+                f"{task}: the current release scores {100 * use.score:.1f} on the {use.documents:,} documents that "
+                f"selected it, and {unselected:.1f} on {len(new):,} other documents."
+            )
+    return tuple(sentences)
+
+
+def wear_findings(
+    guards: Sequence[Guard], tasks: Sequence[EvalTask], scoring: Scoring, *, resample: bool
+) -> tuple[list[str], list[Finding]]:
+    """Return a line on the use of each guarded task's documents so far, and warnings about worn documents."""
+    lines, warnings = [], []
+    for task in tasks:
+        history, total, first = read_samples(task, scoring.seed), task.documents or 0, task.first_look(scoring)
+        references = {guard.guarded_by for guard in guards if guard.task == task.name}
+        if not total or not references:
+            continue
+        sample = total if first is None else min(first, total)
+        changes = resample and CHAMPION in references and sample < total
+        start = history[-1].next_start(total, first) if changes and history else 0
+        uses = uses_per_document(history, start, sample, total)
+        which = f"the next {sample:,} of {total:,}" if changes else f"the same {sample:,} of {total:,}"
+        if changes or uses:
+            advice = "; the references are evaluated on them, too" if changes else ""
+            lines.append(
+                f"documents: {task.name}: each new merge is judged on {which} documents, which have judged "
+                f"{uses:.3g} merges so far on average{advice}"
+            )
+        if uses >= WORN and CHAMPION in references:
+            can_change = not resample and sample < total
+            warnings.append(
+                Finding(
+                    "warn",
+                    f"evaluate.tasks: {task.name}",
+                    found=f"{uses:.0f} merges have been judged on each document, so the champion's score is too high, "
+                    "and merges that are as good are often blocked",
+                    expected=f"fewer than {WORN:.0f} merges per document",
+                    remedy="set evaluate.resample: true" if can_change else "use a task with more documents",
+                )
+            )
+    return lines, warnings
 
 
 def damaged_sample_records() -> list[Damaged]:

@@ -117,6 +117,29 @@ def score_statistic(
     return (losses - wins - n * difference) / np.sqrt(np.maximum(spread, 1e-300))
 
 
+def selection_inflation(drop: float, high: float, confidence: float, max_drop: float, margin: float) -> float:
+    """Return by how many points a score is expected to be too high because its documents also selected the model.
+
+    The model is as good as its reference and was published because its drop passed. With a normal drop of standard
+    error ``s`` that passes below ``c``, the drop of a published model is too low by ``s * pdf(c / s) / cdf(c / s)``
+    (truncated normal mean). Half of it is luck of the model, the other half bad luck of the reference.
+
+    Args:
+        drop: Measured drop in points.
+        high: Upper bound of the drop in points, with the one-sided ``confidence``.
+        confidence: Confidence of ``high``, in (0.5, 1).
+        max_drop: Largest drop that passes, in points.
+        margin: Largest upper bound that passes, in points.
+    """
+    if (half := high - drop) <= 0:
+        return 0.0
+    normal = NormalDist(0.0, half / normal_quantile(confidence))
+    largest = min(max_drop, margin - half)
+    if (chance := normal.cdf(largest)) < 1e-6:  # Such a model hardly ever passes.
+        return half / 2
+    return normal.variance * normal.pdf(largest) / chance / 2
+
+
 def selection_bias(scores: Sequence[Sequence[float]]) -> float:
     """Return by how much the best of ``K`` equally good models overestimates its true mean score (winner's curse).
 

@@ -26,7 +26,7 @@ def quality_section(content: ReportContent) -> str:
     parts = [f"**{wording.title(verdict)}.** {escape(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
         parts.append("\n".join(f"* {escape(reason)}" for reason in reasons))
-    parts += [part for part in (_scores(content), _guards(content)) if part]
+    parts += [part for part in (_scores(content), wording.selection_note(content), _guards(content)) if part]
     drift = verdict.drift
     if models := tuple(model for model in content.models if model.likelihoods is not None):
         per_byte = compares_per_byte(models, drift)

@@ -45,6 +45,7 @@ def render(content: ReportContent) -> str:
             *([f"at most {scoring.max_length} tokens"] if scoring.max_length else []),
         ]
         scored_how = ". ".join([", ".join(parts), *(f"{task} has {setup}" for task, setup in content.asked.items())])
+        scored_how = ". ".join(filter(None, (scored_how, wording.selection_note(content).removesuffix("."))))
     # Each guarded task with the digest of its data and the datasets behind it, at their known commits:
     # ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. Empty if no data was inspected.
     data_digests = {}

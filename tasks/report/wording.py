@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate import BROKEN_LOSS, DriftVerdict, GateVerdict, GuardVerdict, StratumDrift, SuiteVerdict
+from mergegate.tasks.gate import (
+    BROKEN_LOSS,
+    DriftVerdict,
+    GateVerdict,
+    GuardVerdict,
+    StratumDrift,
+    SuiteVerdict,
+    selection_inflation,
+)
 from mergegate.tasks.report.content import ReportContent, ReportedModel
 from mergegate.tasks.stage import Outcome
 
@@ -87,8 +95,8 @@ def format_ratio(drift: DriftVerdict) -> str:
     if drift.ratio >= 10_000:
         return _scientific(drift.ratio)  # the model is broken; more precision does not matter
     decimals = drift_decimals(drift)
-    if drift.low is None or drift.high is None:
-        return number(drift.ratio, decimals)
+    if drift.low is None or drift.high is None or drift.broken:
+        return number(drift.ratio, decimals)  # the bounds say little about a broken merge, because they are clipped
     return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
 
 
@@ -100,13 +108,12 @@ def stratum_ratio(stratum: StratumDrift) -> str:
 
 
 def drift_notes(drift: DriftVerdict) -> tuple[str, ...]:
-    """Return one sentence each on findings beside the ratio, and on the ratio over all tokens."""
+    """Return a sentence for each finding in addition to the ratio, and one for the ratio over all tokens."""
     notes = [f"{finding.reason}." for finding in drift.findings if finding.reason != drift.reason]
     if not drift.broken_documents and drift.ratio is not None:
         notes.append(
-            f"No document loses more than {BROKEN_LOSS:g} nats per token. {drift.documents:,} documents exclude that "
-            f"more than {100 * drift.broken_high:.1f} % of such documents do (limit "
-            f"{plain(100 * drift.max_broken_documents)} %)."
+            f"No document loses more than {BROKEN_LOSS:g} nats per token, so at most {100 * drift.broken_high:.1f} % "
+            f"of such documents do (limit {plain(100 * drift.max_broken_documents)} %)."
         )
     if drift.total_ratio is not None:
         notes.append(
@@ -154,8 +161,14 @@ def recommended_action(content: ReportContent) -> str:
     verdict, explanation = content.verdict, content.explanation
     if verdict.outcome == "pass" or not content.recipe:
         return ""
+    if any(finding.kind == "copy" and finding.outcome == "fail" for finding in verdict.findings):
+        return "Change the recipe so that it has an effect, or publish the parent itself."
     if verdict.drift is not None and verdict.drift.broken:
         return "Check the recipe: its method, weights and dtype. The merged weights do not form a working model."
+    others = {guard.outcome for guard in verdict.guards} | {suite.outcome for suite in verdict.suites}
+    others |= {finding.outcome for finding in verdict.findings}
+    if verdict.drift is not None and verdict.drift.outcome == "inconclusive" and others <= {"pass"}:
+        return "Add held-out text to perplexity.documents. Documents that repeat another one do not count."
     if explanation is not None and explanation.remedies:
         if explanation.remedies[0].kind == "profile":
             return "Set the change under “What to try” in the profile, then run again."
@@ -223,6 +236,25 @@ def sentence(content: ReportContent) -> str:
         value = number(drift.ratio, drift_decimals(drift))
         sentences.append(f"Perplexity is {value} times that of {drift.reference} (limit {plain(drift.max_ratio)}).")
     return " ".join(sentences)
+
+
+def selection_note(content: ReportContent) -> str:
+    """Return sentences on the use of the same documents for selection and for scores; empty if nothing was selected."""
+    verdict = content.verdict
+    judged = verdict.suites[:1] or verdict.guards
+    if not verdict.publishable or not judged:
+        return ""
+    inflation = max(
+        selection_inflation(
+            each.drop, each.high, each.look.confidence if each.look else each.confidence, each.max_drop, each.margin
+        )
+        for each in judged
+    )
+    subject = "mean score" if verdict.suites else "score"
+    return (
+        f"The documents that measured these scores also selected this merge. If it is as good as its reference, its "
+        f"{subject} is expected to be about {number(inflation, 1)} points too high."
+    )
 
 
 def regenerated_answers(content: ReportContent) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ import torch
 from completions_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import LETTERS, make_model, write_choices
+from prefect import flow
+from tiny_models import CPU, LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.files.hashing import HashMemo
@@ -28,11 +29,18 @@ from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
 from mergegate.tasks.evaluation.backends.hf import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
 from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.document_scores import DocumentScore, read_document_scores, write_document_scores
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.document_scores import (
+    SCORES_FILE,
+    DocumentScore,
+    read_document_scores,
+    write_document_scores,
+)
+from mergegate.tasks.evaluation.harness import LongerAnswers, ScoringJob, score_documents
+from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends
+from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends, evaluate_documents, pin_data
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.store import Artifact
 
 WHOLE = DocumentRange(first=0, last=40)
 EOS = 2
@@ -287,3 +295,60 @@ def test_answers_that_were_cut_off_are_counted_once_a_document(ends: list[tuple[
     summary = Scores(model="m", tasks=(), lm_eval_version="0", ends={"t": found}).summary()
     assert summary == text
     assert AnswerEnds.model_validate_json(found.model_dump_json()) == found
+
+
+def longer(model: Model, task: EvalTask, doc_ids: Sequence[int], budget: int, **scoring: object) -> list[DocumentScore]:
+    """Return the scores of some documents with a larger token budget."""
+    answers = LongerAnswers({"free": doc_ids}, {"free": budget})
+    job = ScoringJob(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", longer=answers)
+    return list(score_documents(job, lambda done, total: None))
+
+
+def test_a_longer_budget_replaces_that_of_the_task_for_selected_documents(tmp_path: Path) -> None:
+    model = model_that_writes(tmp_path / "model", A, B, C, DOT)
+    task = generation_task(tmp_path / "tasks", '{until: ["."], max_new_tokens: 3}')
+    short = score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), lambda done, total: None)
+    assert {(row.ended, row.budgets) for row in short} == {(("length",), (3,))}
+    rows = longer(model, task, [2, 7, 39], 6)
+    assert [row.doc_id for row in rows] == [2, 7, 39]
+    assert {(row.ended, row.answer_tokens, row.budgets) for row in rows} == {(("stop",), (4,), (6,))}
+    prompts = {row.doc_id: row.prompt_hash for row in short}
+    assert all(row.prompt_hash == prompts[row.doc_id] for row in rows)
+
+
+def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path) -> None:
+    model = model_that_writes(tmp_path / "model", A, B, C)
+    task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 4}')
+    lengths = {}
+    for row in longer(model, task, range(40), 30, max_length=20):
+        assert row.ended == ("context",)
+        assert row.answer_tokens == row.budgets
+        lengths[row.doc_id] = row.budgets[0]
+    words = [json.loads(line)["word"] for line in (tmp_path / "tasks/data/letters.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    assert lengths == {doc: 20 - len(tokenizer(word)["input_ids"]) for doc, word in enumerate(words)}
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_answers_are_lengthened_until_they_end_or_the_limit_is_reached(tmp_path: Path) -> None:
+    endless = model_that_writes(tmp_path / "endless", A, B, C)
+    task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 4}')
+
+    @flow
+    def lengthen(limit: int | None, doublings: int) -> list[Artifact[Scores]]:
+        parts = evaluate_documents(endless, task, Scoring(), None, CPU)
+        return lengthen_answers(endless, pin_data(task), Scoring(), parts, doublings, limit, CPU)
+
+    for limit, doublings, budgets in (
+        (None, 1, (4, 8)),
+        (None, 9, (4, 8, 16, 32)),
+        (10, 9, (4, 8, 10)),
+        (4, 9, (4,)),
+        (2, 9, (4,)),
+    ):
+        (part,) = lengthen(limit, doublings)
+        rows = read_document_scores(part.directory / SCORES_FILE)
+        assert {row.budgets for row in rows} == {budgets}
+        assert all(row.never_ends(limit) == (budgets[-1] == 32) for row in rows)
+        text = f"40 answers generated again with up to {budgets[-1]} tokens"
+        assert (text in part.value.summary()) == (len(budgets) > 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -318,3 +319,82 @@ def test_the_first_that_fails_is_what_is_said(
     with pytest.raises(InvalidInput) as caught:
         judged(fail, guards=(COPY,), workers=workers)
     assert caught.value.where == "base"
+
+
+class CutBench(Bench):
+    """A bench whose answers are cut off on every tenth document until their budget has been doubled often enough."""
+
+    def __init__(self, place: Path, right: Callable[[str, str, int], bool], needed: int) -> None:
+        super().__init__(place, right)
+        self.needed = needed
+        self.lengthened: list[tuple[str, str, int, int]] = []  # model, task, documents, doublings
+
+    def _part(self, name: str, task: str, first: int, last: int) -> Artifact[Scores]:
+        return self._with_budget(super()._part(name, task, first, last), 0)
+
+    def lengthen(
+        self,
+        model: Model,
+        task: EvalTask,
+        scoring: Scoring,
+        artifacts: Sequence[Artifact[Scores]],
+        doublings: int,
+        limit: int | None,
+        runtime: Runtime,
+    ) -> list[Artifact[Scores]]:
+        documents = sum(artifact.value.tasks[0].n for artifact in artifacts)
+        self.lengthened.append((model.name, task.name, documents, doublings))
+        return [self._with_budget(artifact, doublings) for artifact in artifacts]
+
+    def _with_budget(self, artifact: Artifact[Scores], doublings: int) -> Artifact[Scores]:
+        rows = []
+        for row in document_scores.read_document_scores(artifact.directory / document_scores.SCORES_FILE):
+            budgets = tuple(40 * 2**step for step in range(doublings + len(row.budgets or (40,))))
+            is_cut = row.doc_id % 10 == 0 and len(budgets) <= self.needed
+            rows.append(row._replace(ended=("length" if is_cut else "eos",), answer_tokens=(9,), budgets=budgets))
+        directory = artifact.directory.with_name(f"{artifact.directory.name}-{len(rows[0].budgets)}")
+        directory.mkdir(exist_ok=True)
+        document_scores.write_document_scores(directory / document_scores.SCORES_FILE, rows)
+        return dataclasses.replace(artifact, directory=directory, digest=digest([list(row) for row in rows]))
+
+
+def cut_benches(monkeypatch: pytest.MonkeyPatch, needed: int) -> list[CutBench]:
+    """Let ``judged`` use a ``CutBench``. Return the list to which it adds it."""
+    benches: list[CutBench] = []
+
+    def make(place: Path, right: Callable[[str, str, int], bool]) -> CutBench:
+        benches.append(CutBench(place, right, needed))
+        monkeypatch.setattr(assessment, "lengthen_answers", benches[-1].lengthen)
+        return benches[-1]
+
+    monkeypatch.setattr(sys.modules[__name__], "Bench", make)
+    return benches
+
+
+@pytest.mark.parametrize("needed", [1, 3])
+def test_cut_off_answers_are_lengthened_at_the_same_look_for_all_models(
+    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch, needed: int
+) -> None:
+    benches = cut_benches(monkeypatch, needed)
+    result, _ = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(rule="each"))
+    (bench,) = benches
+    verdict = result.verdict.value
+    assert (verdict.outcome, verdict.guards[0].n) == ("pass", 1000)
+    assert verdict.guards[0].cut_answers is None
+    first = [call for call in bench.lengthened if call[2] == 500]
+    assert first == [
+        (name, "reverse", 500, 1) for _ in range(needed) for name in ("base", "reverser", "merge")
+    ]  # one doubling after another, at the first look
+    second = [call for call in bench.lengthened if call[2] == 1000]
+    assert sorted(second) == sorted((name, "reverse", 1000, needed) for name in ("base", "reverser", "merge"))
+
+
+def test_answers_are_not_lengthened_beyond_the_limit(
+    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benches = cut_benches(monkeypatch, 9)
+    result, _ = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(rule="each", max_answer_tokens=80))
+    assert [call[3] for call in benches[0].lengthened] == [1, 1, 1]
+    (guard,) = result.verdict.value.guards
+    assert (guard.outcome, guard.n, guard.documents_left) == ("inconclusive", 500, SIZE - 500)
+    assert guard.reason.endswith("evaluate.max_answer_tokens above 80 would decide")

@@ -17,6 +17,7 @@ from demo_project import Printed, Project
 from mergegate.tasks.evaluation.stage import evaluate, excerpt
 from mergegate.tasks.explain.stage import explain, flips
 from mergegate.tasks.gate.stage import gate
+from mergegate.tasks.gate.verdict_record import record_evidence
 from mergegate.tasks.judge.answers import answer
 from mergegate.tasks.judge.stage import judge
 from mergegate.tasks.merge import merge
@@ -29,7 +30,17 @@ from mergegate.tasks.serve.stage import measure_parent, serve
 from mergegate.tasks.stage.stages import DeclaredStage
 
 GOLDEN = Path(__file__).parent / "golden"
-STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, explain, write_report)
+STAGES = (
+    check_licenses,
+    check_compatibility,
+    merge,
+    perplexity,
+    evaluate,
+    gate,
+    explain,
+    write_report,
+    record_evidence,
+)
 OPTIONAL = (excerpt, flips, ensemble_likelihoods, answer, judge, serve, measure_parent)
 
 

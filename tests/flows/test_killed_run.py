@@ -19,7 +19,7 @@ from typer.testing import Result
 pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
-STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report")
+STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report", "evidence")
 
 # Runs the command line and dies by SIGKILL, either after a stage has done its work and before its artifact is sealed,
 # or during publication, when the release is written but not yet renamed.

@@ -24,7 +24,7 @@ from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 
 PARENTS = ("reverser", "shifter", "thinker")
-FEW = 120  # documents for backends that answer slowly here
+FEW = 80  # documents for backends that answer slowly here
 TASK = {
     "task": "written",
     "dataset_path": "json",

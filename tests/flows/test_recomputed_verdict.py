@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,20 @@ def test_the_evidence_has_no_texts(release: Path, released: Released) -> None:
         assert all(re.fullmatch("[0-9a-f]{64}", value) for value in columns[name])
     for name in ("answer", "cluster"):
         assert all(re.fullmatch("[0-9]*", value) for value in columns[name])
+
+
+def test_verdicts_of_a_judge_and_a_server_are_listed_as_not_recomputed(released_with_everything: Path) -> None:
+    releases = [path for path in released_with_everything.glob("releases/*/*") if not path.is_symlink()]
+    recomputed = [mergegate.verify(path, verdict=True).recomputed for path in releases]
+    texts = [str(verdict) for verdict in recomputed if verdict and verdict.further_verdicts]
+    assert any(
+        "Not recomputed, because they need a model or a server: judge (pass), serve (pass)." in text for text in texts
+    )
+
+
+def test_a_release_under_an_inconclusive_verdict_names_the_setting(release: Path) -> None:
+    recomputed = mergegate.verify(release, verdict=True).recomputed
+    assert recomputed is not None
+    verdict = recomputed.verdict.model_copy(update={"outcome": "inconclusive", "on_inconclusive": "warn"})
+    text = str(replace(recomputed, verdict=verdict))
+    assert "It was published although it is inconclusive, because the profile sets on_inconclusive: warn." in text

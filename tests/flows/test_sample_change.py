@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -66,6 +67,11 @@ def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_it
     copy = guards(first)["copy", "base"]
     assert copy["sample_start"] == 0  # no champion yet
 
+    card = (project.root / "releases" / "changing" / "latest" / "README.md").read_text()
+    assert "The documents that measured these scores also selected this merge." in card
+    checked = project.mergegate("check", write_profile(project, 0.45)).output
+    assert f"copy: each new merge is judged on the next {FIRST} of {SIZE} documents" in checked
+
     before = evaluated(project)
     assert run(project, write_profile(project, 0.5))["status"] == "nothing new"
     assert evaluated(project) == before
@@ -78,6 +84,10 @@ def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_it
         assert judged["copy", "champion"]["sample_start"] == start
         assert judged["copy", "base"]["sample_start"] == start  # guards of one task share their scores
         assert judged["reverse", "reverser"]["sample_start"] == 0  # no guard against the champion
+        if density == 0.45:  # the champion was selected on other documents
+            (section,) = (one for one in outcomes[density]["content"]["sections"] if one["title"] == "Documents")
+            wanted = rf"copy: the current release scores [\d.]+ on the {copy['n']} documents that selected it, and "
+            assert re.match(wanted, section["sentences"][0])
         start = (start + judged["copy", "champion"]["n"]) % SIZE
 
     answers = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gate_samples import GUARD, outcome
+from gate_samples import GUARD, outcome, table_in_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,3 +136,16 @@ def test_an_equal_merge_passes_as_often_as_with_the_distinct_documents_alone() -
     assert twice == pytest.approx(once, abs=0.06)
     few, none = published([1] * 950 + [2] * 25, 0.05, 0.05, 400), published([1] * 975, 0.05, 0.05, 400)
     assert few == pytest.approx(none, abs=0.06)
+
+
+def test_the_table_in_the_docs_keeps_5_percent_at_the_margin() -> None:
+    """The cells hold the share with the rule and, after the dot, without it."""
+    header, *table = table_in_docs("duplicate-documents.md", "duplicates")
+    error = 100 * (0.05 * 0.95 / 4000) ** 0.5
+    for cells in table:
+        by_name = dict(zip(header, cells, strict=True))
+        for column in ("at the margin", "lost among the most repeated"):
+            assert float(by_name[column].split(" · ")[0]) <= 5 + 3 * error, cells
+    twice = dict(zip(header, table[0], strict=True))
+    assert float(twice["at the margin"].split(" · ")[1]) > 10  # what the rule prevents
+    assert float(twice["equal"].split(" · ")[0]) == pytest.approx(float(twice["equal, prompts once"]), abs=4)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from benchmark_scripts import load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,10 +16,13 @@ from mergegate.tasks.gate import (
     Guard,
     JudgedSample,
     damaged_sample_records,
+    normal_quantile,
     read_samples,
     record_sample,
     sample_start,
+    selection_inflation,
     uses_per_document,
+    wear_findings,
 )
 from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.stage import home as home_of
@@ -105,3 +112,49 @@ def test_another_size_of_the_task_still_gives_a_valid_start() -> None:
     judged = JudgedSample(merge="m", champion="c", start=1300, documents=500)
     assert 0 <= sample_start((judged,), judged, 700, 100) < 700
     assert sample_start((), judged, 700, 100) == 1800 % 700
+
+
+def test_check_names_worn_documents_and_the_fix() -> None:
+    for number in range(12):
+        use = JudgedSample(merge=f"m{number}", champion="c", start=0, documents=500)
+        record_sample(TASK, 0, use)
+    lines, (worn,) = wear_findings(GUARDS, [TASK], EVIDENCE.scoring, resample=False)
+    assert "the same 500 of 1,319 documents, which have judged 12 merges" in lines[0]
+    assert worn.severity == "warn"
+    assert "12 merges" in worn.found
+    assert worn.remedy == "set evaluate.resample: true"
+    lines, fresh = wear_findings(GUARDS, [TASK], EVIDENCE.scoring, resample=True)
+    assert "the next 500 of 1,319 documents, which have judged 0 merges" in lines[0]
+    assert fresh == []
+    everything = Scoring(documents="all")
+    assert wear_findings(GUARDS, [TASK], everything, resample=True)[1] == []  # 12 merges on 500 of 1,319 documents
+    for number in range(12, 24):
+        record_sample(TASK, 0, JudgedSample(merge=f"m{number}", champion="c", start=0, documents=1319))
+    assert wear_findings(GUARDS, [TASK], everything, resample=True)[1][0].remedy == "use a task with more documents"
+
+
+@pytest.mark.parametrize("discordance", [0.05, 0.1, 0.3])
+def test_the_expected_inflation_is_that_of_simulated_merges_that_pass(discordance: float) -> None:
+    rng, n = np.random.default_rng(0), 500
+    by_chance = rng.binomial(n, 2 * discordance, 40_000)  # documents that each model answers by chance
+    reference, merge = rng.binomial(by_chance, 0.5), rng.binomial(by_chance, 0.5)
+    error = 100 * math.sqrt(discordance / n)
+    half = normal_quantile(0.95) * error
+    drop = 100 * (reference - merge) / n
+    passes = (drop <= 2) & (drop + half <= 3)
+    luck = 100 * (merge - by_chance / 2) / n
+    wanted = selection_inflation(0.0, half, 0.95, 2.0, 3.0)
+    assert luck[passes].mean() == pytest.approx(wanted, abs=0.1)
+
+
+def test_equal_merges_are_not_blocked_more_and_more_on_changing_samples() -> None:
+    script = load_benchmark("gate_suites")
+    test_set = script.TestSet(1, 6000, (500,), 0.10)
+    shares = {}
+    for resample in (False, True):
+        found = script.wear(test_set, 60, np.random.default_rng(1), resample=resample, length=40)
+        shares[resample] = (found.published[:5].mean(), found.published[25:].mean())
+        if resample:
+            assert abs(found.following[10:].mean()) < 0.25  # the champion's score on new documents is not inflated
+    assert shares[False][1] < 0.35
+    assert shares[True][1] > 0.55

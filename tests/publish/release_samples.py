@@ -7,14 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
-from mergegate.tasks.gate.stage import GateVerdict
-from mergegate.tasks.gate.verdict_record import RecordedEvidence
+from mergegate.tasks.gate.settings import GateRule
+from mergegate.tasks.gate.stage import GateInputs, GatePlan, GateVerdict
+from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, RecordedEvidence, record_evidence, verdict_record
 from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.case import LicensedParent
@@ -179,7 +181,10 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
     merge = MergeSummary(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )
-    evidence = RecordedEvidence(outcomes=0, likelihoods=0, models=0)
+    inputs = GateInputs((), {}, {}, None, GatePlan(GateRule()))
+    with TemporaryDirectory() as scratch:
+        recorded = record_evidence.work(Path(scratch), verdict_record(inputs, content().verdict, ()), {}, {})
+        record = {EVIDENCE_RECORD.replace(".", "__"): Path(scratch, EVIDENCE_RECORD).read_bytes()}
     return Publishable(
         content(),
         PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
@@ -187,5 +192,5 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
         stored("licenses", root / "licenses", license_verdict("apache-2.0", "mit")),
         stored("merge", root / "merge", merge, model__safetensors=weights, config__json=b"{}"),
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
-        stored("evidence", root / "evidence", evidence, **{"evidence/gate__json": b"{}"}),
+        stored("evidence", root / "evidence", recorded, **record),
     )

@@ -118,6 +118,7 @@ def test_it_is_verified_by_the_hubs_own_hashes_without_its_weights(released: Pro
     assert f"its content matches its version {version}" in done.stdout
     assert not any(entry.path.startswith("/_storage") for entry in released.stand_in.log)
     assert released.mergegate("verify", f"acme/demo@{version}").returncode == 0
+    assert released.mergegate("verify", "acme/demo", "--verdict").returncode == 0
     assert released.mergegate("verify", "acme/demo@v9").returncode == 2
 
 

@@ -182,7 +182,7 @@ def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefec
     assert champion is not None
     assert champion.digest == merge.digest
     assert f"mergegate verify {place.address}" in (champion.directory / "README.md").read_text()
-    verified = check_release(find_release(f"{place.address}:{released.version}"))
+    verified = check_release(find_release(f"{place.address}:{released.version}"), recompute=True)
     assert verified.version == released.version
 
 

@@ -16,6 +16,8 @@ import report_samples as samples
 from pages import Page, page_of
 
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.gate.drift import StratumDrift
+from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.ending import EndedStage, add_stages
 from mergegate.tasks.report.page import marked_answers, render
@@ -282,6 +284,36 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
     assert "Bits per byte" in page.texts["th"]
     assert "0.442" in page.texts["td"]  # log2(3.41) / 4 bytes per token
+
+
+def test_a_language_that_fails_and_broken_documents_are_shown_wherever_perplexity_is() -> None:
+    content, names = samples.refused(), ("en", "<b>de")
+    strata = tuple(
+        StratumDrift(name=name, documents=8, ratio=1 + i, low=0.99 + 0.2 * i, high=1.02 + i, failed=bool(i))
+        for i, name in enumerate(names)
+    )
+    findings = (
+        GateFinding(kind="stratum", outcome="fail", reason="perplexity of <b>de is 2.000 times that of reverser"),
+        GateFinding(kind="duplicates", outcome="pass", reason="30 held-out documents repeat another one"),
+    )
+    update = {"strata": strata, "findings": findings, "outcome": "fail", "reason": findings[0].reason}
+    drift = samples.drift(1.0024, 0.9981, 1.0067).model_copy(update=update)
+    content = content.model_copy(update={"verdict": content.verdict.model_copy(update={"drift": drift})})
+    rows = {row.cells[0]: row for row in final_table(content).rows}
+    assert rows["perplexity: <b>de"].cells[-5:] == (
+        *("reverser", f"{TIMES}2.000 [1.190, 2.020]", f"{TIMES}1.05", f"{TIMES}1.05", "fail"),
+    )
+    assert rows["perplexity"].outcome == "fail"
+    assert "perplexity: en" not in rows
+    page = render(content)
+    assert "<b>de" not in page
+    assert "30 held-out documents repeat another one." in page
+    assert "No document loses more than 0.5 nats per token, so at most 0.4 % of such documents do (limit 1 %)." in page
+    assert (
+        "Over all tokens of the text, where long documents count more, the ratio is 1.002; it does not decide." in page
+    )
+    assert "2.000 [1.190, 2.020], fail." in page  # the label of the plot
+    assert "<b>de" not in as_markdown(content)
 
 
 def test_the_page_names_the_evaluation_data() -> None:

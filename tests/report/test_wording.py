@@ -28,7 +28,7 @@ def test_likelihoods_read_at_any_size(value: float | None, text: str) -> None:
 def test_a_ratio_reads_at_any_size() -> None:
     assert wording.format_ratio(samples.drift(1.0024, 0.9981, 1.0067)) == "1.002 [0.998, 1.007]"
     assert wording.format_ratio(samples.drift(1.05004, 1.0438, 1.0562)) == "1.05004 [1.04380, 1.05620]"
-    assert wording.format_ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4 [731.2, 893.6]"
+    assert wording.format_ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4"
     assert wording.format_ratio(samples.drift(8.1e9, 7.3e9, 8.9e9)) == "8.1e9"
     assert wording.format_ratio(samples.drift(None, None, None)) == "not finite"
 
@@ -93,3 +93,14 @@ def test_a_comparison_does_not_mention_publishing() -> None:
         wording.consequence(undecided)
         == "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
     )
+
+
+def test_inconclusive_perplexity_alone_asks_for_held_out_text() -> None:
+    content = samples.released()
+    drift = samples.drift(1.02, 0.98, 1.06, "inconclusive")
+    undecided = content.verdict.model_copy(update={"drift": drift, "outcome": "inconclusive", "publishable": False})
+    action = wording.recommended_action(content.model_copy(update={"verdict": undecided}))
+    assert action.startswith("Add held-out text")
+    failed = undecided.model_copy(update={"guards": samples.refused().verdict.guards, "outcome": "fail"})
+    action = wording.recommended_action(content.model_copy(update={"verdict": failed}))
+    assert not action.startswith("Add held-out text")

@@ -11,8 +11,7 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, deciding_files
-from mergegate.tasks.evaluation import SampleUse
-from mergegate.tasks.gate import ANCHOR, CHAMPION
+from mergegate.tasks.gate import ANCHOR, CHAMPION, SelectingSample
 from mergegate.tasks.publish import DESCRIPTION_FILES, PROVENANCE
 from mergegate.tasks.publish.targets import PublishTarget
 from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
@@ -34,7 +33,7 @@ class ReleasedModel(Model):
     version: Annotated[str, NotInKey] = ""
     location: Annotated[Path | str, NotInKey] = ""
     complete: Annotated[bool, NotInKey] = True
-    samples: Annotated[dict[str, SampleUse], NotInKey] = Field(default_factory=dict)
+    samples: Annotated[dict[str, SelectingSample], NotInKey] = Field(default_factory=dict)
 
 
 def load_released_model(
@@ -87,7 +86,7 @@ def load_released_model(
     )
 
 
-def selecting_samples(directory: Path) -> dict[str, SampleUse]:
+def selecting_samples(directory: Path) -> dict[str, SelectingSample]:
     """Return the documents of each task that selected the release in ``directory``, according to its provenance.
 
     The provenance of an older release, which does not name the start of a sample, means the beginning of the order. If
@@ -97,8 +96,10 @@ def selecting_samples(directory: Path) -> dict[str, SampleUse]:
         statement = read_json(directory / PROVENANCE)
         guards = statement["predicate"]["mergegate_verdict"]["guards"]
         return {
-            str(guard["task"]): SampleUse(
-                start=guard.get("sample_start", 0), documents=guard.get("documents_asked") or guard["n"]
+            str(guard["task"]): SelectingSample(
+                start=guard.get("sample_start", 0),
+                documents=guard.get("documents_asked") or guard["n"],
+                score=guard.get("merge_score"),
             )
             for guard in guards
         }
