@@ -1,8 +1,9 @@
 """Simulate merges that know nothing, and equal merges, for references of different skill.
 
-The tables are in ``docs/benchmarks/gate-error-rates.md``. Run it with
-``benchmarks/operating_characteristics.py sensitivity --runs 2000``. The gate's own functions decide about each merge,
-from scores of single documents: ``measure_guard``, ``judge_guards`` and ``gate_verdict``.
+The tables are in ``docs/benchmarks/references-at-chance.md``. Run it with
+``benchmarks/operating_characteristics.py sensitivity``. The rule is that of ``tasks.gate.sensitivity``, on counts of
+many samples with the gate's own bounds. ``tests/gate/test_gate_sensitivity.py`` verifies that the gate decides the same
+way.
 
 The reference knows the answer to some documents and guesses on the others. Guesses are the answers of a merge that
 knows nothing, so the two differ only where the reference knows more. In this case, a loss is hardest to see.
@@ -10,21 +11,17 @@ knows nothing, so the two differ only where the reference knows more. In this ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.evaluation import DocumentScore, PairedScores
-from mergegate.tasks.gate.evidence import measure_guard
-from mergegate.tasks.gate.regression import judge_guards
+from mergegate.tasks.gate.regression import is_within
 from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import gate_verdict
+from mergegate.tasks.gate.statistics import binary_bounds
 
 RULE, GUARD = GateRule(), Guard(task="quiz", guarded_by="base")  # the defaults: max_drop 2, margin 3
+Counts = NDArray[np.float64]
 
 
 class Quiz(NamedTuple):
@@ -50,56 +47,44 @@ SKILLS = (0, 1, 2, 3, 4, 6, 10)  # points by which the reference beats the guess
 LARGE_SKILLS = (6, 10, 20, 40)
 
 
-@cache
-def row(document: int, target: int, right: bool, chance: float) -> DocumentScore:
-    """Return the score of one document; only scores with equal arguments are equal."""
-    hashes = (f"d{document}", f"p{document}", f"t{target}")
-    return DocumentScore("quiz", "acc,none", document, *hashes, float(right), chance=chance)
+class Samples(NamedTuple):
+    """Counts of many simulated merges on ``n`` documents each."""
+
+    n: int
+    chance: float  # score of a random choice
+    right: Counts  # documents that the reference gets right
+    lost: Counts  # of these, documents that the merge gets wrong
+    won: Counts  # documents that only the merge gets right
+    frequent: Counts  # documents for which the most frequent answer is right
+
+    def published(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which merges pass, by the interval of the drop alone and with the check of the reference."""
+        _, high = binary_bounds(self.lost, self.won, self.n, RULE.confidence)
+        drop = 100 * (self.lost - self.won) / self.n
+        before = is_within(drop, 100 * high, GUARD.max_drop, GUARD.upper_limit)
+        low, _ = binary_bounds(self.right, np.zeros_like(self.right), self.n, RULE.confidence)
+        above = np.minimum(low - self.chance, (self.right - self.frequent) / self.n)
+        return before, before & (100 * above >= GUARD.upper_limit)
 
 
-def publishes(
-    reference: NDArray[np.bool_], merge: NDArray[np.bool_], targets: Sequence[int], chance: float
-) -> tuple[bool, bool]:
-    """Return whether the gate publishes a merge, by the interval alone and with all checks."""
-    rows = tuple(
-        (row(document, target, bool(left), chance), row(document, target, bool(right), chance))
-        for document, (left, right, target) in enumerate(zip(reference, merge, targets, strict=True))
-    )
-    left, right = tuple(map(float, reference)), tuple(map(float, merge))
-    keys = tuple(("quiz", document) for document in range(len(rows)))
-    evidence = measure_guard(GUARD, "acc,none", PairedScores(keys, left, right, (), rows), True)
-    verdicts = (judge_guards([each], RULE.confidence) for each in (replace(evidence, rows=()), evidence))
-    before, after = (gate_verdict(each, None, RULE.on_inconclusive).publishable for each in verdicts)
-    return before, after
+def ignorant(quiz: Quiz, skill: float, n: int, runs: int, rng: np.random.Generator) -> Samples:
+    """Simulate merges that know nothing. Their reference knows enough to score ``skill`` points more."""
+    shares = quiz.targets or (0.0, 1.0)  # the right answer is never the empty one
+    targets = rng.multinomial(n, shares, size=runs).astype(np.float64)
+    guesses = rng.binomial(n, quiz.chance, size=runs) if quiz.guess is None else targets[:, quiz.guess]
+    known = skill / 100 / (1 - (quiz.chance if quiz.guess is None else shares[quiz.guess]))
+    lost = rng.binomial((n - guesses).astype(np.int64), known).astype(np.float64)
+    frequent = targets.max(1) if quiz.targets else np.zeros(runs)
+    return Samples(n, quiz.chance, guesses + lost, lost, np.zeros(runs), frequent)
 
 
-def ignorant(quiz: Quiz, skill: float, n: int, runs: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Return the share of merges without any knowledge that are published, by the interval and with all checks."""
-    published = np.zeros((runs, 2))
-    base = max(quiz.targets, default=0.0) if quiz.guess is not None else quiz.chance
-    known = skill / 100 / (1 - base)
-    for run in range(runs):
-        targets = rng.choice(len(quiz.targets), n, p=quiz.targets) if quiz.targets else np.arange(n)
-        guesses = rng.integers(len(quiz.targets), size=n) if quiz.targets and quiz.guess is None else quiz.guess
-        merge = targets == guesses if quiz.targets else np.zeros(n, dtype=np.bool_)
-        reference = merge | (rng.random(n) < known)
-        published[run] = publishes(reference, merge, targets.tolist(), quiz.chance)
-    before, after = published.mean(0)
-    return float(before), float(after)
-
-
-def equal(skill: float, discordance: float, n: int, runs: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Return the share of equally good merges that are published, on a task with 4 choices."""
-    published = np.zeros((runs, 2))
-    score = 0.25 + skill / 100
-    for run in range(runs):
-        reference = rng.random(n) < score
-        change = rng.random(n)
-        loses, wins = discordance / 2 / score, discordance / 2 / (1 - score)
-        merge = np.where(reference, change >= loses, change < wins)
-        published[run] = publishes(reference, merge, rng.integers(4, size=n).tolist(), 0.25)
-    before, after = published.mean(0)
-    return float(before), float(after)
+def equal(skill: float, discordance: float, n: int, runs: int, rng: np.random.Generator) -> Samples:
+    """Simulate merges that are as good as their reference, which scores ``skill`` points above chance (4 choices)."""
+    score, half = 0.25 + skill / 100, discordance / 2
+    counts = rng.multinomial(n, [half, half, score - half, 1 - score - half], size=runs).astype(np.float64)
+    lost, won, both, _ = counts.T
+    frequent = rng.multinomial(n, (0.25,) * 4, size=runs).max(1).astype(np.float64)
+    return Samples(n, 0.25, lost + both, lost, won, frequent)
 
 
 def sensitivity_table(runs: int, rng: np.random.Generator) -> list[str]:
@@ -118,8 +103,8 @@ def sensitivity_table(runs: int, rng: np.random.Generator) -> list[str]:
     return lines
 
 
-def _both(shares: tuple[float, float]) -> str:
-    return " / ".join(f"{100 * share:.1f}" for share in shares)
+def _both(samples: Samples) -> str:
+    return " / ".join(f"{100 * passed.mean():.1f}" for passed in samples.published())
 
 
 def _line(*cells: str) -> str:

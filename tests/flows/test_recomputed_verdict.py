@@ -123,8 +123,12 @@ def remove_a_guard(release: Path) -> None:
     edit_record(release, lambda record: record["inputs"]["guards"].pop())
 
 
-def remove_the_tables(release: Path) -> None:
+def empty_a_table(release: Path) -> None:
     (release / OUTCOMES).write_bytes(b"")
+
+
+def truncate_the_record(release: Path) -> None:
+    (release / EVIDENCE_RECORD).write_bytes((release / EVIDENCE_RECORD).read_bytes()[:-100])
 
 
 FORGERIES = (
@@ -139,7 +143,8 @@ FORGERIES = (
     raise_the_drift_limit,
     state_another_verdict,
     remove_a_guard,
-    remove_the_tables,
+    empty_a_table,
+    truncate_the_record,
 )
 
 

@@ -28,7 +28,7 @@ from mergegate.tasks.publish.content import MAX_METADATA_BYTES
 from mergegate.tasks.publish.targets import PublishedRelease
 
 _BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
-_SHOWN = 12  # differences that a message lists
+_SHOWN = 8  # differences that a message lists
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,10 @@ def recompute_verdict(
             expected="a release with the outcomes of its documents",
             remedy="verify it without --verdict, or publish the merge again with this version of mergegate",
         )
-    content = parse_json_object(release.read(EVIDENCE_RECORD), EVIDENCE_RECORD, bounds=_BOUNDS)
+    try:
+        content = parse_json_object(release.read(EVIDENCE_RECORD), EVIDENCE_RECORD, bounds=_BOUNDS)
+    except InvalidInput as error:
+        raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
     known, here = content.get("versions"), versions_here()
     theirs = known if isinstance(known, dict) else {}
     other_gate = InvalidInput(
@@ -102,8 +105,13 @@ def recompute_verdict(
         expected=f"version {gate.version}, which this mergegate ({here['mergegate']}) has",
         remedy=f"verify it with mergegate {theirs.get('mergegate', 'of the time of the release')}",
     )
+    predicate = statement.get("predicate")
     try:
         record = VerdictRecord.model_validate(content)
+        # A field that mergegate added after the release has its default there.
+        stored = plain_verdict(GateVerdict.model_validate(record.verdict))
+        stated = GateVerdict.model_validate(predicate["mergegate_verdict"] if isinstance(predicate, dict) else None)
+        joint_stored = plain_verdict(stated)
         tables = {name: release.read(name) for name in EVIDENCE_TABLES if name in files}
         recomputed = decide_again(record, tables)
     # The evidence is untrusted. After any error, the stored verdict does not follow from it.
@@ -111,24 +119,19 @@ def recompute_verdict(
         if content.get("gate_version") != gate.version:
             raise other_gate from None
         raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
-    joint, predicate = joint_verdict(record, recomputed), statement.get("predicate")
-    stored = predicate.get("mergegate_verdict") if isinstance(predicate, dict) else None
-    differences = list(compare_verdicts(record.verdict, plain_verdict(recomputed)))
-    for difference in compare_verdicts(stored if isinstance(stored, dict) else {}, plain_verdict(joint)):
+    joint = joint_verdict(record, recomputed)
+    differences = list(compare_verdicts(stored, plain_verdict(recomputed)))
+    for difference in compare_verdicts(joint_stored, plain_verdict(joint)):
         differences += [difference] if difference not in differences else []
     others = {name: (version, here.get(name, "")) for name, version in record.versions.items() if name != "mergegate"}
     others = {name: pair for name, pair in others.items() if pair[0] != pair[1]}
     if differences and record.gate_version != gate.version:
         raise other_gate
     if differences and not (others and all(difference.is_rounding for difference in differences)):
-        # Numbers say more than the sentences that contain them.
-        differences.sort(key=lambda difference: isinstance(difference.stored, str) and " " in difference.stored)
         more = [f"{len(differences) - _SHOWN} more differences"] if len(differences) > _SHOWN else []
         lines = [*map(str, differences[:_SHOWN]), *more]
         raise _mismatch(reference, "a verdict that does not follow from its outcomes: " + "\n  also: ".join(lines))
-    return RecomputedVerdict(
-        GateVerdict.model_validate(stored), joint, record.further_verdicts, tuple(differences), others
-    )
+    return RecomputedVerdict(stated, joint, record.further_verdicts, tuple(differences), others)
 
 
 def _mismatch(reference: str, found: str) -> Refused:
