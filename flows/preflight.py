@@ -6,6 +6,7 @@ of the checks (parents, evidence, verdicts) are passed on, so that nothing is lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from mergegate.tasks.evaluation import (
     ContaminatedDocuments,
     CountLimit,
     EvalTask,
+    PromptWarning,
     TaskPreview,
     TokenizerSource,
     choose_known_metrics,
@@ -313,12 +315,14 @@ def _pin_data(
                 repetition = find_repetition.build(tasks[-1], count, limit).value
                 clusters = [guard.cluster_by for guard in evidence.guards if guard.task == task.name]
                 problems.add(repetition_findings(task.name, repetition, next(filter(None, clusters), None)))
+            warnings: list[PromptWarning] = []
             for source in sources:
                 with problems.collect_errors():
                     example = preview.build(tasks[-1], evidence.scoring, source, limit).value
                     prompt_settings = task.prompt_settings.describe() if task.prompt_settings else ""
                     budget = example.describe_budget(evidence.rule.max_answer_tokens)
                     problems.examples.append(TaskExample(task.name, source.name, example, prompt_settings, budget))
+                    warnings += example.warnings
                     if example.room is not None and example.tokens > example.room:
                         warning = Finding(
                             "warn",
@@ -329,6 +333,12 @@ def _pin_data(
                             remedy="lower max_gen_toks under gen_kwargs, or num_fewshot",
                         )
                         problems.add([warning])
+            unread = Counter(warning.setting for warning in warnings)
+            problems.add(
+                Finding("warn", f"evaluate.tasks: {task.name}", warning.found, warning.expected, warning.remedy)
+                for warning in warnings
+                if not warning.setting or unread[warning.setting] == len(sources)
+            )
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 

@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mergegate.flows.cli.profile_draft import RecipeDraft, recipe_drafts
+from mergegate.flows.cli.profile_draft import RecipeDraft, ThinkingDraft, recipe_drafts
 from mergegate.flows.cli.recipe_parents import clear_recipe
-from mergegate.merge_core import load_recipe
+from mergegate.merge_core import Checkpoint, load_recipe
+from mergegate.merge_core.checkpoint import find_thinking
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 
+_THINKING_BUDGET = 8192  # tokens of a thought and an answer, unless that is more than half of the model's context
+
 
 def fitting_recipe(
     method: str, models: Sequence[ResolvedCheckpoint], out: Path, name: str
-) -> tuple[RecipeDraft, tuple[ResolvedCheckpoint, ...]]:
-    """Return the first draft that fits the models, and its parents.
+) -> tuple[RecipeDraft, tuple[ResolvedCheckpoint, ...], ThinkingDraft | None]:
+    """Return the first draft that fits the models, its parents, and the settings for the first thinking model.
 
     ``models`` starts with the base. An empty ``method`` allows any method. Paths in the recipe are relative to ``out``.
     ``name`` is the name of the recipe in messages.
@@ -68,5 +72,19 @@ def fitting_recipe(
                 if tensor.dtype.torch_name in ("bfloat16", "float16", "float32"):
                     sizes[tensor.dtype.torch_name] += tensor.nbytes
         dtype = sizes.most_common(1)[0][0] if sizes else "float32"
-        return replace(draft, recipe={**draft.recipe, "dtype": dtype}), cleared.parents
+        thinking = next(
+            filter(None, (_thinking_draft(parent, cleared.opened[parent.ref]) for parent in cleared.parents)), None
+        )
+        return replace(draft, recipe={**draft.recipe, "dtype": dtype}), cleared.parents, thinking
     raise problems[0]
+
+
+def _thinking_draft(parent: ResolvedCheckpoint, checkpoint: Checkpoint) -> ThinkingDraft | None:
+    """Return the settings for a merged model that thinks, or None if it does not."""
+    vocabulary = read_vocabulary(checkpoint.companions) if checkpoint.chat_template and parent.is_merged else None
+    if vocabulary is None or (template := find_thinking(checkpoint.chat_template, vocabulary.ids)) is None:
+        return None
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    context = config.get("max_position_embeddings")
+    half = context // 2 if isinstance(context, int) else _THINKING_BUDGET
+    return ThinkingDraft(parent.name, template, max(1, min(_THINKING_BUDGET, half)))

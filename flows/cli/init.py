@@ -48,7 +48,7 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
-from mergegate.tasks.evaluation import pin_data, pin_task
+from mergegate.tasks.evaluation import generates_answers, pin_data, pin_task
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.preflight import SAMPLE
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
@@ -147,19 +147,28 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
         default_name = "-".join(filter(None, parts)) or "merge"
         name = _answer(request, "name of the release", request.name, default_name, unused_name)
         files = files_of(name)
-        draft, parents = fitting_recipe(request.method, models, out, name)
+        draft, parents, thinking = fitting_recipe(request.method, models, out, name)
         console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
         console.print(f"         {draft.why}".replace("\n# ", "\n         "))
         license = _license(request, parents, name, out)
         console.print(Text(f"license  {license.purpose}, {license.visibility}", style="bold"))
         documents, is_sample = _documents(request, models, out)
+        if thinking:
+            end = thinking.template.end or "unknown: set think_end_token in the profile"
+            console.print(Text(f"thinking {thinking.name}: its thoughts end with {end}", style="bold"))
         profile = ProfileDraft(
             name=name,
             recipe=files[0].name,
             license=license,
             documents=documents,
             is_sample=is_sample,
-            guards=_guards(request, parents, out, console),
+            guards=tuple(
+                replace(guard, prompt_settings=thinking.prompt_settings(generates_answers(guard.task, out)))
+                if thinking
+                else guard
+                for guard in _guards(request, parents, out, console)
+            ),
+            thinking=thinking,
             release=f"releases/{name}",
             schema="",
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from mergegate.merge_core.checkpoint import ThinkingTemplate
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
 
@@ -51,6 +52,29 @@ class GuardDraft:
     guarded_by: str
     why: str
     problem: str = ""
+    prompt_settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ThinkingDraft:
+    """Settings for evaluating the thinking model ``name``, whose thoughts and answers may have ``budget`` tokens."""
+
+    name: str
+    template: ThinkingTemplate
+    budget: int
+
+    def prompt_settings(self, generates_answers: bool) -> dict[str, Any]:
+        """Return the prompt settings of a guard. Tasks that score given answers leave no room for a thought."""
+        return {"gen_kwargs": {"max_gen_toks": self.budget}} if generates_answers else {"apply_chat_template": False}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines under ``evaluate``."""
+        yield f"  # {_line(self.name)} is a thinking model. Only the text after its thought is scored.\n"
+        yield "  chat_template: true\n"
+        if self.template.has_switch:
+            yield "  enable_thinking: true\n"
+        if self.template.end:
+            yield f"  think_end_token: {flow_yaml(self.template.end)}\n"
 
 
 @dataclass(frozen=True)
@@ -80,6 +104,7 @@ class ProfileDraft:
     guards: tuple[GuardDraft, ...]
     release: str
     schema: str
+    thinking: ThinkingDraft | None = None
 
 
 def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
@@ -205,13 +230,17 @@ def profile_text(draft: ProfileDraft) -> str:
     mark = "" if any(not guard.problem for guard in draft.guards) else "# "
     if mark:
         lines.append(f"# Without tasks, {NO_GUARDS}\n")
-    lines.append(f"{mark}evaluate:\n{mark}  tasks:\n")
+    lines.append(f"{mark}evaluate:\n")
+    if draft.thinking:
+        lines += [f"{mark}{line}" for line in draft.thinking.lines()]
+    lines.append(f"{mark}  tasks:\n")
     for guard in draft.guards:
         if guard.problem:
             lines.append(f"#   left out: {_line(guard.problem)}\n")
         task, reference = flow_yaml(guard.task), flow_yaml(guard.guarded_by)
         comment = "# " if guard.problem or mark else ""
-        item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3}}"
+        own = "".join(f", {key}: {flow_yaml(value)}" for key, value in guard.prompt_settings.items())
+        item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3{own}}}"
         lines.append(f"{item}   # {_line(guard.why)}\n")
     if not draft.guards:
         lines.append("#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from mergegate.merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions, is_read_template
 from mergegate.merge_core.errors import InvalidInput, suggest
@@ -66,6 +66,30 @@ KNOWN = {
 
 # Token that ends a turn in these templates, if it is not the tokenizer's end-of-sequence token.
 TURN_ENDS = {"chatml": "<|im_end|>", "exaone": "[|endofturn|]", "llama3": "<|eot_id|>"}
+
+
+# Texts that end a thought in published models.
+_THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|END_THINKING|>")
+# A template removes the thoughts of earlier turns by splitting them.
+_SPLIT = re.compile(r"""\.split\(\s*(?P<quote>['"])(?P<text>.+?)(?P=quote)\s*\)""")
+
+
+class ThinkingTemplate(NamedTuple):
+    """How the chat template of a thinking model handles thoughts."""
+
+    end: str  # text that ends a thought; empty if it is unknown
+    has_switch: bool  # whether the template reads ``enable_thinking``
+
+
+def find_thinking(template: str | None, tokens: Collection[str] = ()) -> ThinkingTemplate | None:
+    """Return how a model handles thoughts, or None if its chat template and its ``tokens`` show no thinking model."""
+    if template is None:
+        return None
+    has_switch = "enable_thinking" in template
+    end = next((end for source in (template, tokens) for end in _THINK_ENDS if end in source), "")
+    if has_switch and not end and (splits := [match["text"] for match in _SPLIT.finditer(template)]):
+        end = splits[-1]
+    return ThinkingTemplate(end, has_switch) if end or has_switch else None
 
 
 def read_chat_templates(files: Companions) -> dict[str, str]:

@@ -33,7 +33,7 @@ from mergegate.tasks.evaluation.metrics import (
     choose_known_metrics,
     choose_metrics,
 )
-from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, preview
+from mergegate.tasks.evaluation.preview import PromptWarning, TaskPreview, TokenizerSource, preview
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
@@ -63,6 +63,7 @@ from mergegate.tasks.evaluation.stage import (
 )
 from mergegate.tasks.evaluation.support import (
     MeanOver,
+    generates_answers,
     pin_sound_tasks,
     require_declared_mean,
     require_effect,
@@ -97,6 +98,7 @@ __all__ = [
     "MeanOver",
     "PairedScores",
     "PromptSettings",
+    "PromptWarning",
     "ResultsFile",
     "SampleUse",
     "Scores",
@@ -131,6 +133,7 @@ __all__ = [
     "find_pinned_data",
     "find_repetition",
     "find_results",
+    "generates_answers",
     "interim_looks",
     "is_file_name",
     "join_parts",

@@ -10,18 +10,22 @@ the tokenizer of the model is loaded::
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.parsing import flow_yaml
 from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.evaluation.backends.thinking import require_visible
 from mergegate.tasks.evaluation.document_scores import BUDGET_FACTOR
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
 from mergegate.tasks.evaluation.process import call_with_task_data
-from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
+from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import evaluated_documents, load_task
@@ -47,6 +51,17 @@ class TokenizerSource(BaseModel):
     digest: str
 
 
+class PromptWarning(BaseModel):
+    """Reason why the prompts of a task may not have the expected effect."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    found: str
+    expected: str
+    remedy: str
+    setting: str = ""  # setting that this model's template does not read; no problem if another model's does
+
+
 class TaskPreview(StageValue):
     """The first document of a task, as the model would read it."""
 
@@ -55,6 +70,7 @@ class TaskPreview(StageValue):
     answer: str  # first continuation whose likelihood is computed; for a generated answer, the expected one
     tokens: int  # number of tokens in the prompt
     room: int | None = None  # tokens left for a prompt next to the longest answer; None: no answer, or unknown
+    warnings: tuple[PromptWarning, ...] = ()
     budget: int | None = None  # largest number of tokens of a generated answer; None: no answer is generated
 
     def describe_budget(self, limit: int | None) -> str:
@@ -121,6 +137,9 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
         }
         leaf = set_up_tasks(loaded, {name: [position]}, reader, prompting, scoring.seed)[name]
 
+        if scoring.backend == "served":
+            require_visible(reader.thought_end, loaded_tokenizer, tokenizer.name)
+
         def apply_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             try:
                 return str(HFLM.apply_chat_template(reader, history, add_generation_prompt=add_generation_prompt))
@@ -163,4 +182,36 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             tokens=len(loaded_tokenizer(str(prompt))["input_ids"]),
             room=room.get(name),
             budget=answer_budget(leaf.get_config("generation_kwargs")) if name in room else None,
+            warnings=tuple(_warnings(loaded_tokenizer, prompting, leaf, tokenizer.name)),
+        )
+
+
+def _warnings(tokenizer: Any, prompting: ResolvedPromptSettings, leaf: Any, model: str) -> Iterator[PromptWarning]:
+    """Yield warnings about settings for thinking that are missing or have no effect."""
+    template = str(tokenizer.get_chat_template()) if prompting.is_chat else ""
+    for name in prompting.template_arguments:
+        if name not in template:
+            yield PromptWarning(
+                found=f"{name} has no effect: the chat template of {model} does not read it",
+                expected="a setting that changes the prompt",
+                remedy=f"remove {name}, or set chat_template in the recipe to a template that reads it",
+                setting=name,
+            )
+    if leaf.OUTPUT_TYPE != "generate_until" or prompting.enable_thinking is False:
+        return
+    thinking = find_thinking(template, tokenizer.get_vocab()) if prompting.is_chat else None
+    if thinking and prompting.think_end_token is None:
+        end, switch = thinking.end or "…", ", enable_thinking: true" if thinking.has_switch else ""
+        yield PromptWarning(
+            found=f"{model} is a thinking model, but think_end_token is not set: its thoughts are scored as answers",
+            expected="think_end_token, and a token limit for thought and answer; or enable_thinking: false",
+            remedy=f"think_end_token: {flow_yaml(end)}{switch} and a larger max_gen_toks "
+            "(docs/how-to/evaluate-thinking-models.md)",
+        )
+    prefix = leaf.get_config("gen_prefix")
+    if prefix and prompting.think_end_token is not None:
+        yield PromptWarning(
+            found=f"every answer begins with the task's gen_prefix {str(prefix)[:60]!r}, so {model} cannot think first",
+            expected="a task without gen_prefix for a thinking model",
+            remedy="gen_prefix: '' in your own YAML file that includes the task, or enable_thinking: false",
         )

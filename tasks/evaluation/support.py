@@ -20,7 +20,7 @@ from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_ad
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.mirror import base_names, find_dataset
-from mergegate.tasks.evaluation.settings import PromptSettings
+from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from mergegate.tasks.evaluation.task_file import Function, texts_in
 from mergegate.tasks.evaluation.task_requirements import (
@@ -193,13 +193,31 @@ def require_supported(
         )
 
 
-def require_effect(task: str, settings: PromptSettings | None, root: Path = Path()) -> None:
-    """Check that the prompt settings of a guard have an effect on its task.
+def generates_answers(task: str, root: Path = Path()) -> bool:
+    """Return whether every task below ``task`` (see ``require_supported``) lets the model generate its answers."""
+    configs = [config for _, config, _ in _leaves(task, root)[1]]
+    return {config.get("output_type") or "generate_until" for config in configs} == {"generate_until"}
+
+
+def require_effect(
+    task: str, settings: PromptSettings | None, root: Path = Path(), scoring: Scoring | None = None
+) -> None:
+    """Check that the prompt settings of a guard have an effect on its task, and that the task permits them.
+
+    ``scoring`` holds the settings of the profile. Default: none.
 
     Raises:
-        InvalidInput: If few-shot examples are set for a task that fixes their number at 0, or generation settings for
-            a task that generates no answers.
+        InvalidInput: If few-shot examples are set for a task that fixes their number at 0, generation settings for
+            a task that generates no answers, or ``enable_thinking`` for a task that scores given answers.
     """
+    resolved = resolve_prompt_settings(settings, scoring or Scoring())
+    if resolved.enable_thinking and not generates_answers(task, root):
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: enable_thinking",
+            found="true for a task that scores given answers by their log-likelihood, before which no model thinks",
+            expected="a task with output_type: generate_until",
+            remedy="set enable_thinking: false for this task, or name a variant of the task with generated answers",
+        )
     if settings is None:
         return
     configs = [config for _, config, _ in _leaves(task, root)[1]]
@@ -211,13 +229,14 @@ def require_effect(task: str, settings: PromptSettings | None, root: Path = Path
             remedy="remove it, or include the task in your own YAML file with num_fewshot",
         )
     kinds = {config.get("output_type") or "generate_until" for config in configs}
-    if settings.gen_kwargs and "generate_until" not in kinds:
-        raise InvalidInput(
-            f"evaluate.tasks: {task}: gen_kwargs",
-            found="generation settings for a task without generated answers",
-            expected="a task with output_type: generate_until",
-            remedy="remove gen_kwargs",
-        )
+    for name in ("gen_kwargs", "think_end_token"):
+        if getattr(settings, name) and "generate_until" not in kinds:
+            raise InvalidInput(
+                f"evaluate.tasks: {task}: {name}",
+                found="a setting for generated answers, but the task has none",
+                expected="a task with output_type: generate_until",
+                remedy=f"remove {name}",
+            )
 
 
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:

@@ -15,6 +15,8 @@ from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
 from mergegate.tasks.evaluation.task_file import local_imports
 
 _LM_EVAL_TASKS = "lm_eval.tasks."
+OWN_EXTRAS = frozenset({"ifeval", "math"})
+"""Extras that mergegate has under the same name as lm-eval."""
 
 
 class Requirements(NamedTuple):
@@ -118,4 +120,5 @@ def install_command(packages: Sequence[str]) -> str:
             extras[extra] = distributions
     if not extras:
         return f"pip install {' '.join(packages)}"
-    return f"pip install 'lm_eval[{min(extras, key=lambda extra: len(extras[extra]))}]'"
+    extra = min(extras, key=lambda extra: len(extras[extra]))
+    return f"pip install '{'mergegate' if extra in OWN_EXTRAS else 'lm_eval'}[{extra}]'"

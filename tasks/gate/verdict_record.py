@@ -89,10 +89,12 @@ class VerdictDifference(NamedTuple):
         return all(type(value) is float for value in pair) and math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12)
 
     def __str__(self) -> str:
-        old, new = (
-            f"{len(value)} entries" if isinstance(value, list | dict) else f"{value!r}"
-            for value in (self.stored, self.recomputed)
-        )
+        pair = (self.stored, self.recomputed)
+        old, new = (f"{value:.6g}" if type(value) is float else repr(value) for value in pair)
+        if old == new:
+            old, new = map(repr, pair)
+        if any(isinstance(value, list | dict) for value in pair):
+            old, new = (f"{len(value)} entries" if isinstance(value, list | dict) else "none" for value in pair)
         return f"{self.subject}: stored {old}, recomputed {new}"
 
 
@@ -290,10 +292,22 @@ def joint_verdict(record: VerdictRecord, verdict: GateVerdict) -> GateVerdict:
 def compare_verdicts(
     stored_verdict: Mapping[str, Any], new_verdict: Mapping[str, Any]
 ) -> tuple[VerdictDifference, ...]:
-    """Return all values of two verdicts in plain JSON that are not exactly equal, those of guards first."""
-    differences = [*_differences((), stored_verdict, new_verdict)]
-    order = ("guards", "suites", "drift")
-    differences.sort(key=lambda each: order.index(each[0][0]) if each[0][0] in order else len(order))
+    """Return all values of two verdicts in plain JSON that are not exactly equal, the most important ones first.
+
+    Guards come first, then the mean and the perplexity. Of each, numbers come before sentences.
+    """
+
+    def rank(difference: tuple[tuple[Any, ...], Any, Any]) -> tuple[int, int, int]:
+        path = difference[0]
+        is_listed = len(path) > 1 and isinstance(path[1], int)
+        sections, values = ("guards", "suites", "drift"), ("outcome", "drop", "ratio", "low", "high")
+        return (
+            sections.index(path[0]) if path[0] in sections else len(sections),
+            path[1] if is_listed else 0,
+            values.index(path[-1]) if path[-1] in values else len(values) + (path[-1] == "reason"),
+        )
+
+    differences = sorted(_differences((), stored_verdict, new_verdict), key=rank)
     return tuple(VerdictDifference(_subject(path, new_verdict), old, new) for path, old, new in differences)
 
 

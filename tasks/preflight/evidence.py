@@ -124,7 +124,7 @@ def pin_evidence(
     if evaluate:
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.allow_code)
         for guard in evaluate.tasks:
-            require_effect(guard.task, guard.own_prompt_settings, root)
+            require_effect(guard.task, guard.own_prompt_settings, root, evaluate)
             require_declared_mean(guard.task, guard.mean_over, root)
         for task in tasks:
             require_examples(task, resolve_prompt_settings(task.prompt_settings, evaluate).num_fewshot)

@@ -231,7 +231,7 @@ def test_two_prompt_settings_under_one_name_are_refused(root: Path) -> None:
 
 
 def test_prompt_settings_without_effect_are_refused(root: Path) -> None:
-    with pytest.raises(InvalidInput, match="without generated answers"):
+    with pytest.raises(InvalidInput, match="but the task has none"):
         require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
     (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
     with pytest.raises(InvalidInput, match="although the task sets 0"):

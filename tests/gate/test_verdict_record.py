@@ -218,7 +218,7 @@ def test_a_verdict_that_does_not_follow_is_not_published(tmp_path: Path) -> None
     guards = (verdict.guards[0].model_copy(update={"drop": -5.0}), *verdict.guards[1:])
     (tmp_path / "out").mkdir()
     forged = verdict_record(inputs, verdict.model_copy(update={"guards": guards}), ())
-    with pytest.raises(Refused, match=r"drop: stored -5\.0, recomputed"):
+    with pytest.raises(Refused, match="drop: stored -5, recomputed"):
         record_evidence.work(tmp_path / "out", forged, inputs.scores, inputs.likelihoods)
 
 

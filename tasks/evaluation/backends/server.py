@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd
+from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, require_visible
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -106,13 +106,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
         @thought_end.setter
         def thought_end(self, thought_end: ThoughtEnd | None) -> None:
-            if thought_end is not None and thought_end.end in self.tokenizer.all_special_tokens:
-                raise InvalidInput(
-                    f"evaluate.think_end_token: {thought_end.end}",
-                    found=f"a special token of {model.name}, which servers remove from answers",
-                    expected="a token that is in the text of an answer",
-                    remedy="use backend: hf or vllm",
-                )
+            require_visible(thought_end, self.tokenizer, model.name)
             self._thought_end = thought_end
 
         @property

@@ -75,6 +75,21 @@ def first_stop(
     return bisect_left(range(len(ids)), True, key=has_stopped) if has_stopped(len(ids)) else None
 
 
+def require_visible(thought_end: ThoughtEnd | None, tokenizer: Any, model: str) -> None:
+    """Check that a server's answers contain the end of a thought.
+
+    Raises:
+        InvalidInput: If it is a special token, which servers remove from answers.
+    """
+    if thought_end is not None and thought_end.end in tokenizer.all_special_tokens:
+        raise InvalidInput(
+            f"evaluate.think_end_token: {thought_end.end}",
+            found=f"a special token of {model}, which servers remove from answers",
+            expected="a token that is in the text of an answer",
+            remedy="use backend: hf or vllm",
+        )
+
+
 def find_thought_end(
     think_end_token: str | int | None, enable_thinking: bool | None, tokenizer: Any, *, location: str = "evaluate"
 ) -> ThoughtEnd | None:

@@ -26,9 +26,10 @@ from mergegate.tasks.gate import (
 )
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES
 from mergegate.tasks.publish.targets import PublishedRelease
+from mergegate.tasks.stage import Outcome
 
 _BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
-_SHOWN = 12  # differences that a message lists
+_SHOWN = 8  # differences that a message lists
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class RecomputedVerdict:
     Attributes:
         stored: Verdict that the release states, with the joint outcome of all stages.
         verdict: The same, recomputed.
+        gate_outcome: Recomputed outcome of the gate alone.
         further_verdicts: Verdicts of a judge or a server. They are part of the joint outcome, but not recomputed.
         rounding: Numbers that differ from the stored ones after the ninth digit, because library versions differ.
         versions: Versions that differ from those of the run, by name: the run's version, and that of this machine.
@@ -45,6 +47,7 @@ class RecomputedVerdict:
 
     stored: GateVerdict
     verdict: GateVerdict
+    gate_outcome: Outcome
     further_verdicts: tuple[FurtherVerdict, ...] = ()
     rounding: tuple[VerdictDifference, ...] = ()
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -59,14 +62,14 @@ class RecomputedVerdict:
         }
 
     def __str__(self) -> str:
-        verdict, lines = self.verdict, []
-        lines.append(f"The verdict follows from the outcomes in the release: {verdict.outcome}.")
-        if verdict.publishable and verdict.outcome != "pass":
-            setting = f"on_inconclusive: {verdict.on_inconclusive}"
-            lines.append(f"It was published although it is {verdict.outcome}, because the profile sets {setting}.")
+        lines = [f"The gate's verdict follows from the outcomes in the release: {self.gate_outcome}."]
+        if self.verdict.publishable and self.gate_outcome != "pass":
+            setting = f"on_inconclusive: {self.verdict.on_inconclusive}"
+            lines.append(f"It was published although it is {self.gate_outcome}, because the profile sets {setting}.")
         if self.further_verdicts:
             names = ", ".join(f"{each.name} ({each.outcome})" for each in self.further_verdicts)
             lines.append(f"Not recomputed, because they need a model or a server: {names}.")
+            lines.append(f"All verdicts together: {self.verdict.outcome}.")
         if self.rounding:
             differing = ", ".join(f"{name} {theirs}, here {ours}" for name, (theirs, ours) in self.versions.items())
             count = f"{len(self.rounding)} numbers differ" if len(self.rounding) > 1 else "1 number differs"
@@ -93,7 +96,10 @@ def recompute_verdict(
             expected="a release with the outcomes of its documents",
             remedy="verify it without --verdict, or publish the merge again with this version of mergegate",
         )
-    content = parse_json_object(release.read(EVIDENCE_RECORD), EVIDENCE_RECORD, bounds=_BOUNDS)
+    try:
+        content = parse_json_object(release.read(EVIDENCE_RECORD), EVIDENCE_RECORD, bounds=_BOUNDS)
+    except InvalidInput as error:
+        raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
     known, here = content.get("versions"), versions_here()
     theirs = known if isinstance(known, dict) else {}
     other_gate = InvalidInput(
@@ -102,8 +108,13 @@ def recompute_verdict(
         expected=f"version {gate.version}, which this mergegate ({here['mergegate']}) has",
         remedy=f"verify it with mergegate {theirs.get('mergegate', 'of the time of the release')}",
     )
+    predicate = statement.get("predicate")
     try:
         record = VerdictRecord.model_validate(content)
+        # A field that mergegate added after the release has its default there.
+        stored = plain_verdict(GateVerdict.model_validate(record.verdict))
+        stated = GateVerdict.model_validate(predicate["mergegate_verdict"] if isinstance(predicate, dict) else None)
+        joint_stored = plain_verdict(stated)
         tables = {name: release.read(name) for name in EVIDENCE_TABLES if name in files}
         recomputed = decide_again(record, tables)
     # The evidence is untrusted. After any error, the stored verdict does not follow from it.
@@ -111,24 +122,19 @@ def recompute_verdict(
         if content.get("gate_version") != gate.version:
             raise other_gate from None
         raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
-    joint, predicate = joint_verdict(record, recomputed), statement.get("predicate")
-    stored = predicate.get("mergegate_verdict") if isinstance(predicate, dict) else None
-    differences = list(compare_verdicts(record.verdict, plain_verdict(recomputed)))
-    for difference in compare_verdicts(stored if isinstance(stored, dict) else {}, plain_verdict(joint)):
+    joint = joint_verdict(record, recomputed)
+    differences = list(compare_verdicts(stored, plain_verdict(recomputed)))
+    for difference in compare_verdicts(joint_stored, plain_verdict(joint)):
         differences += [difference] if difference not in differences else []
     others = {name: (version, here.get(name, "")) for name, version in record.versions.items() if name != "mergegate"}
     others = {name: pair for name, pair in others.items() if pair[0] != pair[1]}
     if differences and record.gate_version != gate.version:
         raise other_gate
     if differences and not (others and all(difference.is_rounding for difference in differences)):
-        # Numbers say more than the sentences that contain them.
-        differences.sort(key=lambda difference: isinstance(difference.stored, str) and " " in difference.stored)
         more = [f"{len(differences) - _SHOWN} more differences"] if len(differences) > _SHOWN else []
         lines = [*map(str, differences[:_SHOWN]), *more]
         raise _mismatch(reference, "a verdict that does not follow from its outcomes: " + "\n  also: ".join(lines))
-    return RecomputedVerdict(
-        GateVerdict.model_validate(stored), joint, record.further_verdicts, tuple(differences), others
-    )
+    return RecomputedVerdict(stated, joint, recomputed.outcome, record.further_verdicts, tuple(differences), others)
 
 
 def _mismatch(reference: str, found: str) -> Refused:
