@@ -1,7 +1,7 @@
 """Simulate how often the gate passes, fails or cannot decide, by a merge's true drop.
 
 The tables are in ``docs/benchmarks/gate-error-rates.md``, and those of the other commands in the pages that the modules
-``error_rates`` and ``gate_suites`` name::
+``error_rates``, ``gate_suites`` and ``gate_alarms`` name::
 
     .venv/bin/python benchmarks/operating_characteristics.py               # the tables, a minute or so on one core
     .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for the docs
@@ -125,7 +125,7 @@ def _rule(columns: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "table", nargs="?", default="guards", choices=["guards", "sensitivity", *ERROR_TABLES, *SUITE_TABLES]
+        "table", nargs="?", default="guards", choices=["guards", "sensitivity", "alarms", *ERROR_TABLES, *SUITE_TABLES]
     )
     parser.add_argument("--markdown", action="store_true", help="print the introduction of each table, too")
     parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
@@ -140,6 +140,11 @@ def main() -> None:
         from gate_sensitivity import sensitivity_table  # in this directory
 
         print("\n".join(sensitivity_table(arguments.runs, np.random.default_rng(arguments.seed))))
+        return
+    if arguments.table == "alarms":
+        from gate_alarms import alarm_tables  # in this directory
+
+        print("\n".join(alarm_tables(arguments.runs, np.random.default_rng(arguments.seed))))
         return
     if arguments.table != "guards":
         from error_rates import print_table  # in this directory

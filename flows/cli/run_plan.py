@@ -29,6 +29,7 @@ from mergegate.tasks.evaluation import (
     known_scores,
     measured_seconds,
 )
+from mergegate.tasks.gate import CHAMPION, JudgedSample, read_samples, sample_start
 from mergegate.tasks.merge import (
     calibration_stage_name,
     find_prepared_recipe,
@@ -176,9 +177,19 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
             measured = last_seconds.get("perplexity")
             stages.append(_planned_stage("perplexity", name, 0 if cached else 1, measured, estimate.reading))
     further, further_seconds = 0, list[float | None]()
+    compared = {guard.task for guard in evidence.guards if guard.guarded_by == CHAMPION} if evidence.resample else set()
     for task in evidence.tasks:
         if task.data is None:
             continue  # the findings explain why it could not be counted
+        if task.name in compared:  # the next sample, as far as it is known without the champion
+            history = tuple(
+                use.model_copy(update={"champion": ""}) for use in read_samples(task, evidence.scoring.seed)
+            )
+            digest = model.digest if (model := models[MERGE]) else "not merged yet"
+            start = sample_start(
+                history, JudgedSample(merge=digest), task.documents or 1, task.first_look(evidence.scoring)
+            )
+            task = task.model_copy(update={"sample_start": start})
         looks = plan_interim_looks(task, evidence)
         first, last = looks[0], looks[-1]
         cached_scores = {

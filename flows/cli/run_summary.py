@@ -37,6 +37,7 @@ from mergegate.tasks.report import (
     sweep_sentence,
     sweep_table,
     sweep_title,
+    thinking_shares,
 )
 from mergegate.tasks.stage import Outcome
 
@@ -86,7 +87,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         if (scores := final_table(outcome.content)).rows:  # none if the merge was refused without an evaluation
             console.print()
             print_scores(console, scores)
-        for sentence in regenerated_answers(outcome.content):
+        for sentence in (*thinking_shares(outcome.content), *regenerated_answers(outcome.content)):
             console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
         for note in gate_notes(outcome.content.verdict):
             console.print(Text(f"note: {note}", style="dim"), soft_wrap=not console.is_terminal)

@@ -39,7 +39,7 @@ from mergegate.tasks.gate.statistics import binary_difference
 
 ALARM_SHARE = 0.1  # Error of all alarms of a guard together, as a share of the error allowed for its mean drop.
 
-_CLEAR = 0.98  # One-sided confidence, at each look, that a task of a group has not collapsed.
+CLEAR = 0.98  # One-sided confidence at each look with which a collapse is ruled out.
 _NAMED = 3  # Number of losses that a sentence describes, worst first.
 
 
@@ -145,7 +145,7 @@ def find_alarms(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterator[Gate
     else:
         yield from _unseen_collapses(evidence, verdict)
     if verdict.outcome == "fail":
-        return  # The mean drop already shows what the other alarms are about.
+        return  # The other alarms would only repeat this.
     if found := [(part, alarms[i]) for i, part in enumerate(parts) if i >= len(leaves) and i in alarms]:
         reason = _describe(found, evidence, f"{guard.task}, ", "metric")
         yield GateFinding(kind="other metric", outcome="fail", reason=reason)
@@ -169,7 +169,7 @@ def _unseen_collapses(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterato
     for leaf in leaves:
         size = 100 if is_last else len(leaf.differences) / share
         limit = max(guard.leaf_limit * math.sqrt(100 / size), guard.catastrophe)
-        if limit < 100 and not leaf.is_below(limit / 100, 1 - _CLEAR):
+        if limit < 100 and not leaf.is_below(limit / 100, 1 - CLEAR):
             is_open.append((leaf.name, limit))
     if not is_open:
         return
@@ -199,8 +199,7 @@ def error_ratio_bound(old: int, new: int, error: float) -> float:
     """Return a lower bound of the error rate of the merge divided by that of the reference.
 
     The share ``q`` of new errors among old and new ones is binomial, and its bound is exact (Clopper & Pearson 1934,
-    Biometrika 26:404). Whatever the number of old errors that the merge makes, too, the ratio is at least
-    ``q / (1 - q)``.
+    Biometrika 26:404). The ratio is at least ``q / (1 - q)``, because the merge may also make some of the old errors.
 
     Args:
         old: Number of documents that the reference gets wrong.

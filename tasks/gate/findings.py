@@ -19,8 +19,8 @@ GuardCheck = Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]]
 
 _CHECKS: tuple[GuardCheck, ...] = (
     find_alarms,
+    check_prompts,  # before the reference, because it explains a score at chance
     check_reference,
-    check_prompts,
     note_detectable_drop,
     check_cut_answers,
     check_lengths,

@@ -104,7 +104,7 @@ def unselected_scores(
     """Return a sentence on the champion's score on documents that did not select it, for each task that has some.
 
     Args:
-        guards: Guards of the run, of which those against the champion count.
+        guards: Guards of the run. Only guards against the champion count.
         scores: Scores of the champion.
         tasks: Pinned tasks.
         selecting: Documents that selected the champion, with its scores, by task.

@@ -68,7 +68,7 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
-from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers
+from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares
 
 __all__ = [
     "ARM_COLUMNS",
@@ -144,6 +144,7 @@ __all__ = [
     "sweep_sentence",
     "sweep_table",
     "sweep_title",
+    "thinking_shares",
     "wording",
     "worst_drop",
     "write_report",

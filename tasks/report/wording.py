@@ -286,20 +286,40 @@ def answer_lengths(guard: GuardVerdict) -> tuple[str, ...]:
 
 
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
-    """Return a warning for each task and model of which some answers were cut off."""
+    """Return a warning for each task and model of which some answers or prompts were cut off."""
+    scored = [(model.name, model.scores) for model in content.models if model.scores is not None]
+    answers = [
+        f"{task}: {ends.describe().replace(' answers', f' answers of {name}')}; its score understates the model"
+        for name, scores in scored
+        for task, ends in scores.ends.items()
+        if ends.cut_off
+    ]
+    prompts = [
+        f"{task}: {cuts.describe().replace(' prompts', f' prompts of {name}')}; raise max_length or lower max_gen_toks"
+        for name, scores in scored
+        for task, cuts in scores.prompts.items()
+        if cuts.cut
+    ]
+    return (*answers, *prompts)
+
+
+def thinking_shares(content: ReportContent) -> tuple[str, ...]:
+    """Return a sentence for each task and model that thinks: how long its answers are, and how much is a thought."""
     return tuple(
-        f"{task}: {ends.describe().replace(' answers', f' answers of {model.name}')}; its score understates the model"
+        f"{task}: answers of {model.name}: {ends.describe_length()}"
         for model in content.models
         if model.scores is not None
         for task, ends in model.scores.ends.items()
-        if ends.cut_off
+        if ends.thinking
     )
 
 
 def gate_notes(verdict: GateVerdict) -> tuple[str, ...]:
     """Return what the checks of the gate noted without an effect on the verdict, one sentence per note."""
     findings = [*(finding for guard in verdict.guards for finding in guard.findings), *verdict.findings]
-    return tuple(dict.fromkeys(finding.reason for finding in findings if finding.outcome == "pass"))
+    notes = [finding.reason for finding in findings if finding.outcome == "pass"]
+    notes += [f"advisory: {guard.reason}" for guard in verdict.advisory if guard.outcome != "pass"]
+    return tuple(dict.fromkeys(notes))
 
 
 def documents_saved(verdict: GateVerdict) -> str:

@@ -25,7 +25,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, choice_from_log, probabilities
+from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, chance_level, choice_from_log, probabilities
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
@@ -178,7 +178,7 @@ def test_results_that_lm_eval_wrote_give_the_same(
     run_lm_eval(tmp_path / "out", model.directory, [tasks[name] for name in told], tmp_path / "scratch")
     for name in told:
         theirs = read_task(find_results(tmp_path / "out"), tasks[name].stem).outcomes
-        ours = sorted(row._replace(answer="") for row in outcomes[name])
+        ours = sorted(row._replace(answer="", prompt_cut=None) for row in outcomes[name])
         whole = sorted(row._replace(answer="") for row in theirs)
         assert [row._replace(outcome=0.0) for row in whole] == [row._replace(outcome=0.0) for row in ours], name
         # The tolerance covers the last digits that a different batch size changes.
@@ -287,3 +287,12 @@ def test_a_merge_at_its_margin_is_published_within_the_error_rate(noise: float) 
     assert by_probability.probability <= 0.05 + 3 * error
     assert by_accuracy.accuracy <= 0.05 + 3 * error
     assert by_accuracy.controlled > 0.5
+
+
+def test_the_chance_level_is_the_share_of_right_choices() -> None:
+    four_requests = {"arguments": [("question", letter) for letter in "abcd"]}
+    assert chance_level("multiple_choice", four_requests, (5, 2)) == 0.4
+    assert chance_level("multiple_choice", four_requests, (5, 0)) == 0  # The label is not among the choices.
+    assert chance_level("multiple_choice", four_requests, None) == 0.25  # The task scores with its own function.
+    assert chance_level("multiple_choice", {}, None) == 0
+    assert chance_level("generate_until", four_requests, None) == 0

@@ -38,7 +38,9 @@ from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
 
 # Fields that are not read from lm-eval's files.
-UNWRITTEN: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
+UNWRITTEN: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
+    ("ended", "answer_tokens", "thinking_tokens", "budgets"), ()
+)
 
 GENERATED = """task: endings
 dataset_path: json

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,16 +141,25 @@ def test_missing_packages_of_a_function_are_found(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("packages", "command"),
     [
-        (("immutabledict", "langdetect"), "pip install 'lm_eval[ifeval]'"),
-        (("math_verify",), "pip install 'lm_eval[math]'"),
-        (("antlr4", "math_verify", "sympy"), "pip install 'lm_eval[math]'"),
+        (("immutabledict", "langdetect"), "pip install 'mergegate[ifeval]'"),
+        (("math_verify",), "pip install 'mergegate[math]'"),
+        (("antlr4", "math_verify", "sympy"), "pip install 'mergegate[math]'"),
+        (("jieba", "fuzzywuzzy"), "pip install 'lm_eval[longbench]'"),
         (("langdetect", "something_else"), "pip install langdetect something_else"),
     ],
 )
-def test_the_extra_of_lm_eval_that_has_all_missing_packages_is_named(packages: tuple[str, ...], command: str) -> None:
+def test_the_extra_that_has_all_missing_packages_is_named(packages: tuple[str, ...], command: str) -> None:
     refusal = refusal_of(CHOICE, missing=Requirements(packages))
     assert refusal
     assert refusal.remedy.startswith(command)
+
+
+def test_mergegate_has_its_own_extras_under_the_names_of_lm_eval() -> None:
+    from mergegate.tasks.evaluation.task_requirements import OWN_EXTRAS
+
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    for name in OWN_EXTRAS:
+        assert project["optional-dependencies"][name] == [f"lm_eval[{name}]"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from lm_eval_runs import prepare, simple_evaluate
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
@@ -387,3 +388,21 @@ def test_absent_settings_do_not_change_a_key() -> None:
     assert not names & canonical(PromptSettings(num_fewshot=1)).keys()
     assert canonical(Scoring(enable_thinking=False))["enable_thinking"] is False
     check_thinking("t", None, Scoring())
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected"),
+    [
+        ("{{ m.content.split('</think>')[-1] }}{% if enable_thinking is false %}", (), ("</think>", True)),  # Qwen3
+        ("{% set content = content.split('</think>')[-1] %}", (), ("</think>", False)),  # DeepSeek-R1
+        ("{{ m.content }}", ("a", "[/THINK]"), ("[/THINK]", False)),
+        ((THINKER / "chat_template.jinja").read_text(), ("z",), ("z", True)),
+        ("{% if enable_thinking %}", (), ("", True)),
+        ("{{ m.content.split('z')[-1] }}", ("a",), None),
+        (None, ("</think>",), None),  # a base model
+    ],
+)
+def test_a_thinking_model_is_recognized_by_its_template_and_vocabulary(
+    template: str | None, tokens: tuple[str, ...], expected: tuple[str, bool] | None
+) -> None:
+    assert find_thinking(template, tokens) == expected

@@ -67,7 +67,7 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
 def test_compare_reports_a_lost_skill(judged: tuple[Project, Path]) -> None:
     project, out = judged
     _, refused = gate(project, f"merge={out / 'base'}", f"reverser={out / 'reverser'}")
-    assert "reverse: " in refused["message"]
+    assert "reverse lost " in refused["message"]
     assert "points against reverser" in refused["message"]
 
 

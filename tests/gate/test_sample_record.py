@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,3 +159,14 @@ def test_equal_merges_are_not_blocked_more_and_more_on_changing_samples() -> Non
             assert abs(found.following[10:].mean()) < 0.25  # the champion's score on new documents is not inflated
     assert shares[False][1] < 0.35
     assert shares[True][1] > 0.55
+
+
+def test_the_docs_claim_no_more_than_their_table_shows() -> None:
+    page = Path(__file__).parents[2] / "docs" / "benchmarks" / "test-set-wear.md"
+    table = page.read_text(encoding="utf-8").split("<!-- wear -->")[1].split("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.count("|") > 5]
+    changing = [row for row in rows if row[0] == "500 of 14,042" and row[2] == "changes"]
+    assert len(changing) == 4
+    for row in changing:
+        assert float(row[5]) > float(row[3]) - 7  # two standard errors
+        assert abs(float(row[8])) < 0.1

@@ -26,6 +26,7 @@ from mergegate.tasks.gate import (
 )
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES
 from mergegate.tasks.publish.targets import PublishedRelease
+from mergegate.tasks.stage import Outcome
 
 _BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
 _SHOWN = 8  # differences that a message lists
@@ -38,6 +39,7 @@ class RecomputedVerdict:
     Attributes:
         stored: Verdict that the release states, with the joint outcome of all stages.
         verdict: The same, recomputed.
+        gate_outcome: Recomputed outcome of the gate alone.
         further_verdicts: Verdicts of a judge or a server. They are part of the joint outcome, but not recomputed.
         rounding: Numbers that differ from the stored ones after the ninth digit, because library versions differ.
         versions: Versions that differ from those of the run, by name: the run's version, and that of this machine.
@@ -45,6 +47,7 @@ class RecomputedVerdict:
 
     stored: GateVerdict
     verdict: GateVerdict
+    gate_outcome: Outcome
     further_verdicts: tuple[FurtherVerdict, ...] = ()
     rounding: tuple[VerdictDifference, ...] = ()
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -59,14 +62,14 @@ class RecomputedVerdict:
         }
 
     def __str__(self) -> str:
-        verdict, lines = self.verdict, []
-        lines.append(f"The verdict follows from the outcomes in the release: {verdict.outcome}.")
-        if verdict.publishable and verdict.outcome != "pass":
-            setting = f"on_inconclusive: {verdict.on_inconclusive}"
-            lines.append(f"It was published although it is {verdict.outcome}, because the profile sets {setting}.")
+        lines = [f"The gate's verdict follows from the outcomes in the release: {self.gate_outcome}."]
+        if self.verdict.publishable and self.gate_outcome != "pass":
+            setting = f"on_inconclusive: {self.verdict.on_inconclusive}"
+            lines.append(f"It was published although it is {self.gate_outcome}, because the profile sets {setting}.")
         if self.further_verdicts:
             names = ", ".join(f"{each.name} ({each.outcome})" for each in self.further_verdicts)
             lines.append(f"Not recomputed, because they need a model or a server: {names}.")
+            lines.append(f"All verdicts together: {self.verdict.outcome}.")
         if self.rounding:
             differing = ", ".join(f"{name} {theirs}, here {ours}" for name, (theirs, ours) in self.versions.items())
             count = f"{len(self.rounding)} numbers differ" if len(self.rounding) > 1 else "1 number differs"
@@ -131,7 +134,7 @@ def recompute_verdict(
         more = [f"{len(differences) - _SHOWN} more differences"] if len(differences) > _SHOWN else []
         lines = [*map(str, differences[:_SHOWN]), *more]
         raise _mismatch(reference, "a verdict that does not follow from its outcomes: " + "\n  also: ".join(lines))
-    return RecomputedVerdict(stated, joint, record.further_verdicts, tuple(differences), others)
+    return RecomputedVerdict(stated, joint, recomputed.outcome, record.further_verdicts, tuple(differences), others)
 
 
 def _mismatch(reference: str, found: str) -> Refused:
