@@ -1,4 +1,4 @@
-"""The tables of ``docs/benchmarks/stratified-sampling.md`` and the estimate behind them."""
+"""The tables of ``docs/benchmarks/stratified-sampling*.md`` and the estimate behind them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "stratified-sampling.md"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+PAGES = [BENCHMARKS / name for name in ("stratified-sampling.md", "stratified-sampling-cases.md")]
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,12 @@ def script() -> ModuleType:
 
 
 def table(name: str) -> list[list[str]]:
-    """Return the cells of a table in the page, without its two header lines."""
-    text = PAGE.read_text(encoding="utf-8").split(f"<!-- {name} -->\n")[1].split(f"<!-- /{name} -->")[0]
+    """Return the cells of a table in the pages, without its two header lines."""
+    text = (
+        "".join(page.read_text(encoding="utf-8") for page in PAGES)
+        .split(f"<!-- {name} -->\n")[1]
+        .split(f"<!-- /{name} -->")[0]
+    )
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
 
 
@@ -49,7 +54,7 @@ def test_a_merge_at_the_margin_is_published_in_at_most_5_percent(script: ModuleT
         assert share <= 0.05 + 4 * (0.05 * 0.95 / runs) ** 0.5, name
 
 
-def test_the_page_claims_no_more_than_its_tables_show(script: ModuleType) -> None:
+def test_the_pages_claim_no_more_than_their_tables_show(script: ModuleType) -> None:
     rows = table("single")
     assert [row[:2] for row in rows] == [[f"{d:.2f}", f"{n:,}"] for d in script.DISCORDANCES for n in script.DOCUMENTS]
     for name, runs in (("single", 20_000), ("looks", 15_000), ("suite", 4_000)):
