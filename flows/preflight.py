@@ -494,7 +494,9 @@ def pin_profile_evidence(
     """
     check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
     evidence = pin_evidence(profile.evaluate, profile.perplexity, profile.judge, profile.root, hashes)
-    evidence = evidence._replace(accepted_copies=profile.checks.copies.accepted)
+    # A round with one client takes its model as it is.
+    clients = tuple(parent.name for parent in parents if not parent.is_base) if profile.is_client_round else ()
+    evidence = evidence._replace(accepted_copies=(*profile.checks.copies.accepted, *clients))
     if without_units := formats_without_units(device_kind()):
         if dtypes is None:
             declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]

@@ -118,6 +118,11 @@ class Profile(ProfileSettings):
             recipe = replace(candidate, text=client_recipe.text + candidate.text, remarks=client_recipe.remarks)
         return candidate_recipes(recipe, written, self.root, f"profile {self.name}")
 
+    @property
+    def is_client_round(self) -> bool:
+        """Whether the recipe merges the models of clients."""
+        return self._client_round is not None
+
     @cached_property
     def _client_round(self) -> tuple[ClientRound, Path] | None:
         """The round of clients that the recipe describes, and the directory of its paths. None for any other recipe."""

@@ -291,6 +291,17 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             cluster = str(document[cluster_field])
         scores = [content.get(metric) for metric in written.metrics]
         metrics = tuple(written.metrics)
+        both = (content.get(key) for key in ("arguments", "filtered_resps"))
+        requests, responses = (len(each) if isinstance(each, (dict, list)) else 0 for each in both)
+        # Only choices have several requests. Altered settings must not turn them into free answers.
+        output_type = "multiple_choice" if requests > 1 else config.get("output_type")
+        if output_type == "multiple_choice" and (requests != responses or not requests):
+            raise InvalidInput(
+                f"{line_location(path, number)}: document {written.doc_id}",
+                found=f"{requests} arguments and {responses} filtered_resps",
+                expected="one response for each choice",
+                remedy=_ALTERED,
+            )
         choice = choice_from_log(config, content)
         known = (len(choice.likelihoods), len(choice.right)) if choice else None
         sample = _Sample(
@@ -301,7 +312,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
             interned.setdefault(cluster, cluster),
             choice,
-            chance_level(config.get("output_type"), content, known),
+            chance_level(output_type, content, known),
         )
         if first := lines.get((sample.doc_id, sample.filter)):
             raise InvalidInput(

@@ -85,7 +85,9 @@ def results_of(written: Path) -> dict[str, Any]:
 
 def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentScore, ...], written: Path) -> None:
     theirs = read_task(find_results(written), "board").outcomes
-    plain: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
+    plain: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
+        ("ended", "answer_tokens", "thinking_tokens", "budgets"), ()
+    )
     ours, whole = (sorted(row._replace(**plain) for row in rows) for rows in (scored, theirs))
     assert [row._replace(outcome=0.0) for row in ours] == [row._replace(outcome=0.0) for row in whole]
     judged = [[row.outcome for row in rows if row.metric != "prob,none"] for rows in (ours, whole)]

@@ -290,7 +290,7 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
     assert end.is_unfinished_thought == (reason == "length" and thinking == count > 0)
     answer = postprocess_generated_text(kept, stop, "z")
     cut = thought_end.without_tail(generated.removesuffix("$"), stop)
-    if is_expected:
+    if is_expected and "z" not in stop:  # lm-eval itself takes a stop string that ends thoughts for another thought
         assert postprocess_generated_text(cut, stop, "z") == answer
 
 

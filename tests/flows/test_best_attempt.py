@@ -26,7 +26,9 @@ def attempt(outcome: Outcome, drop: float, name: str = "") -> Attempt:
     return Attempt(
         **cast("Any", values),
         cleared=cast("Any", SimpleNamespace(candidate=SimpleNamespace(remedy=name))),
-        assessment=cast("Any", SimpleNamespace(verdict=SimpleNamespace(value=verdict))),
+        assessment=cast(
+            "Any", SimpleNamespace(verdict=SimpleNamespace(value=verdict), evidence=SimpleNamespace(tasks=()))
+        ),
         verdicts=(verdict.as_verdict(),),
     )
 

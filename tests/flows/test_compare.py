@@ -46,7 +46,7 @@ Compared = tuple[Project, dict[str, Any]]
 def test_a_lost_skill_is_refused(compared: Compared) -> None:
     _, outcome = compared
     assert outcome["status"] == "refused"
-    assert outcome["message"].startswith("base does not pass against reverser\nreverse: ")
+    assert outcome["message"].startswith("base does not pass against reverser\nreverse lost ")
     guards = {guard["task"]: guard for guard in outcome["content"]["verdict"]["guards"]}
     assert guards["reverse"]["outcome"] == "fail"
     assert guards["reverse"]["drop"] > 50
@@ -107,7 +107,7 @@ def test_the_other_way_round_nothing_is_measured_again(compared: Compared) -> No
 
 def test_a_checkpoint_passes_against_itself(compared: Compared) -> None:
     project, _ = compared
-    code, outcome = compare(project, MODELS / "base", MODELS / "base")
+    code, outcome = compare(project, MODELS / "reverser", MODELS / "reverser")
     assert (code, outcome["status"]) == (0, "passed")
     assert [model["digest"] for model in outcome["content"]["models"]] == [
         outcome["content"]["models"][0]["digest"]

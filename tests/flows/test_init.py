@@ -43,7 +43,8 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project,
     checked = project.mergegate("check", "nightly/both.yaml", "--json")
     assert checked.exit_code == 0, checked.output
     findings = json.loads(checked.stdout)["findings"]
-    assert [one["where"] for one in findings if "pad_token" not in one["where"]] == []
+    warned = [one["where"] for one in findings if one["severity"] != "info"]
+    assert [place for place in warned if "pad_token" not in place] == []
     profile = yaml.safe_load((project.root / "nightly" / "both.yaml").read_text())
     assert profile["checks"]["license"] == {"purpose": "commercial", "visibility": "public"}
     recipe = yaml.safe_load((project.root / "nightly" / "both.recipe.yaml").read_text())

@@ -58,7 +58,8 @@ def release(machine: Path, recipe: dict[str, object], *, remedy: dict[str, objec
                 "purpose": "research",
                 "visibility": "private",
                 "accepted": {quote_text(name): "alice: it is the demo's base" for name in ancestors},
-            }
+            },
+            "copies": {"accepted": ["base"]},
         },
         "perplexity": {"documents": "held.jsonl", "max_increase": "5%" if remedy else "99%"},
         "publish": {"to": "directory", "path": "releases"},
