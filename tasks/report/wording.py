@@ -169,6 +169,9 @@ def recommended_action(content: ReportContent) -> str:
     others |= {finding.outcome for finding in verdict.findings}
     if verdict.drift is not None and verdict.drift.outcome == "inconclusive" and others <= {"pass"}:
         return "Add held-out text to perplexity.documents. Documents that repeat another one do not count."
+    findings = [finding.outcome for guard in verdict.guards for finding in guard.findings]
+    if verdict.outcome == "inconclusive" and "inconclusive" in findings:
+        return "Change the evaluation as the reasons above say. Another recipe would not help."
     if explanation is not None and explanation.remedies:
         if explanation.remedies[0].kind == "profile":
             return "Set the change under “What to try” in the profile, then run again."

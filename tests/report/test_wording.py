@@ -104,3 +104,12 @@ def test_inconclusive_perplexity_alone_asks_for_held_out_text() -> None:
     failed = undecided.model_copy(update={"guards": samples.refused().verdict.guards, "outcome": "fail"})
     action = wording.recommended_action(content.model_copy(update={"verdict": failed}))
     assert not action.startswith("Add held-out text")
+
+
+def test_evidence_that_cannot_decide_asks_for_another_evaluation() -> None:
+    verdict = samples.inconclusive().verdict
+    finding = GateFinding(kind="reference", outcome="inconclusive", reason="base scores 0.0")
+    guards = (verdict.guards[0].model_copy(update={"findings": (finding,)}), *verdict.guards[1:])
+    content = samples.inconclusive().model_copy(update={"verdict": verdict.model_copy(update={"guards": guards})})
+    assert wording.recommended_action(content).startswith("Change the evaluation")
+    assert not wording.recommended_action(samples.inconclusive()).startswith("Change the evaluation")
