@@ -168,9 +168,13 @@ class GuardEvidence:
 
     @property
     def limits_errors(self) -> bool:
-        """Whether the ratio of error rates is limited: answers are right or wrong, and the reference's mostly right."""
+        """Whether the ratio of error rates is limited.
+
+        Answers are right or wrong, the reference's are mostly right, and ``max_drop`` does not allow as many errors.
+        """
         errors = 1 - self.reference_score if self.higher_is_better else self.reference_score
-        return self.binary and self.guard.max_error_ratio is not None and errors < NEAR_CEILING - 1e-9
+        is_near_ceiling = errors < NEAR_CEILING - 1e-9 and self.guard.max_drop < 100 * NEAR_CEILING
+        return self.binary and self.guard.max_error_ratio is not None and is_near_ceiling
 
     sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
     units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.

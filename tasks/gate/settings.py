@@ -78,7 +78,8 @@ class Guard(PromptSettings):
         default=2.0,
         ge=1,
         description="Largest allowed ratio of the merge's error rate to the reference's, if the reference answers "
-        "fewer than 10 % of the documents wrong. A larger ratio fails if it is not noise. null: no limit.",
+        "fewer than 10 % of the documents wrong and max_drop is below 10. A larger ratio fails if it is not noise. "
+        "null: no limit.",
     )
     advisory: bool = Field(
         default=False,

@@ -264,7 +264,7 @@ run profiles/demo.yaml
 plan profiles/demo/recipes/ties.yaml
 merge profiles/demo/recipes/ties.yaml out
 methods
-compare profiles/demo/models/base profiles/demo/models/reverser -p profiles/demo.yaml
+compare releases/demo/latest out -p profiles/demo.yaml
 verify releases/demo/latest
 reproduce releases/demo/latest --parents profiles/demo/recipes
 store ls

@@ -31,7 +31,7 @@ from mergegate.tasks.stage.stages import DeclaredStage, StageCall
 pytestmark = pytest.mark.slow
 
 WEIGHTS = "model.safetensors"
-READING = {"merge", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
+READING = {"merge", "copies", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
 
 
 @dataclass(frozen=True)
