@@ -94,7 +94,7 @@ checks:
 perplexity: {{documents: demo/data/held-out.jsonl, max_increase: 90%}}
 evaluate:
   tasks:
-    - {{task: demo/tasks/reverse.yaml, guarded_by: base, max_drop: 3}}
+    - {{task: demo/tasks/reverse.yaml, guarded_by: base, max_drop: 3, advisory: true}}  # the base cannot reverse
 serve:
   python: {python}
   prompts: ["rev: abcd>", "copy: abcd>", "the old "]
