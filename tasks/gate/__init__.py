@@ -68,6 +68,7 @@ from mergegate.tasks.gate.statistics import (
     binary_difference,
     normal_quantile,
     selection_inflation,
+    share_bounds,
     student_quantile,
 )
 from mergegate.tasks.gate.suite import SuiteVerdict
@@ -155,6 +156,7 @@ __all__ = [
     "reference_models",
     "sample_start",
     "selection_inflation",
+    "share_bounds",
     "student_quantile",
     "tasks_with_short_answers",
     "undecidable_finding",

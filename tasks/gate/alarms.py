@@ -35,7 +35,7 @@ from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, refutes
 from mergegate.tasks.gate.sequential import error_at_look
-from mergegate.tasks.gate.statistics import binary_difference
+from mergegate.tasks.gate.statistics import binary_difference, share_bounds
 
 ALARM_SHARE = 0.1  # Error of all alarms of a guard together, as a share of the error allowed for its mean drop.
 
@@ -198,17 +198,15 @@ def leaf_parts(evidence: GuardEvidence) -> list[Part]:
 def error_ratio_bound(old: int, new: int, error: float) -> float:
     """Return a lower bound of the error rate of the merge divided by that of the reference.
 
-    The share ``q`` of new errors among old and new ones is binomial, and its bound is exact (Clopper & Pearson 1934,
-    Biometrika 26:404). The ratio is at least ``q / (1 - q)``, because the merge may also make some of the old errors.
+    The share ``q`` of new errors among old and new ones is binomial, and its bound is exact (``share_bounds``). The
+    ratio is at least ``q / (1 - q)``, because the merge may also make some of the old errors.
 
     Args:
         old: Number of documents that the reference gets wrong.
         new: Number of documents that only the merge gets wrong.
         error: Probability that the bound exceeds the true ratio, in (0, 1).
     """
-    from scipy.special import betaincinv
-
-    share = float(betaincinv(new, old + 1, error)) if new else 0.0
+    share, _ = share_bounds(new, old + new, 1 - error)
     return share / (1 - share)
 
 
@@ -258,11 +256,7 @@ def _describe(found: Sequence[tuple[Part, float]], evidence: GuardEvidence, subj
         for (part, _), (drop, low, high) in zip(worst[1:], intervals[1:], strict=False)
     ]
     further += [format_count(len(worst) - _NAMED, f"other {noun}")] if len(worst) > _NAMED else []
-    return (
-        f"{text}. The same is shown for {' and '.join(filter(None, (', '.join(further[:-1]), further[-1])))}"
-        if further
-        else text
-    )
+    return f"{text}. The same is shown for {_join(further)}" if further else text
 
 
 def _join(words: Sequence[str]) -> str:

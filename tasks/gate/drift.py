@@ -33,6 +33,7 @@ from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.sentences import UNSAFE
+from mergegate.tasks.gate.statistics import share_bounds
 from mergegate.tasks.perplexity import DistinctDocuments, DocumentLikelihood, DriftLimits, Likelihoods
 from mergegate.tasks.stage import Outcome, severity
 
@@ -161,7 +162,7 @@ def judge_drift(
     drift = _ratio(losses, limits, confidence)
     strata = _judge_strata([reference.stratum for reference, _ in pairs], losses, limits, confidence)
     broken_documents = int((lost > np.maximum(BROKEN_LOSS * tokens, _LEAST_BROKEN_LOSS)).sum())
-    broken_low, broken_high = _share_bounds(broken_documents, len(pairs), confidence)
+    broken_low, broken_high = share_bounds(broken_documents, len(pairs), confidence)
     outcome: Outcome = "pass" if drift.high <= verdict.max_ratio else "inconclusive"
     if drift.ratio > BROKEN_RATIO or (drift.ratio > verdict.max_ratio and drift.low > 1):
         outcome = "fail"
@@ -202,7 +203,7 @@ def drift_findings(text: DistinctDocuments, limits: DriftLimits, confidence: flo
             expected="documents that differ",
             remedy="remove repeated documents",
         )
-    excluded = _share_bounds(0, documents, confidence)[1]
+    excluded = share_bounds(0, documents, confidence)[1]
     if documents > 1 and _ratio(np.zeros(documents), limits, confidence).high > 1 + limits.max_increase:
         yield Finding(
             "warn",
@@ -245,15 +246,6 @@ def _ratio(losses: NDArray[np.float64], limits: DriftLimits, confidence: float, 
     bounds = graded_difference([float(block.mean()) for block in blocks], confidence)
     mean = float(losses.mean())  # Of unclipped losses, so that the ratio is comparable with perplexities.
     return Ratio(_exp(mean), _exp(min(mean, clip * bounds.low)), _exp(max(mean, clip * bounds.high)))
-
-
-def _share_bounds(count: int, n: int, confidence: float) -> tuple[float, float]:
-    """Return Clopper and Pearson's bounds of a share, each with the one-sided ``confidence``."""
-    from scipy.special import betaincinv
-
-    low = float(betaincinv(count, n - count + 1, 1 - confidence)) if count else 0.0
-    high = float(betaincinv(count + 1, n - count, confidence)) if count < n else 1.0
-    return low, high
 
 
 def _judge_strata(

@@ -140,6 +140,21 @@ def selection_inflation(drop: float, high: float, confidence: float, max_drop: f
     return normal.variance * normal.pdf(largest) / chance / 2
 
 
+def share_bounds(count: int, n: int, confidence: float) -> tuple[float, float]:
+    """Return the exact bounds of a share (Clopper & Pearson 1934, Biometrika 26:404).
+
+    Args:
+        count: Number of hits among ``n`` trials.
+        n: Number of trials, 0 or more.
+        confidence: One-sided confidence of each bound, in (0, 1).
+    """
+    from scipy.special import betaincinv
+
+    low = float(betaincinv(count, n - count + 1, 1 - confidence)) if count else 0.0
+    high = float(betaincinv(count + 1, n - count, confidence)) if count < n else 1.0
+    return low, high
+
+
 def selection_bias(scores: Sequence[Sequence[float]]) -> float:
     """Return by how much the best of ``K`` equally good models overestimates its true mean score (winner's curse).
 

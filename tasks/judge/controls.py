@@ -17,6 +17,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.tasks.gate import share_bounds
+
 MIN_CONTROLS = 24  # a judge that finds three of four passes in 99.9 % of runs
 Damage = Literal["shuffled", "truncated"]
 DAMAGES: tuple[Damage, ...] = ("shuffled", "truncated")
@@ -74,13 +76,10 @@ def damaged_copy(answer: str, damage: Damage) -> str | None:
 
 
 def control_result(hits: Sequence[bool], confidence: float, min_share: float) -> ControlResult:
-    """Return the share of controls that were found, with the exact bound of Clopper & Pearson (1934).
+    """Return the share of controls that were found, with its exact bound.
 
     ``hits`` says for each control whether the judge preferred the intact answer in both orders. ``confidence`` is that
     of the lower bound, in (0, 1).
     """
-    from scipy.special import betaincinv
-
-    n, found = len(hits), sum(hits)
-    low = float(betaincinv(found, n - found + 1, 1 - confidence)) if found else 0.0
-    return ControlResult(pairs=n, found=found, low=low, min_share=min_share)
+    low, _ = share_bounds(sum(hits), len(hits), confidence)
+    return ControlResult(pairs=len(hits), found=sum(hits), low=low, min_share=min_share)
