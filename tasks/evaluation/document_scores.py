@@ -42,6 +42,12 @@ class DocumentScore(NamedTuple):
     budgets: tuple[int, ...] = ()
 
     @property
+    def tokens(self) -> int | None:
+        """Number of generated tokens. None: no answer was generated, or a length is unknown."""
+        known = [count for count in self.answer_tokens if count is not None]
+        return sum(known) if known and len(known) == len(self.answer_tokens) else None
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether the token budget or the end of the context cut off a generated answer to this document."""
         return any(reason in CUT_OFF for reason in self.ended)

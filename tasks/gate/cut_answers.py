@@ -69,9 +69,7 @@ def count_extensible(guard_evidence: Iterable[GuardEvidence]) -> int:
 
 def _lengths(rows: Sequence[DocumentScore], limit: int | None) -> AnswerLengths:
     endless = sum(row.never_ends(limit) for row in rows)
-    tokens = [
-        sum(filter(None, row.answer_tokens)) for row in rows if row.answer_tokens and None not in row.answer_tokens
-    ]
+    tokens = [row.tokens for row in rows if row.tokens is not None]
     return AnswerLengths(
         cut_off=sum(row.is_cut_off for row in rows) - endless,
         endless=endless,
@@ -84,9 +82,9 @@ def _lengths(rows: Sequence[DocumentScore], limit: int | None) -> AnswerLengths:
 def _length_ratio(evidence: GuardEvidence, confidence: float) -> tuple[float | None, float | None]:
     """Return the ratio of ``length_ratio`` with its bound, over documents that both models answer completely."""
     pairs = [
-        [sum(filter(None, row.answer_tokens)) for row in pair]
+        [row.tokens for row in pair]
         for pair in evidence.rows
-        if all(row.ended and not row.is_cut_off and None not in row.answer_tokens for row in pair)
+        if all(row.ended and not row.is_cut_off and row.tokens is not None for row in pair)
     ]
     if len(pairs) < 2:
         return None, None
@@ -141,15 +139,14 @@ def common_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     return outcomes[0] if len(set(outcomes)) == 1 else "inconclusive"
 
 
-def compare_cases(evidence: GuardEvidence, outcomes: Sequence[Outcome]) -> CutAnswers | None:
+def compare_cases(cases: Sequence[GuardEvidence], outcomes: Sequence[Outcome]) -> CutAnswers | None:
     """Return the range of a guard's drop over all ways to count cut-off answers; None if there is only one.
 
-    ``outcomes`` are those of the cases.
+    ``cases`` are those of ``answer_cases``, and ``outcomes`` their outcomes.
     """
-    low, high = (
-        100 * math.fsum(evidence.counting_cut_answers(for_merge=for_merge).differences) / len(evidence.differences)
-        for for_merge in (True, False)
-    )
+    if len(cases) == 1:
+        return None
+    low, high = (100 * math.fsum(case.differences) / len(case.differences) for case in cases[1:])
     if low == high:
         return None
     return CutAnswers(lowest_drop=low, highest_drop=high, decide=len(set(outcomes)) > 1)

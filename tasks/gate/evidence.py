@@ -166,6 +166,11 @@ class GuardEvidence:
     other_metrics: tuple[MetricDrop, ...] = ()
     unusable_metrics: tuple[str, ...] = ()  # Other metrics with scores outside [0, 1], which raise no alarm.
 
+    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
+    units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
+    answer_limit: int | None = None  # ``GateRule.max_answer_tokens``.
+    max_length_ratio: float = 2.0  # ``GateRule.max_length_ratio``.
+
     @property
     def limits_errors(self) -> bool:
         """Whether the ratio of error rates is limited.
@@ -175,11 +180,6 @@ class GuardEvidence:
         errors = 1 - self.reference_score if self.higher_is_better else self.reference_score
         is_near_ceiling = errors < NEAR_CEILING - 1e-9 and self.guard.max_drop < 100 * NEAR_CEILING
         return self.binary and self.guard.max_error_ratio is not None and is_near_ceiling
-
-    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
-    units: tuple[int, ...] | None = None  # Independent unit of each document; None if no document repeats another.
-    answer_limit: int | None = None  # ``GateRule.max_answer_tokens``.
-    max_length_ratio: float = 2.0  # ``GateRule.max_length_ratio``.
 
     def counting_cut_answers(self, *, for_merge: bool) -> GuardEvidence:
         """Return the evidence with all cut-off answers counted for the merge, or against it.

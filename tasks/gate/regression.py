@@ -87,8 +87,10 @@ def judge_guards(
     ]
     questions = sum(evidence.candidates for evidence in guard_evidence)
     return tuple(
-        _judge(evidence, confidence, alarm, questions, [outcome[index] for outcome in outcomes], as_suite=as_suite)
-        for index, (evidence, alarm) in enumerate(zip(guard_evidence, alarms[0], strict=True))
+        _judge(own_cases, confidence, alarm, questions, own_outcomes, as_suite=as_suite)
+        for own_cases, own_outcomes, alarm in zip(
+            zip(*cases, strict=True), zip(*outcomes, strict=True), alarms[0], strict=True
+        )
     )
 
 
@@ -123,7 +125,7 @@ def _outcome(evidence: GuardEvidence, confidence: float, alarm: float, *, as_sui
 
 
 def _judge(
-    evidence: GuardEvidence,
+    cases: Sequence[GuardEvidence],
     confidence: float,
     alarm: float,
     questions: int,
@@ -131,7 +133,8 @@ def _judge(
     *,
     as_suite: bool,
 ) -> GuardVerdict:
-    """Return the verdict of one guard. ``outcomes`` are those of the cases of its answers (see ``answer_cases``)."""
+    """Return the verdict of one guard. ``outcomes`` are those of ``cases`` (see ``answer_cases``)."""
+    evidence = cases[0]
     guard, n = evidence.guard, len(evidence.differences)
     look, alarm_look = evidence.look(confidence), evidence.look(alarm)
     estimate = evidence.interval(confidence)
@@ -178,7 +181,7 @@ def _judge(
         data=evidence.data,
         advisory=guard.advisory,
         answers=summarize_answers(evidence, alarm_look.confidence),
-        cut_answers=compare_cases(evidence, outcomes),
+        cut_answers=compare_cases(cases, outcomes),
         sample_start=evidence.sample_start,
     )
     verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
