@@ -11,7 +11,7 @@ from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.evaluation.task_loading import documents_in_set, load_task
+from mergegate.tasks.evaluation.task_loading import documents_by_leaf, load_task
 from mergegate.tasks.evaluation.text_overlap import find_occurring
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
@@ -52,13 +52,9 @@ def _search_texts(task: EvalTask, texts: CalibrationTexts, on_progress: TellProg
     """Search the texts for each document. Runs in the model process."""
     documents: list[tuple[str, str]] = []
     with quiet(), user_errors(task):
-        loaded = load_task(task)
-        members = documents_in_set(loaded, task)
-        for name, leaf in loaded.leaves.items():
-            for position, document in enumerate(leaf.eval_docs):
-                if members is None or (name, position) in members:
-                    text = text_of(leaf, document)
-                    documents.append((text.prompt, text.target))
+        for _, leaf, own in documents_by_leaf(load_task(task), task):
+            texts_of_leaf = (text_of(leaf, document) for document in own)
+            documents += [(text.prompt, text.target) for text in texts_of_leaf]
     found = find_occurring(documents, texts.texts)
     first = documents[found[0]][0][:80] if found else ""
     return ContaminatedDocuments(read=len(found), documents=len(documents), first=first)

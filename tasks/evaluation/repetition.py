@@ -15,7 +15,7 @@ from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
-from mergegate.tasks.evaluation.task_loading import documents_in_set, load_task
+from mergegate.tasks.evaluation.task_loading import documents_by_leaf, load_task
 from mergegate.tasks.evaluation.text_overlap import words_of
 from mergegate.tasks.stage import StageValue, value_stage
 
@@ -114,13 +114,8 @@ def _compare(task: EvalTask, num_fewshot: int | None, on_progress: TellProgress)
     first = example = example_split = ""
     with quiet(), user_errors(task):
         loaded = load_task(task)
-        members = documents_in_set(loaded, task)
-        for name, leaf in loaded.leaves.items():
-            own = [
-                (document, text_of(leaf, document))
-                for position, document in enumerate(leaf.eval_docs)
-                if members is None or (name, position) in members
-            ]
+        for name, leaf, leaf_documents in documents_by_leaf(loaded, task):
+            own = [(document, text_of(leaf, document)) for document in leaf_documents]
             # A prompt that all documents share does not identify them (see ``tasks.gate.repeated_documents``).
             is_shared = len({text.prompt for _, text in own}) == 1 < len({text.doc_hash for _, text in own})
             examples = _examples_of(leaf, loaded.fewshot[name], num_fewshot)

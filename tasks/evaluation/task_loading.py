@@ -279,6 +279,14 @@ def documents_in_set(loaded_task: LoadedTask, task: EvalTask) -> frozenset[tuple
     return loaded_task.sets[task.only]
 
 
+def documents_by_leaf(loaded_task: LoadedTask, task: EvalTask) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield each leaf by name, with its documents in the task's document set, in the order of the data."""
+    members = documents_in_set(loaded_task, task)
+    for name, leaf in loaded_task.leaves.items():
+        documents = enumerate(leaf.eval_docs)
+        yield name, leaf, [document for at, document in documents if members is None or (name, at) in members]
+
+
 def evaluated_documents(loaded_task: LoadedTask, task: EvalTask, seed: int) -> Iterator[tuple[str, int]]:
     """Yield the documents in the task's document set as (leaf, position), in the scoring order of ``seed``."""
     members = documents_in_set(loaded_task, task)
