@@ -25,13 +25,21 @@ from mergegate.tasks.judge.controls import ControlResult, control_count
 from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts, read_prompts
 from mergegate.tasks.judge.questions import RecordedAnswerPair, judge_recorded_pairs
 from mergegate.tasks.judge.rubric import INSTRUCTIONS
-from mergegate.tasks.judge.settings import ControlSettings, JudgeRule, JudgeServer, JudgeSettings, JudgmentSettings
+from mergegate.tasks.judge.settings import (
+    AnswerLimits,
+    ControlSettings,
+    JudgeRule,
+    JudgeServer,
+    JudgeSettings,
+    JudgmentSettings,
+)
 from mergegate.tasks.judge.stage import judge_models
 
 __all__ = [
     "INSTRUCTIONS",
     "ORDERS",
     "SCORES",
+    "AnswerLimits",
     "ControlResult",
     "ControlSettings",
     "JudgePrompts",

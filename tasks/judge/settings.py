@@ -74,7 +74,34 @@ class ControlSettings(BaseModel):
     )
 
 
-class JudgeRule(BaseModel):
+class AnswerLimits(BaseModel):
+    """Limits that hold whatever the judge prefers: on its control pairs, and on the length and end of the answers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_controls_found: float = Field(
+        default=0.25,
+        ge=0,
+        lt=1,
+        description="Share of the control pairs that the judge must be shown to find. Default: 0.25, the share that a "
+        "judge finds by tossing coins.",
+    )
+    max_length_ratio: float | None = Field(
+        default=2.0,
+        gt=1,
+        description="Largest length of the new model's answers, relative to the reference's. null: no limit. "
+        "Default: 2.",
+    )
+    max_cut_off: float = Field(
+        default=5.0,
+        ge=0,
+        le=100,
+        description="Largest share of answers that the token limit may cut off beyond the reference's share, in "
+        "points. Default: 5.",
+    )
+
+
+class JudgeRule(AnswerLimits):
     """Rule for passing a win rate. Points are those of the win rate: 50 is even."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -100,26 +127,6 @@ class JudgeRule(BaseModel):
         le=1,
         description="Smallest share of pairs with the same choice in both orders; below it, the verdict is "
         "inconclusive. Default: 0.7.",
-    )
-    min_controls_found: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="Share of the control pairs that the judge must be shown to find; otherwise, the verdict is "
-        "inconclusive. Default: 0.25, the share that a judge finds by tossing coins.",
-    )
-    max_length_ratio: float | None = Field(
-        default=2.0,
-        gt=1,
-        description="Largest length of the merge's answers, relative to the reference's. Longer ones fail. null: no "
-        "limit. Default: 2.",
-    )
-    max_cut_off: float = Field(
-        default=5.0,
-        ge=0,
-        le=100,
-        description="Largest share of answers that the token limit may cut off, in percent. A merge that exceeds the "
-        "reference's share by more fails; otherwise, the verdict is inconclusive. Default: 5.",
     )
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block",

@@ -152,12 +152,16 @@ class JudgedPairs:
         finished = {judgment.key for orders in self._judgments.values() for judgment in orders.values()}
         seen = {pair.id for pair in self._pairs.values() if pair.consistent is not None}
         judged_after = len(seen.union(pair.answers.id for pair in pairs if pair.answers.questions()))
-        missing = control_count(judged_after, control_share) - len({key.prompt for key in self._controls})
-        # Controls that an interrupted look judged in one order come first, then the pairs with the smallest hash.
+        # Controls that an interrupted look judged in one order are completed. New ones have the smallest hashes.
         started = {key.prompt for key in self._controls}
-        ranked = sorted(by_id, key=lambda name: (name not in started, hashlib.sha256(name.encode()).digest()))
-        usable = [name for name in ranked if by_id[name].answers.questions() and by_id[name].answers.controls()]
-        controls = usable[: max(0, missing) + len(started.intersection(by_id))]
+        usable = [
+            pair.answers.id
+            for pair in pairs
+            if pair.answers.id not in started and pair.answers.questions() and pair.answers.controls()
+        ]
+        usable.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        missing = max(0, control_count(judged_after, control_share) - len(started))
+        controls = started.union(usable[:missing])
         answers = [pair.answers for pair in pairs]
         for judgment in judge_recorded_pairs(answers, judging, server, finished | self._controls.keys(), controls):
             pair = by_id[judgment.prompt]

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from mergegate.tasks.http import plain_address
-from mergegate.tasks.judge import ControlSettings, JudgeServer, JudgmentSettings
+from mergegate.tasks.judge import AnswerLimits, ControlSettings, JudgeServer, JudgmentSettings
 from mergegate.tasks.publish import ApprovalSettings
 from mergegate.tasks.store import NotInKey
 
@@ -45,7 +45,7 @@ class ShadowJudge(JudgmentSettings, ControlSettings, JudgeServer):
     """Judge that compares the answers of both servers."""
 
 
-class ShadowRule(BaseModel):
+class ShadowRule(AnswerLimits):
     """Conditions for promoting a watched candidate or rolling it back. In a profile: ``shadow: rule``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,25 +65,6 @@ class ShadowRule(BaseModel):
         description="Hours of watching before a promotion. The default covers the users of a whole day.",
     )
     minimum_pairs: int = Field(default=100, ge=1, description="Number of judged pairs before a promotion.")
-    min_controls_found: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="Share of the control pairs that the judge must be shown to find before a promotion.",
-    )
-    max_length_ratio: float | None = Field(
-        default=2.0,
-        gt=1,
-        description="Largest length of the candidate's answers relative to the parent's that is promoted. With null, "
-        "there is no limit.",
-    )
-    max_cut_off: float = Field(
-        default=5.0,
-        ge=0,
-        le=100,
-        description="Largest share of the candidate's answers that the token limit may cut off beyond the parent's, in "
-        "points.",
-    )
     pairs_per_look: int = Field(default=200, ge=1, description="Largest number of pairs that one look judges.")
 
     @property
