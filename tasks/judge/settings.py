@@ -97,7 +97,7 @@ class AnswerLimits(BaseModel):
         ge=0,
         le=100,
         description="Largest share of answers that the token limit may cut off beyond the reference's share, in "
-        "points. Default: 5.",
+        "points. The judge stage is inconclusive if either share exceeds it. Default: 5.",
     )
 
 
