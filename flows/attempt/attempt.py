@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from mergegate.flows.attempt.assessment import Assessment
+from mergegate.flows.attempt.variants import JudgedVariant
 from mergegate.flows.candidates import changed_candidate
 from mergegate.flows.preflight import ClearedCandidate, clear_further
 from mergegate.flows.profile import Profile
@@ -66,6 +67,7 @@ class Attempt:
     verdicts: tuple[Verdict, ...]
     ensemble: Artifact[Likelihoods] | None = None
     expected_head: str | None = None
+    variants: tuple[JudgedVariant, ...] = ()  # empty unless every verdict before them allows publication
     sample_notes: tuple[str, ...] = ()  # scores of the champion on documents that did not select it, as sentences
 
     @property

@@ -25,6 +25,18 @@ from mergegate.tasks.stage import StageEnd, home
 from mergegate.tasks.store import Artifact
 
 
+class PublishedVariants(BaseModel):
+    """Quantized variants that share a place."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: str
+    types: tuple[str, ...]
+    version: str
+    location: Path | str  # a directory or a URL
+    new: bool  # whether this run published them
+
+
 class RunOutcome(BaseModel):
     """The result of a run, or the reason why there is none."""
 
@@ -37,6 +49,8 @@ class RunOutcome(BaseModel):
     version: str | None = None
     location: Path | str | None = None  # of the release: a directory or a URL
     report: Path | None = None  # page about the run
+    # Quantized variants of the release. Verdicts, including those of variants that failed, are in ``content``.
+    variants: Annotated[tuple[PublishedVariants, ...], Field(exclude_if=lambda variants: not variants)] = ()
     content: ReportContent | None = None  # evidence, if the run got that far
     sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
     # For a shadow test: the evidence so far and the decision.

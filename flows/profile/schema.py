@@ -31,6 +31,7 @@ from mergegate.tasks.serve import ServeSettings
 from mergegate.tasks.shadow import ShadowSettings
 from mergegate.tasks.stage import Limits
 from mergegate.tasks.sweep import SweepSettings
+from mergegate.tasks.variants import Variant
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -71,6 +72,11 @@ class ProfileSettings(ProfileSection):
     evaluate: EvaluateSettings | None = None
     judge: JudgeSettings | None = Field(default=None, description="LLM that compares answers. Default: none.")
     serve: ServeSettings | None = Field(default=None, description="Smoke test of the served merge. Default: none.")
+    variants: tuple[Variant, ...] = Field(
+        default=(),
+        description="Quantized variants of the release, such as {format: gguf, types: [Q8_0]}. Each has its own "
+        "verdict, with the merge as its reference, and is published next to the merge. Default: none.",
+    )
     remedies: Remedies = Field(
         default=(),
         description="Remedies to try in order when the gate refuses: a change ('density: 0.3') or another recipe. "
@@ -107,6 +113,18 @@ class ProfileSettings(ProfileSection):
     def _require_evidence_to_publish(self) -> Self:
         if self.publish and not (self.perplexity or self.evaluate):
             raise ValueError("publish needs evidence: add perplexity, evaluate, or both")
+        return self
+
+    @model_validator(mode="after")
+    def _require_distinct_variants(self) -> Self:
+        if self.variants and not (self.perplexity or self.evaluate):
+            raise ValueError("variants need evidence: add perplexity, evaluate, or both")
+        types = [name for variant in self.variants for name in variant.variant_types]
+        if repeated := next((name for name in types if types.count(name) > 1), None):
+            raise ValueError(f"variants: {repeated} is listed twice")
+        suffixes = [variant.place_suffix for variant in self.variants]
+        if repeated := next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None):
+            raise ValueError(f"variants: two entries would be published at '…-{repeated}': give one of them a suffix")
         return self
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from mergegate.tasks.checkpoints.card import (
 )
 from mergegate.tasks.checkpoints.fetch import fetch_weights
 from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
-from mergegate.tasks.checkpoints.model import Model, files_fingerprint
+from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_fingerprint
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
     OutOfModelMemory,
@@ -70,6 +70,7 @@ __all__ = [
     "PinnedAdapter",
     "PinnedCheckpoint",
     "PinnedRecipe",
+    "QuantizedModel",
     "ResolvedAdapter",
     "ResolvedCheckpoint",
     "TellProgress",

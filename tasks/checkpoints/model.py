@@ -43,6 +43,11 @@ class Model(BaseModel):
         """Display name."""
         return self.name
 
+    @property
+    def tokenizer_directory(self) -> Path:
+        """Directory with the tokenizer, the chat template and the configuration."""
+        return self.directory
+
     def pinned_files(self) -> Mapping[Path, str]:
         """Return the pinned sha256 of each file, by path, for ``tasks.stage.input_guard``."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
@@ -54,6 +59,28 @@ class Model(BaseModel):
         except (OSError, MergegateError):
             return ()  # In this case a pinned file has changed or is gone, and the caller notices that.
         return [self.directory / name for name in names if name != MANIFEST]
+
+
+class QuantizedModel(Model):
+    """A quantized form of a model, with the backend that evaluates it as it will be served.
+
+    ``directory`` holds the quantized weights, and ``files`` pins them.
+    """
+
+    # The model that was quantized. If ``weights`` is set, the tokenizer is in its directory.
+    source: Model
+    backend: str  # Name of an evaluation backend: 'llama_cpp', 'hf' or 'vllm'.
+    weights: str = ""  # File in ``directory`` that the backend loads. Empty: it loads the directory.
+
+    def content_key(self) -> object:
+        return {"digest": self.digest, "source": self.source, "backend": self.backend, "weights": self.weights}
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        return self.source.tokenizer_directory if self.weights else self.directory
+
+    def pinned_files(self) -> Mapping[Path, str]:
+        return {**super().pinned_files(), **self.source.pinned_files()}
 
 
 def files_fingerprint(models: Sequence[Model]) -> str:

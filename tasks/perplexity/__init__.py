@@ -8,7 +8,7 @@ from mergegate.tasks.perplexity.measurement import (
     encode_text,
     read_held_out,
 )
-from mergegate.tasks.perplexity.settings import DriftLimits, PerplexitySettings
+from mergegate.tasks.perplexity.settings import DriftLimits, Percentage, PerplexitySettings
 from mergegate.tasks.perplexity.stage import FILE as LIKELIHOODS_FILE
 from mergegate.tasks.perplexity.stage import (
     Likelihoods,
@@ -38,6 +38,7 @@ __all__ = [
     "HeldOutText",
     "Likelihoods",
     "OwnDocument",
+    "Percentage",
     "PerplexitySettings",
     "TextSetting",
     "TokenizedText",

@@ -18,6 +18,7 @@ from mergegate.tasks.perplexity import Likelihoods, WindowSettings
 from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome, Section
 from mergegate.tasks.store import NotInKey
+from mergegate.tasks.variants import VariantVerdict
 
 
 class _Part(BaseModel):
@@ -155,6 +156,8 @@ class ReportContent(_Part):
     explanation: Explanation | None = None
     attempts: tuple[ReportedAttempt, ...] = ()  # in the order of execution
     judge: ReportedJudge | None = None
+    # Verdicts on the quantized variants, in the profile's order.
+    variants: Annotated[tuple[VariantVerdict, ...], Field(exclude_if=lambda variants: not variants)] = ()
     served: tuple[ReportedCheck, ...] = ()  # in the order of execution; empty if the merge was not served
     server: str = ""  # 'vllm 0.33.0'
     # How an adapter was served: as LoRA on its base, or merged into the base, with the reason.

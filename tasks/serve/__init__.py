@@ -10,11 +10,12 @@ from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import STEPS, RunningServer, SmokeSetup, smoke_checkpoint, smoke_url
 from mergegate.tasks.serve.stage import serve_models, server_of
-from mergegate.tasks.serve.verdict import SERVED_AS_LORA, ServedModels, ServeVerdict
+from mergegate.tasks.serve.verdict import SERVED_AS_LORA, Check, ServedModels, ServeVerdict
 
 __all__ = [
     "SERVED_AS_LORA",
     "STEPS",
+    "Check",
     "RunningServer",
     "ServeSettings",
     "ServeVerdict",

@@ -1,0 +1,20 @@
+"""Quantize a merge, and check that the result is what its users expect: GGUF for llama.cpp, FP8 and INT8 for vLLM.
+
+A format is one file that implements ``VariantFormat``. The flow evaluates each variant in the runtime that will serve
+it, with the merge as the reference. Other packages register formats under the entry point ``mergegate.variants``.
+"""
+
+from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, VariantVerdict
+from mergegate.tasks.variants.registry import Variant, variant_formats
+from mergegate.tasks.variants.settings import VariantGuard, VariantSettings
+
+__all__ = [
+    "ConversionCheck",
+    "Variant",
+    "VariantFormat",
+    "VariantGuard",
+    "VariantRecord",
+    "VariantSettings",
+    "VariantVerdict",
+    "variant_formats",
+]

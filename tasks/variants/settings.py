@@ -1,0 +1,94 @@
+"""Define the settings of a quantized variant that all formats share, in a profile under ``variants``.
+
+::
+
+    variants:
+      - {format: gguf, types: [Q8_0, Q4_K_M]}
+      - {format: compressed-tensors, scheme: FP8_DYNAMIC, required: true}
+
+Each format adds settings of its own (see ``contract``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mergegate.merge_core.parsing import LocalPath
+from mergegate.tasks.perplexity import Percentage
+from mergegate.tasks.store import NotInKey
+
+
+class VariantGuard(BaseModel):
+    """Regression guard of a variant: on ``task`` it may be at most ``max_drop`` points worse than the merge."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str = Field(description="Task of the release, by its name in evaluate.tasks.")
+    max_drop: float | None = Field(
+        default=None, ge=0, le=100, description="Largest allowed drop in points. Default: that of the variant."
+    )
+    margin: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Largest upper bound that still passes, in points. Default: max_drop + 1.",
+    )
+
+
+class VariantSettings(BaseModel):
+    """Settings that all formats share: what a variant must reach, and what a failure means."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    required: bool = Field(
+        default=False,
+        description="Whether a variant that fails refuses the release. false: only the variant is not published. "
+        "Default: false.",
+    )
+    guards: tuple[VariantGuard, ...] = Field(
+        default=(),
+        description="Guards of the variant, with the merge as their reference. Default: the tasks of the release, "
+        "without its advisory guards.",
+    )
+    max_drop: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="Largest allowed drop of each task against the merge, in points. Default: that of the release's "
+        "guard of the task.",
+    )
+    margin: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Largest upper bound that still passes, in points. Default: max_drop + 1.",
+    )
+    max_increase: Percentage | None = Field(
+        default=None,
+        description="Largest increase of the perplexity over that of the merge, such as 5%. Default: "
+        "perplexity.max_increase.",
+    )
+    max_different_texts: Percentage = Field(
+        default=0.01,
+        description="Largest share of the evaluated texts that the runtime's tokenizer may split differently from the "
+        "merge's. Default: 1%.",
+    )
+    suffix: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Suffix of the place where the variant is published: 'GGUF' publishes next to org/name as "
+        "org/name-GGUF. Default: the name of the format.",
+    )
+    python: Annotated[LocalPath | None, NotInKey] = Field(
+        default=None,
+        description="Interpreter of the environment in which the quantizer is installed. Default: that of the "
+        "environment which 'make gguf-env' or 'make quantize-env' builds.",
+    )
+
+    @model_validator(mode="after")
+    def _check_margin(self) -> Self:
+        if self.margin is not None and self.max_drop is not None and self.margin < self.max_drop:
+            raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
+        return self
