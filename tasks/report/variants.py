@@ -82,8 +82,8 @@ def conversion_sentences(conversion: ConversionCheck) -> tuple[str, ...]:
     documents = format_count(conversion.documents, "document")
     sentences = [
         f"Without quantization, the log-likelihoods of {documents} differ from those of the merge by "
-        f"{conversion.mean_difference:.2g} nats on average and by {conversion.max_difference:.2g} at most (limit of the "
-        f"average: {wording.plain(conversion.limit)})."
+        f"{conversion.mean_difference:.2g} nats on average and by {conversion.max_difference:.2g} at most (limit of "
+        f"the average: {wording.plain(conversion.limit)})."
     ]
     texts = format_count(conversion.texts, "text")
     if conversion.different_texts:

@@ -189,8 +189,8 @@ def recommended_action(content: ReportContent) -> str:
     ]
     if verdict.outcome == "inconclusive" and documents:
         return (
-            f"Evaluate more documents: about {max(documents):,} would decide. If the task has no more, use a larger task "
-            "for the same skill, or a wider margin."
+            f"Evaluate more documents: about {max(documents):,} would decide. If the task has no more, use a larger "
+            "task for the same skill, or a wider margin."
         )
     if content.judge is not None and content.judge.outcome != "pass" and not verdict.guards:
         return "Read the judged answers, then change the recipe."

@@ -21,7 +21,7 @@ from mergegate.tasks.report.plots import variants_plot
 from mergegate.tasks.report.stage import write_report
 from mergegate.tasks.report.table import as_markdown
 from mergegate.tasks.report.variants import variant_rows, variant_sentences
-from mergegate.tasks.report.wording import TIMES, recommended_action
+from mergegate.tasks.report.wording import MINUS, NONE, TIMES, recommended_action
 from mergegate.tasks.store.keys import stage_key
 
 LOST = "reversing lost 3.8 points against merge, and not by chance (at least 1.6); max_drop is 3"
@@ -48,10 +48,13 @@ def test_the_top_of_the_page_says_which_variants_passed_and_why_the_others_did_n
 
 
 def test_each_variant_has_a_row_with_size_drop_perplexity_and_verdict(page: str) -> None:
-    assert "Q8_0 gguf llama.cpp 492 kB 54 % of the merge 0.4 [−0.3, 1.1] reversing 1.006 [1.002, 1.010] ✓ pass" in page
+    assert (
+        f"Q8_0 gguf llama.cpp 492 kB 54 % of the merge 0.4 [{MINUS}0.3, 1.1] reversing 1.006 [1.002, 1.010] ✓ pass"
+        in page
+    )
     assert "3.8 [1.6, 5.9] reversing 1.078 [1.065, 1.091] ✗ fail not published" in page
     assert "FP8_DYNAMIC compressed-tensors transformers" in page
-    assert "Q6_K gguf – – – – ✗ fail not published" in page, "it was not built"
+    assert f"Q6_K gguf {NONE} {NONE} {NONE} {NONE} ✗ fail not published" in page, "it was not built"
 
 
 def test_the_details_show_guards_checks_tensor_types_and_versions(page: str) -> None:
@@ -139,9 +142,21 @@ def test_a_terminal_of_80_columns_shows_one_line_per_variant_and_every_place() -
         ),
     )
     lines = [line.split() for line in console.export_text().splitlines()]
-    assert "Q8_0 llama.cpp 492 kB 0.4 [−0.3, 1.1] ×1.006 [1.002, 1.010] pass".split() in lines
-    assert "Q6_K fail".split() in lines
-    assert "variants https://huggingface.co/a/b-GGUF (Q8_0)".split() in lines
+    assert [
+        "Q8_0",
+        "llama.cpp",
+        "492",
+        "kB",
+        "0.4",
+        f"[{MINUS}0.3,",
+        "1.1]",
+        f"{TIMES}1.006",
+        "[1.002,",
+        "1.010]",
+        "pass",
+    ] in lines
+    assert ["Q6_K", "fail"] in lines
+    assert ["variants", "https://huggingface.co/a/b-GGUF", "(Q8_0)"] in lines
 
 
 def test_rows_of_a_suite_show_its_mean() -> None:
