@@ -1,7 +1,8 @@
-"""Talk to llama.cpp, which runs in a process and an environment of its own, and read GGUF files without it.
+"""Talk to llama.cpp, which runs in a process and an environment of its own.
 
-All other code reaches llama.cpp through this package: ``open_gguf`` tokenizes, scores, generates and chats, and
-``quantize`` writes quantized files. ``read_gguf`` reads the header of a file without llama.cpp.
+All other code reaches llama.cpp through this package: ``open_gguf`` tokenizes, scores, generates and chats, ``quantize``
+writes quantized files, and ``toolchain`` returns versions. ``merge_core.checkpoint.read_gguf_header`` reads the header
+of a file without llama.cpp.
 """
 
 from mergegate.tasks.llama_cpp.client import (
@@ -19,15 +20,12 @@ from mergegate.tasks.llama_cpp.client import (
     runtime_versions,
     toolchain,
 )
-from mergegate.tasks.llama_cpp.header import GgufHeader, GgufTensor, read_gguf
 
 __all__ = [
     "CONVERTER",
     "FILE_TYPES",
     "AnswerChoice",
     "ChatAnswer",
-    "GgufHeader",
-    "GgufTensor",
     "GgufVocabulary",
     "LlamaCpp",
     "ScoredTokens",
@@ -35,7 +33,6 @@ __all__ = [
     "find_python",
     "open_gguf",
     "quantize",
-    "read_gguf",
     "runtime_versions",
     "toolchain",
 ]

@@ -245,7 +245,7 @@ def _choose(logits: Any, previous: Sequence[int], start: int, choice: dict[str, 
     return int(order[int(np.searchsorted(bounds, drawn * bounds[-1], side="right"))])
 
 
-def quantize(source: str, destination: str, ftype: int, imatrix: str | None) -> None:
+def quantize_file(source: str, destination: str, ftype: int, imatrix: str | None) -> None:
     """Write ``source`` with the weights of type ``ftype`` (LLAMA_FTYPE) to ``destination``."""
     parameters = library.llama_model_quantize_default_params()
     parameters.nthread, parameters.ftype = 1, ftype
@@ -306,7 +306,7 @@ def main() -> None:
         network = Network(path, vocabulary_only=vocabulary_only)
         return network.describe()
 
-    calls: dict[str, Callable[..., Any]] = {"load": load, "quantize": quantize, "chat": chat}
+    calls: dict[str, Callable[..., Any]] = {"load": load, "quantize": quantize_file, "chat": chat}
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rb") as lines:
         for line in lines:
             request = json.loads(line)
