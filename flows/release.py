@@ -33,6 +33,7 @@ from mergegate.flows.attempt import (
     assess_merge,
     distance_from_passing,
     judge_answers,
+    judge_variants,
     proposed_remedy,
     serve_merge,
     with_tuned_candidate,
@@ -257,10 +258,12 @@ def make_attempt(
     if evidence.ensemble and evidence.documents is not None and evidence.windows is not None and len(members) > 1:
         ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
+    judged = JudgedMerge(profile, assessment.evidence, model, parents, adapted)
     for judgment in judgments:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
+            verdict = judgment(judged)
             verdicts += [verdict] if verdict else []
+    variants = judge_variants(judged, runner) if all(verdict.publishable for verdict in verdicts) else ()
     return Attempt(
         cleared_candidate,
         pinned,
@@ -270,6 +273,7 @@ def make_attempt(
         tuple(verdicts),
         ensemble=ensemble,
         expected_head=champion.head if champion else None,
+        variants=variants,
         sample_notes=unselected_scores(
             evidence.guards,
             assessment.scores.get(champion.name, ()),

@@ -90,10 +90,10 @@ def assess_merge(
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
     refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
-    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment. A quantized model is meant
-    # to be a copy.
-    is_quantized = isinstance(merge, QuantizedModel)
-    copied = None if is_quantized else find_copied_parent.build(merge, tuple(parents)).value.parent
+    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment. A variant should be a
+    # copy.
+    is_variant = isinstance(merge, QuantizedModel)
+    copied = None if is_variant else find_copied_parent.build(merge, tuple(parents)).value.parent
     copy_of = parents[copied].name if copied is not None else ""
     is_refused_copy = bool(copy_of) and copy_of not in evidence.accepted_copies
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.

@@ -111,7 +111,7 @@ def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit:
 def task_prompts(
     task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, documents: int, limit: CountLimit
 ) -> TaskPrompts:
-    """Render the first ``documents`` documents of ``task``, whose data is pinned, as the model of ``tokenizer`` reads them.
+    """Render the first documents of ``task``, whose data is pinned, as the model of ``tokenizer`` would read them.
 
     The errors are those of ``preview``.
     """

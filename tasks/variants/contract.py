@@ -73,7 +73,9 @@ class ConversionCheck(StageValue):
 
 
 class VariantFormat(VariantSettings, ABC):
-    """Base class of all formats. A profile selects one by its field ``format``."""
+    """Base class of all formats. A profile selects one by its field ``format``, whose type is the name of the format."""
+
+    format: str
 
     @property
     @abstractmethod
