@@ -73,7 +73,7 @@ class ConversionCheck(StageValue):
 
 
 class VariantFormat(VariantSettings, ABC):
-    """Base class of all formats. A profile selects one by its field ``format``, whose type is the name of the format."""
+    """Base class of all formats. A profile selects one by ``format``, whose type names the format: Literal['brick']."""
 
     format: str
 
