@@ -28,7 +28,7 @@ from mergegate.flows.attempt.search import (
     sweep_candidates,
     with_tuned_candidate,
 )
-from mergegate.flows.attempt.variants import judge_variants, variant_evidence
+from mergegate.flows.attempt.variants import evidence_for_variant, judge_variants
 
 __all__ = [
     "AlreadyReleased",
@@ -40,6 +40,7 @@ __all__ = [
     "JudgedVariant",
     "assess_merge",
     "distance_from_passing",
+    "evidence_for_variant",
     "judge_answers",
     "judge_variants",
     "open_remedies",
@@ -50,6 +51,5 @@ __all__ = [
     "run_search",
     "serve_merge",
     "sweep_candidates",
-    "variant_evidence",
     "with_tuned_candidate",
 ]

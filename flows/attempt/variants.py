@@ -66,7 +66,7 @@ def judge_variants(merge: JudgedMerge, runner: Runner | None = None) -> tuple[Ju
     return tuple(judged)
 
 
-def variant_evidence(profile: Profile, settings: VariantSettings, evidence: Evidence) -> Evidence:
+def evidence_for_variant(profile: Profile, settings: VariantSettings, evidence: Evidence) -> Evidence:
     """Return the evidence that judges a variant: that of its merge, with the merge as the only reference.
 
     Without guards of its own, a variant has one for each task of the release that has a guard that counts.
@@ -182,7 +182,7 @@ def _judge_variant(
         model = settings.open(merge.model, variant_type, artifact).model_copy(update={"name": variant_type})
         checks = tuple(settings.inspect(model))
         if not any(check.outcome == "fail" for check in checks):
-            evidence = variant_evidence(profile, settings, merge.evidence)
+            evidence = evidence_for_variant(profile, settings, merge.evidence)
             assessment = assess_merge(model, (reference,), None, evidence, runner=runner)
             if assessment.verdict.value.publishable:
                 checks += tuple(settings.smoke(model, profile.serve, profile.root))
