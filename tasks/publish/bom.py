@@ -1,7 +1,8 @@
 """Write the machine-learning bill of materials of a release: CycloneDX 1.6 (ECMA-424), as plain JSON.
 
 Its main component is the released model; the other components are the files. The pedigree of a merge is its parents,
-and that of quantized variants is the release of the merge. It has no dates and no random serial number, so the same release gives the same bytes.
+and that of quantized variants is the release of the merge. The file has no dates and no random serial number, so the
+same release gives the same bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ def bill_of_materials(
         )
         for parent in parents
     ]
-    metrics = {
-        f"{score.task}: {score.metric}": score.score for score in (merge.scores.tasks if merge.scores else ())
-    }
+    metrics = {f"{score.task}: {score.metric}": score.score for score in (merge.scores.tasks if merge.scores else ())}
     description = f"A merge made without training: {content.method}."
     return _bill(files, content, _model(content.name, description, license, ancestors, metrics))
 

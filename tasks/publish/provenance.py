@@ -17,15 +17,17 @@ from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.merge import Numerics
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.content import (
+    MERGE_BUILD,
+    RELEASE_URN,
+    VARIANT_BUILD,
+    VARIANT_VERDICTS,
+    ReleaseFile,
+)
 from mergegate.tasks.report import ReportContent
 
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
 LISTING = "application/vnd.mergegate.checkpoint-listing+json"
-
-
-MERGE_BUILD, VARIANT_BUILD = "urn:mergegate:merge:v1", "urn:mergegate:variant:v1"
-"""Kind of a release: the ``buildType`` of its provenance."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def variant_provenance(
     versions, merge = {library.name: library.version for library in content.versions}, origin.merge
     definition = {
         "buildType": VARIANT_BUILD,
-        "externalParameters": {"variants": dict(origin.settings), **_profile_parameters(content)},
+        "externalParameters": {"variant": dict(origin.settings), **_profile_parameters(content)},
         "internalParameters": {
             "versions": versions,
             "device": "cpu",
@@ -174,14 +176,14 @@ def variant_provenance(
         "resolvedDependencies": [
             {
                 "name": merge.name,
-                "uri": f"urn:mergegate:release:{merge.sums}",
+                "uri": f"{RELEASE_URN}{merge.sums}",
                 "digest": {"sha256": merge.sums},
                 "annotations": {"role": "merge", "version": merge.version, "address": merge.reference},
             }
         ],
     }
     statements = {
-        "mergegate_variants": [verdict.model_dump(mode="json") for verdict in content.variants],
+        VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants],
         "mergegate_licence": _license(license),
         "mergegate_card": card,
     }
