@@ -103,9 +103,9 @@ def model_card(
         f"## How to load it\n\n{_loading(content, publication, is_adapter=is_adapter)}",
         f"## Evaluation\n\n{quality_section(content)}",
         f"## Limits\n\n{_LIMITS}",
-        f"## How it was made\n\n{_sources(content, license)}\n\n{fenced(content.recipe.strip(), 'yaml')}",
+        f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
         f"## License\n\n{license_section(license, missing, files)}",
-        f"## How to verify it\n\n{fenced(chr(10).join(commands), 'sh')}\n\n{notes}",
+        f"## How to verify it\n\n{code_block(chr(10).join(commands), 'sh')}\n\n{notes}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -133,7 +133,7 @@ def _loading(content: ReportContent, publication: Publication, *, is_adapter: bo
             f'tokenizer = AutoTokenizer.from_pretrained("{publication.address}")'
         )
         note = place.strip()
-    return fenced(code, "python") + (f"\n\n{note}" if note else "")
+    return code_block(code, "python") + (f"\n\n{note}" if note else "")
 
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:
@@ -185,7 +185,7 @@ def license_section(license: LicenseVerdict, missing: Sequence[Obligation], file
     return "\n\n".join(parts)
 
 
-def fenced(text: str, language: str) -> str:
+def code_block(text: str, language: str) -> str:
     """Return ``text`` as a code block of Markdown."""
     fence = "```"
     while fence in text:
