@@ -112,20 +112,20 @@ class Network:
         return {"values": values, "greedy": is_greedy}
 
     def generate(
-        self, prompt: Sequence[int], written: Sequence[int], count: int, room: int, choice: dict[str, Any]
+        self, prompt: Sequence[int], answer: Sequence[int], count: int, room: int, choice: dict[str, Any]
     ) -> list[int]:
-        """Return the ``count`` tokens that follow ``prompt`` and ``written``, or fewer, up to an end of text.
+        """Return the ``count`` tokens that follow ``prompt`` and ``answer``, or fewer, up to an end of text.
 
         ``room`` is the largest number of tokens in the prompt and the answer, ``choice`` has the tokens that end a text
         (``ends``) and the settings of ``_choose``.
         """
         self._reserve(room)
-        batches = [*_divide(prompt), *((token,) for token in written)]
+        batches = [*_divide(prompt), *((token,) for token in answer)]
         tokens: list[int] = []
         while len(tokens) < count and not (tokens and tokens[-1] in choice["ends"]):
             logits = self._read(batches)
             self._ends = {len(batches): logits}
-            tokens.append(_choose(logits, [*prompt, *written, *tokens], len(prompt), choice))
+            tokens.append(_choose(logits, [*prompt, *answer, *tokens], len(prompt), choice))
             batches.append((tokens[-1],))
         return tokens
 

@@ -33,6 +33,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.parsing import read_plain
 from mergegate.merge_core.system import system_memory
 from mergegate.tasks.checkpoints import OutOfModelMemory
 from mergegate.tasks.sandbox import (
@@ -134,10 +135,7 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
     directory = interpreter.parent.parent
     found = sorted(directory.glob("lib/python*/site-packages/llama_cpp_python-*.dist-info"))
     project = directory / CONVERTER.parent / "gguf-py" / "pyproject.toml"
-    version = None
-    with contextlib.suppress(OSError):
-        version = re.search(r'^version = "([^"]+)"', project.read_text(), re.MULTILINE)
-    if not found or not version or not (directory / CONVERTER).is_file():
+    if not found or not (directory / CONVERTER).is_file():
         missing = "the converter of llama.cpp" if found else "llama-cpp-python"
         raise InvalidInput(
             f"python: {interpreter}",
@@ -146,6 +144,9 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
             remedy=_REMEDY,
         )
     installed = found[-1].name.removesuffix(".dist-info").partition("-")[2]
+    version = re.search(r'^version = "([^"]+)"', read_plain(project, 1 << 20).decode(errors="replace"), re.MULTILINE)
+    if version is None:
+        raise InvalidInput(str(project), found="no version", expected="the version of gguf-py", remedy=_REMEDY)
     return {"llama_cpp_python": installed, "gguf": version[1]}
 
 
@@ -225,7 +226,7 @@ class LlamaCpp:
         count: int,
         *,
         room: int,
-        written: Sequence[int] = (),
+        answer: Sequence[int] = (),
     ) -> tuple[int, ...]:
         """Return the next ``count`` tokens of an answer, or fewer if a token of ``choice.ends`` is among them.
 
@@ -234,9 +235,9 @@ class LlamaCpp:
             choice: How tokens are chosen.
             count: Largest number of tokens to generate now.
             room: Largest number of tokens in the prompt and the whole answer. Equal for all calls of one answer.
-            written: Tokens that earlier calls returned for this answer.
+            answer: Tokens that earlier calls returned for this answer.
         """
-        arguments = {"prompt": list(prompt), "written": list(written), "count": count, "room": room}
+        arguments = {"prompt": list(prompt), "answer": list(answer), "count": count, "room": room}
         return tuple(self._process.call("generate", **arguments, choice=asdict(choice)))
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, tokens: int = 64, room: int = 2048) -> ChatAnswer:
