@@ -169,9 +169,7 @@ def make_release(
     if not (attempt.is_good and profile.publish and publishing):
         outcome = reported_outcome(content, report, None)
         if attempt.released and not attempt.is_good:
-            message = (
-                f"{content.name} {attempt.released.version} is released without a variant that is required"
-            )
+            message = f"{content.name} {attempt.released.version} is released without a variant that is required"
             return outcome.model_copy(update={"message": message})
         return outcome
     return publish_attempt(profile, profile.publish, attempt, content, report, names)
