@@ -185,7 +185,7 @@ def with_next_samples(
 def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path) -> Evidence:
     """Return the evidence that judges a variant: that of its merge, with the merge as the only reference.
 
-    Without guards of its own, a variant has one for each task of the release whose guard is not advisory. ``root`` is
+    Without guards of its request, a variant has one for each task of the release whose guard is not advisory. ``root`` is
     the directory of the profile.
 
     Raises:
@@ -193,26 +193,26 @@ def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path
             effect, or nothing would judge the variant.
     """
     location = f"variants: {', '.join(settings.variant_types)}"
-    own_guards, limits = settings.guards, evidence.limits
+    requests, limits = settings.guards, evidence.limits
     by_task: dict[str, Guard] = {}
     for guard in (*(guard for guard in evidence.guards if not guard.advisory), *evidence.guards):
         by_task.setdefault(guard.task, guard)
     names = {task.name: task.name for task in evidence.tasks}
-    for own in own_guards:  # a profile may name a task by its file
-        path = (root / own.task).absolute()
+    for request in requests:  # a profile may name a task by its file
+        path = (root / request.task).absolute()
         if named := [task.name for task in evidence.tasks if path == task.definition]:
-            names[own.task] = named[0]
-        if own.task not in names:
+            names[request.task] = named[0]
+        if request.task not in names:
             raise InvalidInput(
                 f"{location}.guards",
-                found=f"{own.task!r}, which the release does not evaluate",
+                found=f"{request.task!r}, which the release does not evaluate",
                 expected="a task in evaluate.tasks",
-                remedy=suggest(own.task, names) or "add it to evaluate.tasks",
+                remedy=suggest(request.task, names) or "add it to evaluate.tasks",
             )
-    if not own_guards:
+    if not requests:
         counted = dict.fromkeys(guard.task for guard in evidence.guards if not guard.advisory)
-        own_guards = tuple(VariantGuard(task=name) for name in counted)
-    guards = tuple(_variant_guard(by_task[names[own.task]], own, settings, location) for own in own_guards)
+        requests = tuple(VariantGuard(task=name) for name in counted)
+    guards = tuple(_variant_guard(by_task[names[request.task]], request, settings, location) for request in requests)
     if settings.max_increase is not None:
         if limits is None:
             raise InvalidInput(
@@ -241,10 +241,10 @@ def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path
     )
 
 
-def _variant_guard(guard: Guard, own: VariantGuard, settings: VariantFormat, location: str) -> Guard:
+def _variant_guard(guard: Guard, request: VariantGuard, settings: VariantFormat, location: str) -> Guard:
     """Return the guard of a variant on a task: ``guard``, with the merge as its reference and the variant's limits."""
-    max_drop = own.max_drop if own.max_drop is not None else settings.max_drop
-    margin = own.margin if own.margin is not None or own.max_drop is not None else settings.margin
+    max_drop = request.max_drop if request.max_drop is not None else settings.max_drop
+    margin = request.margin if request.margin is not None or request.max_drop is not None else settings.margin
     if max_drop is None:
         max_drop, margin = guard.max_drop, guard.margin if margin is None else margin
     if margin is not None and margin < max_drop:
