@@ -185,7 +185,7 @@ def with_next_samples(
 def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path) -> Evidence:
     """Return the evidence that judges a variant: that of its merge, with the merge as the only reference.
 
-    Without guards of its request, a variant has one for each task of the release whose guard is not advisory. ``root`` is
+    Without guards in ``settings``, each task of the release whose guard is not advisory has one. ``root`` is
     the directory of the profile.
 
     Raises:
