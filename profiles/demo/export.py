@@ -172,7 +172,7 @@ def _tokenizer(vocabulary: Mapping[str, int]) -> Tokenizer:
 
 
 def _byte_level_tokenizer(vocabulary: Mapping[str, int]) -> Tokenizer:
-    """The same ids as those of the other tokenizer, in the form of GPT-2's, which GGUF files can contain.
+    """Return a tokenizer with the same ids in the form of GPT-2's, which GGUF files can contain.
 
     llama.cpp refuses a BPE tokenizer without merges. The only one joins two colons, which no text of the demo has.
     """

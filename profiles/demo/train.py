@@ -105,8 +105,8 @@ def _write_thinker(models: Path, seed: int) -> None:
 def _write_bpe(models: Path) -> None:
     """Write the checkpoints that ``demo-variants.yaml`` merges from those on disk, with a tokenizer for llama.cpp."""
     for name in ("base", "reverser", "shifter"):
-        model = LlamaForCausalLM.from_pretrained(models / name, dtype=torch.float32)
-        write_checkpoint(models / f"bpe-{name}", with_one_more_token(model), VOCABULARY, _bpe_card(name), byte_level=True)
+        model = with_one_more_token(LlamaForCausalLM.from_pretrained(models / name, dtype=torch.float32))
+        write_checkpoint(models / f"bpe-{name}", model, VOCABULARY, _bpe_card(name), byte_level=True)
 
 
 def _skills(checkpoint: Path) -> list[float]:
@@ -186,8 +186,8 @@ def _bpe_card(name: str) -> Card:
         license={specialist.name: specialist.license for specialist in SPECIALISTS}.get(name, "apache-2.0"),
         base_model=None if name == "base" else "../bpe-base",
         description=(
-            f"`{name}` with a byte-level BPE tokenizer, which llama.cpp knows. The ids are the same, and one token more\n"
-            "stands for two colons. For demonstrations and tests only."
+            f"`{name}` with a byte-level BPE tokenizer, which llama.cpp knows. The ids are the same, and one more\n"
+            "token stands for two colons. For demonstrations and tests only."
         ),
     )
 
