@@ -69,11 +69,14 @@ def gguf_type() -> type[Any]:
                         remedy="increase evaluate.max_length",
                     )
                 cut.append((context[-(longest - len(continuation)) :], continuation))
-            # llama.cpp continues where the next request differs from the last one. Equal sizes of the cache follow each
-            # other, the largest first, so that memory runs out immediately or never.
-            order = sorted(
-                range(len(cut)), key=lambda index: (-(len(cut[index][0]) + len(cut[index][1]) - 2).bit_length(), cut[index])
-            )
+
+            # llama.cpp continues where the next request differs from the last one. Requests that need caches of equal
+            # size follow each other, the largest first, so that memory runs out immediately or never.
+            def position(number: int) -> tuple[int, tuple[list[int], list[int]]]:
+                context, continuation = cut[number]
+                return -(len(context) + len(continuation) - 2).bit_length(), cut[number]
+
+            order = sorted(range(len(cut)), key=position)
             answers: dict[int, tuple[float, bool]] = {}
             bar = huggingface.tqdm(total=len(requests), disable=disable_tqdm)
             for context, group in groupby(order, key=lambda index: cut[index][0]):
