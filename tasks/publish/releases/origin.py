@@ -67,7 +67,9 @@ def read_link(statement: Mapping[str, Any]) -> MergeLink | None:
     return link if is_complete else None
 
 
-def find_merge(release: PublishedRelease, link: MergeLink, reference: str | None = None) -> PublishedRelease | MergeLink:
+def find_merge(
+    release: PublishedRelease, link: MergeLink, reference: str | None = None
+) -> PublishedRelease | MergeLink:
     """Return the release of the merge, or the link with the reason why it was not found.
 
     ``reference`` is the user's reference to it. None: the recorded address, if it is next to ``release``.
