@@ -117,7 +117,7 @@ def require_linked(link: MergeLink, merge: PublishedRelease, statement: Mapping[
         found=found,
         expected=f"the release of the merge that the variants were quantized from, {link.name} {link.version} with the "
         f"sha256 {link.sums[:12]}…",
-        remedy="pass the release of that merge with --merge; if it has been replaced, the variants belong to the old one",
+        remedy="pass the release of that merge with --merge; variants belong to one version of a merge only",
     )
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from mergegate.merge_core.checkpoint import read_gguf_header, read_header
-from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.errors import MergegateError, Refused
+from mergegate.tasks.publish.targets import PublishedRelease
+from mergegate.tasks.stage import store
 
 # Suffixes of everything that mergegate writes about a model: card, licenses, records, report and evidence. Any other
 # file may hold weights, so that no format of weights goes unchecked because it is missing in a list.
 _DOCUMENTS = frozenset({"", ".html", ".json", ".md", ".parquet", ".sig", ".txt", ".yaml"})
 _CHUNK_BYTES = 1 << 20
+_SHOWN = 5  # files that a message lists
 
 
 def is_weights(name: str) -> bool:
@@ -19,13 +23,35 @@ def is_weights(name: str) -> bool:
     return PurePosixPath(name).suffix not in _DOCUMENTS
 
 
-def differing_files(rebuilt: Mapping[str, tuple[int, str]], listing: Mapping[str, tuple[int, str]]) -> tuple[str, ...]:
-    """Return the names of all files that differ from the release: rebuilt ones, and weights that were not rebuilt.
+def require_equal_files(
+    release: PublishedRelease, listing: Mapping[str, tuple[int, str]], rebuilt: Mapping[str, Path], reason: str
+) -> int:
+    """Compare rebuilt files with a release that has the verified ``listing``, and return their size in bytes.
 
-    Both arguments hold size and sha256 by name: of the rebuilt files, and of all files of the release.
+    ``rebuilt`` holds their paths by their names in the release. Weights that were not rebuilt count as different.
+
+    Raises:
+        Refused: Files differ. The message names the first tensor that does, and ``reason`` as the remedy.
     """
+    hashes = store().hashes
+    actual = {name: (path.stat().st_size, hashes.sha256(path, trust=False)) for name, path in rebuilt.items()}
     compared = set(rebuilt) | {name for name in listing if is_weights(name)}
-    return tuple(sorted(name for name in compared if rebuilt.get(name) != listing.get(name)))
+    if different := sorted(name for name in compared if actual.get(name) != listing.get(name)):
+        details = []
+        for name in different[:_SHOWN]:
+            detail = "it was not rebuilt" if name not in rebuilt else "the release does not have it"
+            if name in rebuilt and name in listing:
+                detail = ""
+                with suppress(MergegateError):  # the release cannot be downloaded
+                    detail = first_difference(release.download() / name, rebuilt[name])
+            details.append(f"{name} ({detail})" if detail else name)
+        raise Refused(
+            f"{release.reference}: {different[0]}",
+            found=f"{len(different)} of {len(compared)} rebuilt files differ: {', '.join(details)}",
+            expected="the same bytes",
+            remedy=reason,
+        )
+    return sum(size for size, _ in actual.values())
 
 
 def first_difference(original: Path, rebuilt: Path) -> str:
