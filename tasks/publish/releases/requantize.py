@@ -59,7 +59,7 @@ def rebuild_variants(
             expected="the release of the merge, from which the variants are quantized again",
             remedy="pass its directory or address with --merge",
         )
-    settings, profile, published = _read_build(release, verified_release.statement)
+    settings, published = _read_build(release, verified_release.statement)
     root = directory or Path.cwd()
     settings.check(root)
     with separate_store(scratch / "home"):
@@ -70,7 +70,7 @@ def rebuild_variants(
         installed: dict[str, str] = {}
         for variant_type, facts in published.items():
             artifact = settings.build(model, variant_type, root)
-            rebuilt |= settings.release_files(profile, artifact)
+            rebuilt |= settings.release_files(link.name, artifact)
             original |= facts["versions"]
             installed |= dict.fromkeys(facts["versions"], "") | artifact.value.versions
             calibration = facts.get("calibration", "")
@@ -89,18 +89,18 @@ def rebuild_variants(
 
 def _read_build(
     release: PublishedRelease, statement: Mapping[str, Any]
-) -> tuple[VariantFormat, str, Mapping[str, Mapping[str, Any]]]:
-    """Return the settings of the variants, the name of the profile, and the facts about each published variant."""
+) -> tuple[VariantFormat, Mapping[str, Mapping[str, Any]]]:
+    """Return the settings of the variants, and the facts about each published variant by its type."""
     try:
         definition = statement["predicate"]["buildDefinition"]
-        external, published = definition["externalParameters"], definition["internalParameters"]["variants"]
-        settings: VariantFormat = TypeAdapter(Variant).validate_python(external["variant"])
+        entry, published = definition["externalParameters"]["variant"], definition["internalParameters"]["variants"]
+        settings: VariantFormat = TypeAdapter(Variant).validate_python(entry)
         if unknown := set(published) - set(settings.variant_types):
             raise ValueError(f"{min(unknown)} is not a variant of its settings")
         TypeAdapter(dict[str, dict[str, Any]]).validate_python(published)
         for facts in published.values():
             TypeAdapter(dict[str, str]).validate_python(facts["versions"])
-        return settings, TypeAdapter(str).validate_python(external["profile"]), published
+        return settings, published
     except (LookupError, TypeError, ValueError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         raise Refused(
