@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from mergegate.merge_core.checkpoint import read_gguf_header, read_header
 from mergegate.merge_core.errors import MergegateError, Refused
+from mergegate.merge_core.parsing import open_buffered
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import store
 
@@ -92,7 +93,7 @@ def _tensors(path: Path) -> dict[str, tuple[str, int, int]]:
 
 def _differ(first: tuple[Path, int], second: tuple[Path, int], nbytes: int) -> bool:
     """Return whether ``nbytes`` bytes differ, from a position in one file and from a position in another."""
-    with first[0].open("rb") as one, second[0].open("rb") as other:
+    with open_buffered(first[0]) as one, open_buffered(second[0]) as other:
         one.seek(first[1])
         other.seek(second[1])
         for start in range(0, nbytes, _CHUNK_BYTES):
