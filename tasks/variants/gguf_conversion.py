@@ -1,0 +1,371 @@
+"""Convert a merge to an unquantized GGUF file, and compare that file with the merge before anything is quantized.
+
+llama.cpp's converter runs in the GGUF environment as a supervised process without network access. It reads links to the
+files of the merge in a directory with a fixed name, without the model card and without Python files: the converter
+derives metadata from names and cards, and a tokenizer may name Python files to run.
+
+A GGUF file names the rules by which llama.cpp splits a text before it applies the merges of a BPE tokenizer: the
+pre-tokenizer label. The converter looks it up by a hash of the ids of one text. One added token or merge can change
+these ids although the rules stay the same. If the hash is unknown, :func:`convert_merge` tries the labels that the
+converter knows. It takes the first one with which llama.cpp and the merge's tokenizer split a sample of difficult texts
+and single tokens of the vocabulary alike.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from mergegate.merge_core.checkpoint import read_gguf_header
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import read_json
+from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, deciding_files
+from mergegate.tasks.llama_cpp import LlamaCpp, Toolchain, open_gguf
+from mergegate.tasks.sandbox import (
+    Confinement,
+    NotStarted,
+    ProcessOptions,
+    SupervisedProcess,
+    compile_imports,
+    environment_of_child,
+)
+from mergegate.tasks.serve import Reference, ReferenceRequest, make_reference
+from mergegate.tasks.stage import Runtime, StageValue, memory_of_child, stage, value_stage
+from mergegate.tasks.store import Artifact
+from mergegate.tasks.variants.contract import ConversionCheck
+
+FILE = "model-F32.gguf"
+# Largest mean difference of a document's log-likelihood that rounding in float32 explains, in nats. A correct conversion
+# of a real model with 135 M parameters differs by 0.0014, and of a random one with 2 layers by 0.0001. The smallest
+# error among ten wrong conversions (a rope base of 10,500 instead of 10,000) differs by 0.1 (tests/variants/test_gguf.py).
+LIMIT = 0.05
+SCORED_TEXTS = 24  # compared documents, evenly spaced among the evaluated texts
+SCORED_TOKENS = 256  # from the beginning of a document
+QUESTION = "What is the capital of France? Answer in one sentence."
+
+# Texts on which pre-tokenizers differ, by the rule that they test. All are in Unicode's composed form: llama.cpp does
+# not normalize text, so a decomposed letter differs for every model with a normalizer.
+SAMPLE: Mapping[str, tuple[str, ...]] = {
+    "digits": (
+        "3 33 333 3333 33333 333333 3333333",
+        "In 1989, 12,345,678 people paid $3.14159 or 100%.",
+        "x1 = 20 + 300; y22 = 4000e-5",
+        "2024-11-05T16:45:00Z v1.10.2 127.0.0.1:8080",
+    ),
+    "spaces": (
+        "two  spaces   and    four",
+        "  leading spaces and trailing ones   ",
+        "tabs\tand\t\ttwo tabs",
+        " \n  \n   indented\n    lines\n",
+    ),
+    "line breaks": (
+        "one\ntwo\n\nthree\n\n\nfour",
+        "Windows\r\nline\r\n\r\nbreaks",
+        "A sentence.\n\nA paragraph.\n",
+        "- a list\n- of items\n\n\n",
+    ),
+    "contractions": (
+        "I'm sure they've said it's what we'd do; you'll see, don't worry.",
+        "I'M SURE THEY'VE SAID IT'S WHAT WE'D DO",
+        "the dogs' bowl, rock 'n' roll, o'clock, 'quoted'",
+        "It's John's; We\u2019ve typed it.",
+    ),
+    "case": (
+        "HTMLParser getElementById snake_case CONSTANT_NAME",
+        "iPhone eBay McDonald NASA PhD",
+        "THE QUICK brown Fox JUMPS",
+        "a B c D eF Gh",
+    ),
+    "punctuation": (
+        "Wait... what?! No -- really: (yes), [no], {maybe}; \"ok\".",
+        "------======= ****** ////// ......",
+        "user@example.com https://example.com/a?b=c&d=e#f",
+        "#hashtag @mention 50% off! <tag/> a/b\\c",
+    ),
+    "code": (
+        "def f(x):\n    return x**2  # square\n",
+        "for (int i = 0; i < n; ++i) { sum += a[i]; }",
+        "SELECT * FROM t WHERE id >= 10 AND name != 'x';",
+        "\tif err != nil {\n\t\treturn err\n\t}\n",
+    ),
+    "scripts": (
+        "Über naïve Straßen, El Niño, façade, Dvořák",
+        "Быстрая лиса, что-то на русском языке",
+        "我想在苹果公司工作1314151天，今天天气很好。",
+        "日本語の文章と カタカナ。 한국어 문장입니다. ภาษาไทย हिन्दी العربية",
+    ),
+    "symbols": (
+        "🚀 rocket 🦙🦙 ✅ done 👩‍💻",
+        "∑ x² ≤ ∞, α→β, 5 × 7 ÷ 2 ± 1",
+        "“quotes” ‘single’ – dash — em… €5 £6 ¥7 ½",
+        "zero\u200bwidth non\u00a0breaking ™ © ®",
+    ),
+}
+# Largest share of the sample that may be split differently. Each of the nine rules has four texts, so a wrong rule
+# exceeds it.
+SAMPLE_LIMIT = 0.06
+PROBES = 128  # single tokens of the vocabulary that are split, too
+# Labels that are tried first, one for each frequent set of rules.
+FREQUENT_LABELS = (
+    *("llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "deepseek-v3", "deepseek-llm", "starcoder"),
+    *("command-r", "falcon", "mpt", "olmo", "stablelm2", "qwen35", "glm4", "refact", "bloom", "superbpe"),
+)
+
+_UNKNOWN_PRE_TOKENIZER = 3  # exit code of the wrapper
+# Runs the converter with a given pre-tokenizer label, which its command line cannot set. Without a label, the converter
+# looks it up. If it does not know the tokenizer, the wrapper writes a file with only the vocabulary.
+_WRAPPER = """
+import pathlib, runpy, sys
+script, label, directory, output, name = sys.argv[1:]
+root = pathlib.Path(script).parent
+sys.path[:0] = [str(root), str(root / "gguf-py")]
+from conversion.base import TextModel
+
+class Unknown(Exception):
+    pass
+
+look_up = TextModel.get_vocab_base_pre
+
+def pre_tokenizer_label(self, tokenizer):
+    if label:
+        return label
+    try:
+        return look_up(self, tokenizer)
+    except NotImplementedError as error:
+        raise Unknown from error
+
+def convert(*options):
+    sys.argv = [script, directory, "--outtype", "f32", "--outfile", output, "--model-name", name, *options]
+    runpy.run_path(script, run_name="__main__")
+
+TextModel.get_vocab_base_pre = pre_tokenizer_label
+try:
+    convert()
+except Unknown:
+    pathlib.Path(output).unlink(missing_ok=True)
+    label = "default"
+    convert("--vocab-only")
+    sys.exit({exit_code})
+"""
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+_MAPPED_TOO = 2  # memory limit as a multiple of the machine's memory, because mapped weights count
+_TAIL = 1 << 16  # bytes at the end of the converter's output that are searched for the cause of a failure
+_CAUSE = re.compile(r"^(?:ERROR:[\w.-]+:|\w+(?:Error|Exception): ?)(?P<cause>.*\S.*)$", re.MULTILINE)
+_PRE = "tokenizer.ggml.pre"
+
+
+class ConvertedGguf(StageValue):
+    """The merge as an unquantized GGUF file (``FILE``), with float32 weights."""
+
+    name: str  # ``general.name`` in the file
+    architecture: str  # 'llama'
+    pre_tokenizer: str  # label of the splitting rules; empty if the tokenizer has none
+    recognized: bool  # whether the converter knows the tokenizer; else the label follows from equal tokens
+    tensors: int
+    bytes: int
+
+    def summary(self) -> str:
+        rules = f", pre-tokenizer {self.pre_tokenizer}" if self.pre_tokenizer else ""
+        return f"{self.architecture}, {self.tensors} tensors, {format_bytes(self.bytes)}{rules}"
+
+
+@stage("convert", version=1, subject="merge")
+def convert_merge(out: Path, merge: Model, name: str, tools: Toolchain) -> ConvertedGguf:
+    """Convert ``merge`` to a GGUF file with float32 weights. ``name`` is the name of the model in the file.
+
+    Raises:
+        Refused: The converter does not know the architecture, or llama.cpp cannot split text as the tokenizer does.
+    """
+    _require_known_tokenizer(merge)
+    links, file = out / "model", out / FILE
+    for source in merge.present() if not merge.files else map(merge.directory.joinpath, dict(merge.files)):
+        if source.suffix != ".py":
+            link = links / source.relative_to(merge.directory)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(source)
+    recognized = _run_converter(links, file, name, tools, label="")
+    if not recognized:
+        label = find_pre_tokenizer(merge, file, tools)
+        file.unlink()
+        _run_converter(links, file, name, tools, label)
+    shutil.rmtree(links)
+    header = read_gguf_header(file)
+    return ConvertedGguf(
+        name=name,
+        architecture=str(header.metadata["general.architecture"]),
+        pre_tokenizer=str(header.metadata.get(_PRE, "")),
+        recognized=recognized,
+        tensors=len(header.tensors),
+        bytes=file.stat().st_size,
+    )
+
+
+def _require_known_tokenizer(merge: Model) -> None:
+    """Raise Refused if the model of the tokenizer is of a type that GGUF files cannot express."""
+    path = merge.tokenizer_directory / "tokenizer.json"
+    if not path.is_file():
+        return  # SentencePiece
+    model = read_json(path).get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    if kind == "WordLevel":
+        raise Refused(
+            f"{path}: model.type",
+            found="WordLevel, which llama.cpp does not support",
+            expected="a BPE, Unigram or WordPiece tokenizer",
+            remedy="remove the entry 'format: gguf' from 'variants', or use parents with another tokenizer",
+        )
+
+
+def _run_converter(directory: Path, output: Path, name: str, tools: Toolchain, label: str) -> bool:
+    """Write ``output``. Return false if it has only the vocabulary, because the tokenizer is unknown.
+
+    ``label`` is the pre-tokenizer label. Empty: the converter looks it up.
+    """
+    environment = environment_of_child() | _QUIET
+    script = tools.converter
+    imports = f"import sys; sys.path[:0] = [{str(script.parent)!r}, {str(script.parent / 'gguf-py')!r}]; "
+    compile_imports(
+        tools.python, imports + "import torch, transformers, conversion.base", script.parent / "conversion/base.py", environment
+    )
+    memory = system_memory()
+    limit = memory_of_child(_MAPPED_TOO * memory.total if memory else None)
+    wrapper = _WRAPPER.replace("{exit_code}", str(_UNKNOWN_PRE_TOKENIZER))
+    with tempfile.TemporaryFile() as log:
+        try:
+            process = SupervisedProcess(
+                [str(tools.python), "-P", "-c", wrapper, str(script), label, str(directory), str(output), name],
+                environment,
+                log,
+                ProcessOptions("convert", confinement=Confinement(write=(str(output.parent),), memory=limit)),
+            )
+        except NotStarted as error:
+            raise InvalidInput(
+                str(tools.python), found=str(error), expected="a Python interpreter", remedy="run 'make gguf-env'"
+            ) from None
+        try:
+            while not process.ends(1.0):
+                pass
+        finally:
+            end = process.end()
+        if end.returncode in (0, _UNKNOWN_PRE_TOKENIZER) and output.is_file():
+            return end.returncode == 0
+        log.seek(max(0, log.seek(0, 2) - _TAIL))
+        text = log.read().decode(errors="replace")
+    causes = [match["cause"].strip() for match in _CAUSE.finditer(text)]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raise Refused(
+        "llama.cpp's converter",
+        found=(causes or lines or [str(end)])[-1][:300],
+        expected="an architecture and a tokenizer that llama.cpp supports",
+        remedy="remove the entry 'format: gguf' from 'variants', or install a newer llama.cpp",
+    )
+
+
+def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: Toolchain) -> str:
+    """Return the first label with which llama.cpp splits the sample and the probes as the tokenizer of ``merge`` does.
+
+    ``vocabulary`` is a GGUF file of the merge's vocabulary with any label.
+
+    Raises:
+        Refused: No label gives equal tokens. Names the texts that the best label splits differently.
+    """
+    texts = tuple(text for group in SAMPLE.values() for text in group)
+    facts = read_tokenizer_facts(merge, texts)
+    source = (tools.converter.parent / "conversion" / "base.py").read_text(encoding="utf-8")
+    known = re.findall(r'^ +res = "([^"]+)"$', source, re.MULTILINE)
+    labels = [*(label for label in FREQUENT_LABELS if label in known), *known]
+    best, fewest = "", None
+    relabeled = vocabulary.with_name("relabeled.gguf")
+    for label in dict.fromkeys(labels):
+        _relabel(vocabulary, relabeled, label)
+        with open_gguf(relabeled, tools, vocabulary_only=True) as model:
+            different = _different_texts(facts, model)
+        if fewest is None or len(different) < len(fewest):
+            best, fewest = label, different
+        if not different:
+            break
+    relabeled.unlink(missing_ok=True)
+    if fewest:
+        quoted = ", ".join(repr(text[:30]) for text in fewest[:3])
+        raise Refused(
+            f"{merge.tokenizer_directory / 'tokenizer.json'}: pre_tokenizer",
+            found=f"llama.cpp has no rules that split text in the same way; the closest, {best!r}, splits {len(fewest)} of "
+            f"{len(facts.texts)} texts differently: {quoted}",
+            expected="rules that llama.cpp knows",
+            remedy="use the tokenizer of a parent, or remove the entry 'format: gguf' from 'variants'",
+        )
+    return best
+
+
+def _relabel(source: Path, destination: Path, label: str) -> None:
+    """Copy a GGUF file that has only a vocabulary, with another pre-tokenizer label."""
+    content = source.read_bytes()
+    key = _encoded(_PRE) + (8).to_bytes(4, "little")  # 8: the type of a string
+    start = content.index(key) + len(key)
+    end = start + 8 + int.from_bytes(content[start : start + 8], "little")
+    destination.write_bytes(content[:start] + _encoded(label) + content[end:])
+
+
+def _encoded(text: str) -> bytes:
+    return len(text.encode()).to_bytes(8, "little") + text.encode()
+
+
+class TokenizerFacts(NamedTuple):
+    """What a GGUF file must repeat of the merge's tokenizer.
+
+    ``texts`` and ``ids`` are texts and their token ids, without tokens that the tokenizer adds.
+    """
+
+    texts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    bos: int | None
+    eos: int | None
+    adds_bos: bool  # whether the tokenizer puts ``bos`` before a text
+    adds_eos: bool
+    size: int  # one more than the largest id
+    chat_template: str  # empty if there is none
+
+
+def read_tokenizer_facts(merge: Model, texts: Sequence[str]) -> TokenizerFacts:
+    """Split ``texts`` and probes of the vocabulary with the merge's tokenizer, in the model process."""
+    location = f"{merge.name}: its tokenizer"
+    return call_model_process(_tokenizer_facts, (merge, tuple(texts)), location=location)
+
+
+def _tokenizer_facts(merge: Model, texts: tuple[str, ...], on_progress: TellProgress) -> TokenizerFacts:
+    import transformers
+
+    loader: Any = transformers.AutoTokenizer
+    tokenizer: Any = loader.from_pretrained(
+        merge.tokenizer_directory, local_files_only=True, trust_remote_code=merge.runs_code
+    )
+    size = max(tokenizer.get_vocab().values()) + 1
+    special = set(tokenizer.added_tokens_decoder)
+    numbers = [number for number in range(0, size, max(1, size // PROBES)) if number not in special]
+    probes = [tokenizer.decode([number], clean_up_tokenization_spaces=False) for number in numbers]
+    texts = tuple(dict.fromkeys((*texts, *(probe for probe in probes if probe and "\ufffd" not in probe))))
+    with_added = [int(number) for number in tokenizer("a")["input_ids"]]
+    return TokenizerFacts(
+        texts,
+        tuple(tuple(map(int, tokenizer(text, add_special_tokens=False)["input_ids"])) for text in texts),
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        adds_bos=tokenizer.bos_token_id is not None and with_added[0] == tokenizer.bos_token_id,
+        adds_eos=tokenizer.eos_token_id is not None and with_added[-1] == tokenizer.eos_token_id,
+        size=size,
+        chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else "",
+    )
+
+
+def _different_texts(facts: TokenizerFacts, model: LlamaCpp) -> tuple[str, ...]:
+    """Return the texts that llama.cpp splits into other tokens than the merge's tokenizer."""
+    ids = model.tokenize(facts.texts)
+    return tuple(text for text, ours, theirs in zip(facts.texts, facts.ids, ids, strict=True) if ours != tuple(theirs))
