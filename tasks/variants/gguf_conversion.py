@@ -11,24 +11,29 @@ converter knows. It takes the first one with which llama.cpp and the merge's tok
 and single tokens of the vocabulary alike.
 """
 
+# ruff: noqa: RUF001  # the sample has characters that look alike, because tokenizers tell them apart
+
 from __future__ import annotations
 
+import math
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from mergegate.merge_core.checkpoint import read_gguf_header
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, deciding_files
-from mergegate.tasks.llama_cpp import LlamaCpp, Toolchain, open_gguf
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process
+from mergegate.tasks.llama_cpp import CONVERTER, LlamaCpp, find_python, open_gguf, runtime_versions, toolchain
 from mergegate.tasks.sandbox import (
     Confinement,
     NotStarted,
@@ -37,19 +42,18 @@ from mergegate.tasks.sandbox import (
     compile_imports,
     environment_of_child,
 )
-from mergegate.tasks.serve import Reference, ReferenceRequest, make_reference
+from mergegate.tasks.serve import Chat, Check, ReferenceRequest, make_reference, render_chat
 from mergegate.tasks.stage import Runtime, StageValue, memory_of_child, stage, value_stage
-from mergegate.tasks.store import Artifact
+from mergegate.tasks.store import NotInKey
 from mergegate.tasks.variants.contract import ConversionCheck
 
 FILE = "model-F32.gguf"
-# Largest mean difference of a document's log-likelihood that rounding in float32 explains, in nats. A correct conversion
-# of a real model with 135 M parameters differs by 0.0014, and of a random one with 2 layers by 0.0001. The smallest
-# error among ten wrong conversions (a rope base of 10,500 instead of 10,000) differs by 0.1 (tests/variants/test_gguf.py).
+# Largest mean difference of a document's log-likelihood that passes, in nats. A correct conversion differs by rounding
+# in float32 only: 0.0014 for a real model with 135 M parameters.
 LIMIT = 0.05
 SCORED_TEXTS = 24  # compared documents, evenly spaced among the evaluated texts
 SCORED_TOKENS = 256  # from the beginning of a document
-QUESTION = "What is the capital of France? Answer in one sentence."
+_QUESTION = "What is the capital of France? Answer in one sentence."
 
 # Texts on which pre-tokenizers differ, by the rule that they test. All are in Unicode's composed form: llama.cpp does
 # not normalize text, so a decomposed letter differs for every model with a normalizer.
@@ -85,7 +89,7 @@ SAMPLE: Mapping[str, tuple[str, ...]] = {
         "a B c D eF Gh",
     ),
     "punctuation": (
-        "Wait... what?! No -- really: (yes), [no], {maybe}; \"ok\".",
+        'Wait... what?! No -- really: (yes), [no], {maybe}; "ok".',
         "------======= ****** ////// ......",
         "user@example.com https://example.com/a?b=c&d=e#f",
         "#hashtag @mention 50% off! <tag/> a/b\\c",
@@ -109,6 +113,7 @@ SAMPLE: Mapping[str, tuple[str, ...]] = {
         "zero\u200bwidth non\u00a0breaking ™ © ®",
     ),
 }
+SAMPLE_TEXTS = tuple(text for texts in SAMPLE.values() for text in texts)
 # Largest share of the sample that may be split differently. Each of the nine rules has four texts, so a wrong rule
 # exceeds it.
 SAMPLE_LIMIT = 0.06
@@ -162,6 +167,29 @@ _CAUSE = re.compile(r"^(?:ERROR:[\w.-]+:|\w+(?:Error|Exception): ?)(?P<cause>.*\
 _PRE = "tokenizer.ggml.pre"
 
 
+class GgufTools(BaseModel):
+    """Interpreter of the GGUF environment, and the versions and settings of llama.cpp that determine its results."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    python: Annotated[Path, NotInKey]  # absolute
+    versions: dict[str, str]  # of llama-cpp-python, the converter, and the settings of the runtime
+
+    @classmethod
+    def find(cls, python: Path | None) -> GgufTools:
+        """Return the tools in the environment of ``python``, by default that of ``make gguf-env``.
+
+        Raises:
+            InvalidInput: The environment does not contain them.
+        """
+        return cls(python=find_python(python), versions=toolchain(python) | runtime_versions(python))
+
+    @property
+    def converter(self) -> Path:
+        """Path of the converter, next to its packages."""
+        return self.python.parent.parent / CONVERTER
+
+
 class ConvertedGguf(StageValue):
     """The merge as an unquantized GGUF file (``FILE``), with float32 weights."""
 
@@ -178,7 +206,7 @@ class ConvertedGguf(StageValue):
 
 
 @stage("convert", version=1, subject="merge")
-def convert_merge(out: Path, merge: Model, name: str, tools: Toolchain) -> ConvertedGguf:
+def convert_merge(out: Path, merge: Model, name: str, tools: GgufTools) -> ConvertedGguf:
     """Convert ``merge`` to a GGUF file with float32 weights. ``name`` is the name of the model in the file.
 
     Raises:
@@ -224,7 +252,7 @@ def _require_known_tokenizer(merge: Model) -> None:
         )
 
 
-def _run_converter(directory: Path, output: Path, name: str, tools: Toolchain, label: str) -> bool:
+def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools, label: str) -> bool:
     """Write ``output``. Return false if it has only the vocabulary, because the tokenizer is unknown.
 
     ``label`` is the pre-tokenizer label. Empty: the converter looks it up.
@@ -233,7 +261,10 @@ def _run_converter(directory: Path, output: Path, name: str, tools: Toolchain, l
     script = tools.converter
     imports = f"import sys; sys.path[:0] = [{str(script.parent)!r}, {str(script.parent / 'gguf-py')!r}]; "
     compile_imports(
-        tools.python, imports + "import torch, transformers, conversion.base", script.parent / "conversion/base.py", environment
+        tools.python,
+        imports + "import torch, transformers, conversion.base",
+        script.parent / "conversion/base.py",
+        environment,
     )
     memory = system_memory()
     limit = memory_of_child(_MAPPED_TOO * memory.total if memory else None)
@@ -269,7 +300,7 @@ def _run_converter(directory: Path, output: Path, name: str, tools: Toolchain, l
     )
 
 
-def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: Toolchain) -> str:
+def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: GgufTools) -> str:
     """Return the first label with which llama.cpp splits the sample and the probes as the tokenizer of ``merge`` does.
 
     ``vocabulary`` is a GGUF file of the merge's vocabulary with any label.
@@ -277,8 +308,7 @@ def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: Toolchain) -> str:
     Raises:
         Refused: No label gives equal tokens. Names the texts that the best label splits differently.
     """
-    texts = tuple(text for group in SAMPLE.values() for text in group)
-    facts = read_tokenizer_facts(merge, texts)
+    facts = read_tokenizer_facts(merge, SAMPLE_TEXTS)
     source = (tools.converter.parent / "conversion" / "base.py").read_text(encoding="utf-8")
     known = re.findall(r'^ +res = "([^"]+)"$', source, re.MULTILINE)
     labels = [*(label for label in FREQUENT_LABELS if label in known), *known]
@@ -286,8 +316,8 @@ def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: Toolchain) -> str:
     relabeled = vocabulary.with_name("relabeled.gguf")
     for label in dict.fromkeys(labels):
         _relabel(vocabulary, relabeled, label)
-        with open_gguf(relabeled, tools, vocabulary_only=True) as model:
-            different = _different_texts(facts, model)
+        with open_gguf(relabeled, tools.python, vocabulary_only=True) as model:
+            different = different_texts(facts, model)
         if fewest is None or len(different) < len(fewest):
             best, fewest = label, different
         if not different:
@@ -297,8 +327,8 @@ def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: Toolchain) -> str:
         quoted = ", ".join(repr(text[:30]) for text in fewest[:3])
         raise Refused(
             f"{merge.tokenizer_directory / 'tokenizer.json'}: pre_tokenizer",
-            found=f"llama.cpp has no rules that split text in the same way; the closest, {best!r}, splits {len(fewest)} of "
-            f"{len(facts.texts)} texts differently: {quoted}",
+            found=f"llama.cpp has no rules that split text in the same way; the closest, {best!r}, splits "
+            f"{len(fewest)} of {len(facts.texts)} texts differently: {quoted}",
             expected="rules that llama.cpp knows",
             remedy="use the tokenizer of a parent, or remove the entry 'format: gguf' from 'variants'",
         )
@@ -321,17 +351,20 @@ def _encoded(text: str) -> bytes:
 class TokenizerFacts(NamedTuple):
     """What a GGUF file must repeat of the merge's tokenizer.
 
-    ``texts`` and ``ids`` are texts and their token ids, without tokens that the tokenizer adds.
+    ``texts`` and ``ids`` are texts, including ``probes``, and their token ids, without tokens that the tokenizer adds.
+    ``probes`` are single tokens of the vocabulary as text.
     """
 
     texts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
+    probes: tuple[str, ...]
     bos: int | None
     eos: int | None
     adds_bos: bool  # whether the tokenizer puts ``bos`` before a text
     adds_eos: bool
     size: int  # one more than the largest id
     chat_template: str  # empty if there is none
+    chat: Chat | None  # the question of a user, rendered with the template
 
 
 def read_tokenizer_facts(merge: Model, texts: Sequence[str]) -> TokenizerFacts:
@@ -350,22 +383,139 @@ def _tokenizer_facts(merge: Model, texts: tuple[str, ...], on_progress: TellProg
     size = max(tokenizer.get_vocab().values()) + 1
     special = set(tokenizer.added_tokens_decoder)
     numbers = [number for number in range(0, size, max(1, size // PROBES)) if number not in special]
-    probes = [tokenizer.decode([number], clean_up_tokenization_spaces=False) for number in numbers]
-    texts = tuple(dict.fromkeys((*texts, *(probe for probe in probes if probe and "\ufffd" not in probe))))
+    decoded = [tokenizer.decode([number], clean_up_tokenization_spaces=False) for number in numbers]
+    probes = tuple(dict.fromkeys(text for text in decoded if text and "\ufffd" not in text))
+    texts = tuple(dict.fromkeys((*texts, *probes)))
     with_added = [int(number) for number in tokenizer("a")["input_ids"]]
     return TokenizerFacts(
         texts,
         tuple(tuple(map(int, tokenizer(text, add_special_tokens=False)["input_ids"])) for text in texts),
+        probes,
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
         adds_bos=tokenizer.bos_token_id is not None and with_added[0] == tokenizer.bos_token_id,
         adds_eos=tokenizer.eos_token_id is not None and with_added[-1] == tokenizer.eos_token_id,
         size=size,
         chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else "",
+        chat=render_chat(tokenizer, _QUESTION),
     )
 
 
-def _different_texts(facts: TokenizerFacts, model: LlamaCpp) -> tuple[str, ...]:
+@value_stage("agreement", version=1, subject="merge")
+def compare_conversion(
+    merge: Model,
+    name: str,
+    texts: tuple[str, ...],
+    max_different_texts: float,
+    tools: GgufTools,
+    runtime: Runtime,
+) -> ConversionCheck:
+    """Compare tokens and likelihoods of ``texts`` under the converted file in llama.cpp with those of ``merge``.
+
+    ``name`` is the name of the model in the file. transformers computes in float32. ``max_different_texts`` is the
+    largest share of the texts that llama.cpp may split differently.
+    """
+    file = convert_merge.build(merge, name, tools).directory / FILE
+    facts = read_tokenizer_facts(merge, (*texts, *SAMPLE_TEXTS))
+    scored = texts[:: max(1, len(texts) // SCORED_TEXTS)][:SCORED_TEXTS] or SAMPLE_TEXTS[:SCORED_TEXTS]
+    request = ReferenceRequest(scored, _QUESTION, "float32", runtime.device, SCORED_TOKENS + 1)
+    location = f"{merge.name}: reference for its GGUF file"
+    reference = call_model_process(make_reference, (merge, request), location=location, models=[merge]).texts
+    with open_gguf(file, tools.python) as model:
+        different = different_texts(facts, model)
+        checks = [*header_checks(read_gguf_header(file), facts), vocabulary_check(model, facts)]
+        likelihoods = [model.log_probabilities(text.ids[:1], text.ids[1:]).values for text in reference]
+    differences = [
+        abs(math.fsum(theirs) - math.fsum(text.logprobs)) for theirs, text in zip(likelihoods, reference, strict=True)
+    ]
+    mean = fmean(differences) if differences else 0.0
+    problems = [str(check) for check in checks if check.outcome == "fail"]
+    problems += token_problems(different, facts.probes, texts, max_different_texts)
+    if not mean <= LIMIT:  # also if it is not a number
+        problems.append(
+            f"likelihoods differ by {mean:.4g} nats per document, and {LIMIT:g} are allowed: the converter does not "
+            "express this model correctly"
+        )
+    finite = [value for value in differences if math.isfinite(value)]
+    return ConversionCheck(
+        documents=len(differences),
+        mean_difference=mean if math.isfinite(mean) else sys.float_info.max,
+        max_difference=max(finite, default=0.0) if len(finite) == len(differences) else sys.float_info.max,
+        limit=LIMIT,
+        texts=len(facts.texts),
+        different_texts=tuple(text[:80] for text in different),
+        problems=tuple(problems),
+    )
+
+
+def token_problems(
+    different: Collection[str], probes: Collection[str], texts: Collection[str] = (), max_different_texts: float = 0.0
+) -> list[str]:
+    """Return a sentence for each set of texts of which too many are in ``different``.
+
+    The sets are the evaluated ``texts``, the sample, and the ``probes`` of the vocabulary.
+    """
+    sets = (
+        ("evaluated texts", texts, max_different_texts),
+        ("sample texts", SAMPLE_TEXTS, SAMPLE_LIMIT),
+        ("tokens of the vocabulary", probes, SAMPLE_LIMIT),
+    )
+    problems = []
+    for what, members, limit in sets:
+        wrong = [text for text in dict.fromkeys(members) if text in different]
+        if len(wrong) > limit * len(set(members)):
+            quoted = ", ".join(repr(text[:30]) for text in wrong[:3])
+            problems.append(
+                f"llama.cpp splits {len(wrong)} of {len(set(members))} {what} into other tokens than the merge's "
+                f"tokenizer, and {limit:.1%} are allowed: {quoted}"
+            )
+    return problems
+
+
+def header_checks(header: GgufHeader, facts: TokenizerFacts) -> list[Check]:
+    """Check that a GGUF file repeats the vocabulary size, the special tokens and the chat template of the merge."""
+    metadata = header.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    count = tokens.count if isinstance(tokens, GgufArray) else 0
+    checks = [check_that(count >= facts.size, "vocabulary", f"{count:,} tokens", f"at least {facts.size:,} tokens")]
+    for name, key, ours in (
+        ("begin of text", "tokenizer.ggml.bos_token_id", facts.bos),
+        ("end of text", "tokenizer.ggml.eos_token_id", facts.eos),
+    ):
+        if ours is not None:
+            seen = f"id {metadata[key]}" if key in metadata else "no id"
+            checks.append(
+                check_that(metadata.get(key) == ours, name, seen, f"id {ours}, as in the merge's tokenizer", key)
+            )
+    key = "tokenizer.chat_template"
+    template = metadata.get(key, "")
+    seen = f"{len(str(template)):,} characters" if template else "no chat template"
+    seen += ", which differ from those of the merge" if template and template != facts.chat_template else ""
+    expected = f"the {len(facts.chat_template):,} characters of the merge's" if facts.chat_template else "none"
+    checks.append(check_that(template == facts.chat_template, "chat template", seen, expected, key))
+    return checks
+
+
+def vocabulary_check(model: LlamaCpp, facts: TokenizerFacts) -> Check:
+    """Check that llama.cpp adds the same special tokens to a text as the merge's tokenizer."""
+
+    def describe(begin: bool, end: bool) -> str:
+        names = [name for name, is_added in (("begin of text", begin), ("end of text", end)) if is_added]
+        return f"adds {' and '.join(names) or 'no token'}"
+
+    vocabulary = model.vocabulary
+    theirs, ours = (vocabulary.adds_bos, vocabulary.adds_eos), (facts.adds_bos, facts.adds_eos)
+    return check_that(theirs == ours, "added tokens", describe(*theirs), f"{describe(*ours)}, as the merge's tokenizer")
+
+
+def different_texts(facts: TokenizerFacts, model: LlamaCpp) -> tuple[str, ...]:
     """Return the texts that llama.cpp splits into other tokens than the merge's tokenizer."""
     ids = model.tokenize(facts.texts)
-    return tuple(text for text, ours, theirs in zip(facts.texts, facts.ids, ids, strict=True) if ours != tuple(theirs))
+    return tuple(text for text, ours, theirs in zip(facts.texts, facts.ids, ids, strict=True) if ours != theirs)
+
+
+def check_that(passed: bool, name: str, seen: str, expected: str, location: str = "") -> Check:
+    """Return a check with the outcome ``passed``."""
+    if passed:
+        return Check.passed_check(name, seen, expected)
+    return Check.failed_check(name, seen, expected, "build the variant again, with a newer llama.cpp", location)
