@@ -30,7 +30,7 @@ from mergegate.tasks.report.history.archive import ArchivedPage, archive_run, fi
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
 from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
-from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus
+from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus, RunVariant
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
 from mergegate.tasks.report.shadow.page import render_shadow
@@ -68,12 +68,14 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
+from mergegate.tasks.report.variants import VARIANT_COLUMNS, VariantRow, variant_rows, variant_sentences
 from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares
 
 __all__ = [
     "ARM_COLUMNS",
     "DECISION_COLUMNS",
     "HISTORY",
+    "VARIANT_COLUMNS",
     "ArchivedPage",
     "CostTable",
     "EndedRun",
@@ -104,12 +106,14 @@ __all__ = [
     "RunScore",
     "RunStage",
     "RunStatus",
+    "RunVariant",
     "ScoreTable",
     "ShadowContent",
     "ShadowPoint",
     "StoredArtifact",
     "SweepContent",
     "SweepFacts",
+    "VariantRow",
     "add_stages",
     "archive_run",
     "arm_cells",
@@ -145,6 +149,8 @@ __all__ = [
     "sweep_table",
     "sweep_title",
     "thinking_shares",
+    "variant_rows",
+    "variant_sentences",
     "wording",
     "worst_drop",
     "write_report",

@@ -73,7 +73,9 @@ class ConversionCheck(StageValue):
 
 
 class VariantFormat(VariantSettings, ABC):
-    """Base class of all formats. A profile selects one by its field ``format``."""
+    """Base class of all formats. A profile selects one by ``format``, whose type names the format: Literal['brick']."""
+
+    format: str
 
     @property
     @abstractmethod
@@ -147,6 +149,7 @@ class VariantVerdict(BaseModel):
     outcome: Outcome
     publishable: bool
     reasons: tuple[str, ...]  # why the variant did not pass, most severe first; empty for a pass
+    backend: str = ""  # evaluation backend that scored the variant ('llama_cpp'); empty if none did
     record: VariantRecord | None = None  # None if the variant could not be built
     conversion: ConversionCheck | None = None
     checks: tuple[Check, ...] = ()  # of the files and of the serving runtime
