@@ -77,7 +77,7 @@ from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import load_released_model
-from mergegate.tasks.publish.targets import Target
+from mergegate.tasks.publish.targets import Release, Target
 from mergegate.tasks.report import Report, ReportContent, write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
@@ -167,7 +167,11 @@ def make_release(
     content = report_content(profile, attempt, attempts, names)
     report = write_report(content)
     if not (attempt.is_good and profile.publish and publishing):
-        return reported_outcome(content, report, None)
+        outcome = reported_outcome(content, report, None)
+        if attempt.released and not attempt.is_good:
+            message = f"{content.name} {attempt.released.version} is released without a variant that is required"
+            return outcome.model_copy(update={"message": message})
+        return outcome
     return publish_attempt(profile, profile.publish, attempt, content, report, names)
 
 
@@ -233,7 +237,7 @@ def make_attempt(
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
-        if champion and champion.complete and champion.digest == model.digest:
+        if champion and champion.complete and champion.digest == model.digest and not profile.variants:
             return AlreadyReleased(cleared_candidate, champion)
     if champion:
         evidence = with_next_samples(evidence, model.digest, champion.digest, champion.samples)
@@ -261,11 +265,14 @@ def make_attempt(
         ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
     judged = JudgedMerge(profile, assessment.evidence, model, parents, adapted)
-    for judgment in judgments:
+    # A merge that is the current release passed all judgments before. Only its variants are judged now.
+    released = champion if champion and champion.complete and champion.digest == model.digest else None
+    for judgment in () if released else judgments:
         if all(verdict.publishable for verdict in verdicts):
             verdict = judgment(judged)
             verdicts += [verdict] if verdict else []
-    variants = judge_variants(judged, runner) if all(verdict.publishable for verdict in verdicts) else ()
+    is_good = released or all(verdict.publishable for verdict in verdicts)
+    variants = judge_variants(judged, runner) if is_good else ()
     return Attempt(
         cleared_candidate,
         pinned,
@@ -276,6 +283,7 @@ def make_attempt(
         ensemble=ensemble,
         expected_head=champion.head if champion else None,
         variants=variants,
+        released=released,
         sample_notes=unselected_scores(
             evidence.guards,
             assessment.scores.get(champion.name, ()),
@@ -318,6 +326,10 @@ def publish_attempt(
         )
         return reported_outcome(content, report, result)
 
+    if attempt.released:  # The merge is published. Its evidence now would differ, because it is its own champion.
+        location = attempt.released.location
+        current = Release(content.name, attempt.released.version, location, label=str(location), new=False)
+        return reported_outcome(content, report, current)
     if target.approval_settings is None:
         return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this

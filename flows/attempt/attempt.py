@@ -82,6 +82,7 @@ class Attempt:
     ensemble: Artifact[Likelihoods] | None = None
     expected_head: str | None = None
     variants: tuple[JudgedVariant, ...] = ()  # empty unless every verdict before them allows publication
+    released: ReleasedModel | None = None  # the current release, if it is this merge: only variants can be missing
     sample_notes: tuple[str, ...] = ()  # scores of the champion on documents that did not select it, as sentences
 
     @property
@@ -93,7 +94,7 @@ class Attempt:
     def verdict(self) -> JointVerdict:
         """Joint verdict of all judgments, and of the variants that the profile requires."""
         required = [variant.verdict.as_verdict() for variant in self.variants if variant.verdict.required]
-        return combine_verdicts((*self.verdicts, *required))
+        return combine_verdicts(required if self.released else (*self.verdicts, *required))
 
     @property
     def outcome(self) -> Outcome:
