@@ -236,15 +236,15 @@ def answer_with_gguf(model: QuantizedModel, serve: ServeSettings | None, tools: 
     return GgufChecks(checks=tuple(checks))
 
 
-def _chat_checks(opened: LlamaCpp, chat: Chat | None, *, must_chat: bool) -> list[Check]:
+def _chat_checks(llama: LlamaCpp, chat: Chat | None, *, must_chat: bool) -> list[Check]:
     """Answer a chat with the template in the file, and compare the rendered prompt with that of the merge."""
     if chat is None:
         seen = "the merge has no chat template"
         return [check_that(False, "chat", seen, "a template") if must_chat else Check.not_offered("chat", seen)]
     if chat.problem:
         return [check_that(False, "chat", chat.problem, "a template that renders")]
-    answer = opened.chat(chat.messages, tokens=_ANSWER_TOKENS)
-    ids = opened.tokenize([answer.prompt])[0]
+    answer = llama.chat(chat.messages, tokens=_ANSWER_TOKENS)
+    ids = llama.tokenize([answer.prompt])[0]
     seen = f"{len(ids)} ids, " + ("which agree" if ids == chat.ids else f"which begin with {list(ids[:8])}")
     return [
         check_that(bool(answer.text), "chat", repr(answer.text[:40]), "some text"),

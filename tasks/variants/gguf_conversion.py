@@ -7,11 +7,11 @@ derives metadata from names and cards, and a tokenizer may name Python files to 
 A GGUF file names the rules by which llama.cpp splits a text before it applies the merges of a BPE tokenizer: the
 pre-tokenizer label. The converter looks it up by a hash of the ids of one text. One added token or merge can change
 these ids although the rules stay the same. If the hash is unknown, :func:`convert_merge` tries the labels that the
-converter knows. It takes the first one with which llama.cpp and the merge's tokenizer split a sample of difficult texts
-and single tokens of the vocabulary alike.
+converter knows. It takes the first one that gives the tokens of the merge's tokenizer for a sample of difficult texts and
+for single tokens of the vocabulary.
 """
 
-# ruff: noqa: RUF001  # the sample has characters that look alike, because tokenizers tell them apart
+# ruff: noqa: RUF001  # The sample contains characters that look like others.
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_header
+from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.system import system_memory
@@ -118,47 +119,44 @@ SAMPLE_TEXTS = tuple(text for texts in SAMPLE.values() for text in texts)
 # exceeds it.
 SAMPLE_LIMIT = 0.06
 PROBES = 128  # single tokens of the vocabulary that are split, too
-# Labels that are tried first, one for each frequent set of rules.
+# Labels by a part of the pre-tokenizer in tokenizer.json that is typical of them. They are tried first, because a small
+# vocabulary gives equal tokens with several labels.
+TYPICAL_LABELS = (
+    (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|", "llama-bpe"),
+    (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|", "qwen2"),
+    ("{'type': 'Digits', 'individual_digits': True}", "smollm"),
+    ("{'type': 'ByteLevel'", "gpt-2"),
+)
+# Labels that are tried next, one for each frequent set of rules.
 FREQUENT_LABELS = (
     *("llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "gpt-4o", "deepseek-v3", "deepseek-llm", "starcoder"),
     *("command-r", "falcon", "mpt", "olmo", "stablelm2", "qwen35", "glm4", "refact", "bloom", "superbpe"),
 )
 
 _UNKNOWN_PRE_TOKENIZER = 3  # exit code of the wrapper
-# Runs the converter with a given pre-tokenizer label, which its command line cannot set. Without a label, the converter
-# looks it up. If it does not know the tokenizer, the wrapper writes a file with only the vocabulary.
-_WRAPPER = """
+_PLACEHOLDER = "default"
+# Runs the converter, and writes a placeholder if it does not know the pre-tokenizer.
+_WRAPPER = f"""
 import pathlib, runpy, sys
-script, label, directory, output, name = sys.argv[1:]
+script, directory, output, name = sys.argv[1:]
 root = pathlib.Path(script).parent
 sys.path[:0] = [str(root), str(root / "gguf-py")]
 from conversion.base import TextModel
 
-class Unknown(Exception):
-    pass
-
-look_up = TextModel.get_vocab_base_pre
+look_up, is_known = TextModel.get_vocab_base_pre, True
 
 def pre_tokenizer_label(self, tokenizer):
-    if label:
-        return label
+    global is_known
     try:
         return look_up(self, tokenizer)
-    except NotImplementedError as error:
-        raise Unknown from error
-
-def convert(*options):
-    sys.argv = [script, directory, "--outtype", "f32", "--outfile", output, "--model-name", name, *options]
-    runpy.run_path(script, run_name="__main__")
+    except NotImplementedError:
+        is_known = False
+        return {_PLACEHOLDER!r}
 
 TextModel.get_vocab_base_pre = pre_tokenizer_label
-try:
-    convert()
-except Unknown:
-    pathlib.Path(output).unlink(missing_ok=True)
-    label = "default"
-    convert("--vocab-only")
-    sys.exit({exit_code})
+sys.argv = [script, directory, "--outtype", "f32", "--outfile", output, "--model-name", name]
+runpy.run_path(script, run_name="__main__")
+sys.exit(0 if is_known else {_UNKNOWN_PRE_TOKENIZER})
 """
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 _MAPPED_TOO = 2  # memory limit as a multiple of the machine's memory, because mapped weights count
@@ -219,12 +217,12 @@ def convert_merge(out: Path, merge: Model, name: str, tools: GgufTools) -> Conve
             link = links / source.relative_to(merge.directory)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(source)
-    recognized = _run_converter(links, file, name, tools, label="")
-    if not recognized:
-        label = find_pre_tokenizer(merge, file, tools)
-        file.unlink()
-        _run_converter(links, file, name, tools, label)
+    recognized = _run_converter(links, file, name, tools)
     shutil.rmtree(links)
+    if not recognized:
+        relabeled = out / "relabeled.gguf"
+        _relabel(file, relabeled, find_pre_tokenizer(merge, file, tools), with_weights=True)
+        relabeled.replace(file)
     header = read_gguf_header(file)
     return ConvertedGguf(
         name=name,
@@ -241,7 +239,7 @@ def _require_known_tokenizer(merge: Model) -> None:
     path = merge.tokenizer_directory / "tokenizer.json"
     if not path.is_file():
         return  # SentencePiece
-    model = read_json(path).get("model")
+    model = read_json(path, bounds=TOKENIZER_BOUNDS).get("model")
     kind = model.get("type") if isinstance(model, dict) else None
     if kind == "WordLevel":
         raise Refused(
@@ -252,11 +250,8 @@ def _require_known_tokenizer(merge: Model) -> None:
         )
 
 
-def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools, label: str) -> bool:
-    """Write ``output``. Return false if it has only the vocabulary, because the tokenizer is unknown.
-
-    ``label`` is the pre-tokenizer label. Empty: the converter looks it up.
-    """
+def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools) -> bool:
+    """Convert the model in ``directory``. Return whether the converter knows its pre-tokenizer."""
     environment = environment_of_child() | _QUIET
     script = tools.converter
     imports = f"import sys; sys.path[:0] = [{str(script.parent)!r}, {str(script.parent / 'gguf-py')!r}]; "
@@ -268,11 +263,10 @@ def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools, l
     )
     memory = system_memory()
     limit = memory_of_child(_MAPPED_TOO * memory.total if memory else None)
-    wrapper = _WRAPPER.replace("{exit_code}", str(_UNKNOWN_PRE_TOKENIZER))
     with tempfile.TemporaryFile() as log:
         try:
             process = SupervisedProcess(
-                [str(tools.python), "-P", "-c", wrapper, str(script), label, str(directory), str(output), name],
+                [str(tools.python), "-P", "-c", _WRAPPER, str(script), str(directory), str(output), name],
                 environment,
                 log,
                 ProcessOptions("convert", confinement=Confinement(write=(str(output.parent),), memory=limit)),
@@ -300,10 +294,10 @@ def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools, l
     )
 
 
-def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: GgufTools) -> str:
+def find_pre_tokenizer(merge: Model, converted: Path, tools: GgufTools) -> str:
     """Return the first label with which llama.cpp splits the sample and the probes as the tokenizer of ``merge`` does.
 
-    ``vocabulary`` is a GGUF file of the merge's vocabulary with any label.
+    ``converted`` is a GGUF file of the merge with any label.
 
     Raises:
         Refused: No label gives equal tokens. Names the texts that the best label splits differently.
@@ -311,11 +305,18 @@ def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: GgufTools) -> str:
     facts = read_tokenizer_facts(merge, SAMPLE_TEXTS)
     source = (tools.converter.parent / "conversion" / "base.py").read_text(encoding="utf-8")
     known = re.findall(r'^ +res = "([^"]+)"$', source, re.MULTILINE)
-    labels = [*(label for label in FREQUENT_LABELS if label in known), *known]
+    path = merge.tokenizer_directory / "tokenizer.json"
+    rules = (
+        str(read_json(path, bounds=TOKENIZER_BOUNDS).get("pre_tokenizer")).replace("\\\\", "\\")
+        if path.is_file()
+        else ""
+    )
+    typical = (label for part, label in TYPICAL_LABELS if part in rules)
+    labels = [*(label for label in (*typical, *FREQUENT_LABELS) if label in known), *known]
     best, fewest = "", None
-    relabeled = vocabulary.with_name("relabeled.gguf")
+    relabeled = converted.with_name("relabeled.gguf")
     for label in dict.fromkeys(labels):
-        _relabel(vocabulary, relabeled, label)
+        _relabel(converted, relabeled, label, with_weights=False)
         with open_gguf(relabeled, tools.python, vocabulary_only=True) as model:
             different = different_texts(facts, model)
         if fewest is None or len(different) < len(fewest):
@@ -335,13 +336,23 @@ def find_pre_tokenizer(merge: Model, vocabulary: Path, tools: GgufTools) -> str:
     return best
 
 
-def _relabel(source: Path, destination: Path, label: str) -> None:
-    """Copy a GGUF file that has only a vocabulary, with another pre-tokenizer label."""
-    content = source.read_bytes()
-    key = _encoded(_PRE) + (8).to_bytes(4, "little")  # 8: the type of a string
-    start = content.index(key) + len(key)
-    end = start + 8 + int.from_bytes(content[start : start + 8], "little")
-    destination.write_bytes(content[:start] + _encoded(label) + content[end:])
+def _relabel(source: Path, destination: Path, label: str, *, with_weights: bool) -> None:
+    """Copy a GGUF file with another pre-tokenizer label. Without weights, the copy is only good for its vocabulary."""
+    header = read_gguf_header(source)
+    alignment = header.metadata.get("general.alignment", 32)
+    assert isinstance(alignment, int)  # read_gguf_header checks it
+    key = _encoded(_PRE) + (8).to_bytes(4, "little")  # 8: the type of a text
+    with source.open("rb") as file, destination.open("wb") as copy:
+        content = file.read(header.table_end)
+        start = content.index(key) + len(key)
+        end = start + 8 + int.from_bytes(content[start : start + 8], "little")
+        copy.write(content[:start] + _encoded(label) + content[end:])
+        copy.write(bytes(-copy.tell() % alignment))
+        if with_weights:
+            file.seek(header.data_offset)
+            shutil.copyfileobj(file, copy, 1 << 24)
+        else:
+            copy.truncate(copy.tell() + source.stat().st_size - header.data_offset)
 
 
 def _encoded(text: str) -> bytes:
@@ -349,7 +360,7 @@ def _encoded(text: str) -> bytes:
 
 
 class TokenizerFacts(NamedTuple):
-    """What a GGUF file must repeat of the merge's tokenizer.
+    """Properties of the merge's tokenizer that a GGUF file must have.
 
     ``texts`` and ``ids`` are texts, including ``probes``, and their token ids, without tokens that the tokenizer adds.
     ``probes`` are single tokens of the vocabulary as text.
@@ -451,9 +462,10 @@ def compare_conversion(
 def token_problems(
     different: Collection[str], probes: Collection[str], texts: Collection[str] = (), max_different_texts: float = 0.0
 ) -> list[str]:
-    """Return a sentence for each set of texts of which too many are in ``different``.
+    """Return a sentence for each set of texts that llama.cpp does not split correctly.
 
-    The sets are the evaluated ``texts``, the sample, and the ``probes`` of the vocabulary.
+    The sets are the evaluated ``texts``, the sample, and the ``probes`` of the vocabulary. ``different`` contains the
+    texts that it splits differently.
     """
     sets = (
         ("evaluated texts", texts, max_different_texts),
@@ -514,8 +526,8 @@ def different_texts(facts: TokenizerFacts, model: LlamaCpp) -> tuple[str, ...]:
     return tuple(text for text, ours, theirs in zip(facts.texts, facts.ids, ids, strict=True) if ours != theirs)
 
 
-def check_that(passed: bool, name: str, seen: str, expected: str, location: str = "") -> Check:
+def check_that(passed: bool, name: str, observation: str, expected: str, location: str = "") -> Check:
     """Return a check with the outcome ``passed``."""
     if passed:
-        return Check.passed_check(name, seen, expected)
-    return Check.failed_check(name, seen, expected, "build the variant again, with a newer llama.cpp", location)
+        return Check.passed_check(name, observation, expected)
+    return Check.failed_check(name, observation, expected, "build the variant again, with a newer llama.cpp", location)
