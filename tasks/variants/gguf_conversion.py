@@ -7,8 +7,8 @@ derives metadata from names and cards, and a tokenizer may name Python files to 
 A GGUF file names the rules by which llama.cpp splits a text before it applies the merges of a BPE tokenizer: the
 pre-tokenizer label. The converter looks it up by a hash of the ids of one text. One added token or merge can change
 these ids although the rules stay the same. If the hash is unknown, :func:`convert_merge` tries the labels that the
-converter knows. It takes the first one that gives the tokens of the merge's tokenizer for a sample of difficult texts and
-for single tokens of the vocabulary.
+converter knows. It takes the first one that gives the tokens of the merge's tokenizer for a sample of difficult texts
+and for single tokens of the vocabulary.
 """
 
 # ruff: noqa: RUF001  # The sample contains characters that look like others.
