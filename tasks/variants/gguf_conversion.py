@@ -294,10 +294,10 @@ def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools) -
     )
 
 
-def find_pre_tokenizer(merge: Model, converted: Path, tools: GgufTools) -> str:
+def find_pre_tokenizer(merge: Model, gguf_file: Path, tools: GgufTools) -> str:
     """Return the first label with which llama.cpp splits the sample and the probes as the tokenizer of ``merge`` does.
 
-    ``converted`` is a GGUF file of the merge with any label.
+    ``gguf_file`` is a GGUF file of the merge with any label.
 
     Raises:
         Refused: No label gives equal tokens. Names the texts that the best label splits differently.
@@ -314,9 +314,9 @@ def find_pre_tokenizer(merge: Model, converted: Path, tools: GgufTools) -> str:
     typical = (label for part, label in TYPICAL_LABELS if part in rules)
     labels = [*(label for label in (*typical, *FREQUENT_LABELS) if label in known), *known]
     best, fewest = "", None
-    relabeled = converted.with_name("relabeled.gguf")
+    relabeled = gguf_file.with_name("relabeled.gguf")
     for label in dict.fromkeys(labels):
-        _relabel(converted, relabeled, label, with_weights=False)
+        _relabel(gguf_file, relabeled, label, with_weights=False)
         with open_gguf(relabeled, tools.python, vocabulary_only=True) as model:
             different = different_texts(facts, model)
         if fewest is None or len(different) < len(fewest):
