@@ -150,15 +150,15 @@ def rebuild_release(
     return ReproducedRelease(release.reference, tuple(rebuilt), total, seconds, device)
 
 
-def explain_difference(original: Mapping[str, str], installed: Mapping[str, str], source: str) -> str:
-    """Return why rebuilt files can differ, as a remedy: other ``installed`` versions than the ``original`` ones.
+def explain_difference(original_versions: Mapping[str, str], current_versions: Mapping[str, str], source: str) -> str:
+    """Return why rebuilt files can differ, as a remedy: ``current_versions`` that are not the ``original_versions``.
 
     ``source`` names what the files were built from, such as 'recipe'.
     """
     changes = [
-        f"{name} {original[name]} (here {version or 'missing'})"
-        for name, version in installed.items()
-        if original.get(name, version) != version
+        f"{name} {original_versions[name]} (here {version or 'missing'})"
+        for name, version in current_versions.items()
+        if original_versions.get(name, version) != version
     ]
     if changes:
         return f"the release was built with {', '.join(changes)}; use those versions"
