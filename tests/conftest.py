@@ -15,6 +15,7 @@ from contextlib import closing
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Set before anything computes. The test kernels run for microseconds, so a second thread would only wait and occupy a
 # core that another test worker needs.
@@ -28,6 +29,9 @@ from kept import kept
 
 from mergegate.flows.prefect_api import configure, local_api
 from mergegate.tasks.checkpoints.model_process import compile_libraries
+
+if TYPE_CHECKING:
+    from mergegate.tasks.variants import VariantFormat
 
 # Set before Prefect or a Hugging Face library is imported, because they read the environment at import.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mergegate-prefect-")
@@ -120,6 +124,17 @@ def prefect_api(prefect_database: Path) -> Iterator[None]:
     shutil.copy(prefect_database, os.environ["PREFECT_HOME"])
     with local_api():
         yield
+
+
+@pytest.fixture
+def rounded_variants(tmp_path: Path) -> Iterator[type[VariantFormat]]:
+    """Let profiles use the variant format ``rounded``, in this process and in its children."""
+    if (folder := str(PROJECT / "tests" / "variants")) not in sys.path:
+        sys.path.append(folder)
+    from rounded_format import rounded_registered
+
+    with rounded_registered(tmp_path / "site-of-rounded") as registered:
+        yield registered
 
 
 @pytest.fixture
