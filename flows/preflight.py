@@ -195,7 +195,7 @@ def preflight_profile(
     with problems.collect_errors():
         profile.limits.require_known_stages()
     with problems.collect_errors():
-        check_target(profile.publish, profile.root)
+        check_target(profile.publish, profile.root, [variant.place_suffix for variant in profile.variants])
     with problems.collect_errors():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
             profile.publish.earlier_release(profile.root, profile.evaluate.anchor)

@@ -50,6 +50,14 @@ from mergegate.merge_core.checkpoint.dtypes import (
     patterns,
     promote,
 )
+from mergegate.merge_core.checkpoint.gguf_file import (
+    GgufArray,
+    GgufHeader,
+    GgufTensor,
+    GgufValue,
+    parse_gguf_header,
+    read_gguf_header,
+)
 from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
 from mergegate.merge_core.checkpoint.measurements import (
     FILES_OF_IMPORTANCE,
@@ -103,6 +111,10 @@ __all__ = [
     "DerivedTensor",
     "ExpectedImportance",
     "ExpectedMoments",
+    "GgufArray",
+    "GgufHeader",
+    "GgufTensor",
+    "GgufValue",
     "Kind",
     "ReadElements",
     "ReadStored",
@@ -130,10 +142,12 @@ __all__ = [
     "open_importance",
     "open_moments",
     "pack_moments",
+    "parse_gguf_header",
     "patterns",
     "promote",
     "read_chat_templates",
     "read_config",
+    "read_gguf_header",
     "read_header",
     "read_into",
     "read_pickled",

@@ -30,9 +30,10 @@ from random import Random
 from types import FrameType
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent / "publish")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "publish")]
 
 import corpus  # noqa: E402  # found by the line above
+from gguf_samples import F32, Q8_0, gguf  # noqa: E402
 from honest import CONFIG, DATE, PROFILE, RECIPE, SHAPES, TASK, TOKENIZER, checkpoint, results, safetensors  # noqa: E402
 from honest import samples as sample_lines  # noqa: E402
 from honest import weights as torch_weights  # noqa: E402
@@ -41,7 +42,7 @@ from pydantic import BaseModel  # noqa: E402
 
 from mergegate.flows.profile import parse_profile  # noqa: E402
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings  # noqa: E402
-from mergegate.merge_core.checkpoint import fetch_header  # noqa: E402
+from mergegate.merge_core.checkpoint import fetch_header, parse_gguf_header  # noqa: E402
 from mergegate.merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
 from mergegate.merge_core.errors import MergegateError  # noqa: E402
@@ -128,6 +129,9 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
     def header(data: bytes) -> object:
         return fetch_header(lambda start, count: data[start : start + count], len(data), PLACE)
+
+    def gguf_header(data: bytes) -> object:
+        return parse_gguf_header(io.BytesIO(data), len(data), PLACE)
 
     def of_checkpoint(name: str, *, planned: bool = False) -> Callable[[bytes], object]:
         def parse(data: bytes) -> object:
@@ -252,6 +256,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
     of_one = b"}" + corpus.text("model.norm.weight") + corpus.tensor() + b"s"
     found = {
         "header": target(header, safetensors()),
+        "gguf": target(gguf_header, gguf(), gguf({}, [("a", F32, (4, 4)), ("b", Q8_0, (2, 32))])),
         "index": target(index, shards),
         "config": target(of_checkpoint("config.json", planned=True), CONFIG, {"text_config": CONFIG}),
         "tokenizer": target(tokens, TOKENIZER, {"model": {"vocab": [["a", 0.5], ["b", 1]]}}),

@@ -11,6 +11,7 @@
         def check(self, root): ...                # before the merge: would publishing fail?
         def current_release(self, root): ...      # the release that is published today (the champion)
         def publish(self, request): ...           # all of a release or nothing, and never twice
+        def for_variants(self, suffix): ...       # the place of quantized variants, next to the release
         @classmethod
         def open(cls, reference): ...             # a published release, to verify or reproduce
 
@@ -27,10 +28,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
+
+from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.files import HashMemo
@@ -235,6 +238,52 @@ class PublishTarget(PublishSettings, ABC):
         """Name of this target in a profile."""
         return str(getattr(self, "to", type(self).__name__))
 
+    @property
+    def hub_id(self) -> str | None:
+        """Id ``org/name`` of the repository on the Hub that holds the releases, or None."""
+        return None
+
+    def reference_to(self, version: str) -> str:
+        """Return the reference to a release for ``mergegate verify``, as written in the place of its variants."""
+        return f"{self.address}@{version}"
+
+    def current_head(self, root: Path) -> str | None:
+        """Return the head of the current release (see ``CurrentRelease``), or None before the first.
+
+        Targets override this if they can tell it without downloading the release. Raise Refused if the target is
+        unavailable.
+        """
+        current = self.current_release(root)
+        return current.head or current.name if current else None
+
+    def for_variants(self, suffix: str) -> PublishTarget:
+        """Return the target of quantized variants: a place next to this one, whose name ends with ``-suffix``.
+
+        The place has releases, a current release and aliases of its own.
+
+        Raises:
+            InvalidInput: The target does not support variants, or a place with this name is not possible.
+        """
+        raise InvalidInput(
+            "variants",
+            found=f"the target {self.target_name} does not support variants",
+            expected="a target that supports them, such as a directory or the Hub",
+            remedy="remove 'variants' from the profile, or publish to another target",
+        )
+
+    def _with_settings(self, suffix: str, **settings: object) -> Self:
+        """Return a copy with other settings. Raise InvalidInput if they are not valid because of ``suffix``."""
+        try:
+            return self.model_validate({**self.model_dump(), **settings})
+        except ValidationError as error:
+            name, value = next(iter(settings.items()))
+            raise InvalidInput(
+                f"variants: suffix {suffix!r}",
+                found=f"publish.{name} would be {str(value)!r}: {error.errors()[0]['msg']}",
+                expected=f"a suffix that gives a valid {name} at the target {self.target_name}",
+                remedy="set another 'suffix' for this entry of 'variants'",
+            ) from None
+
     @abstractmethod
     def publish(self, request: PublishRequest) -> Release:
         """Publish exactly the files of ``request`` under its version, and make that the current version.
@@ -256,17 +305,29 @@ class PublishTarget(PublishSettings, ABC):
         """
 
 
-def check_target(target: PublishTarget | None, root: Path) -> None:
-    """Check the signing key, then the target, and raise an error if publishing would fail.
+def check_target(target: PublishTarget | None, root: Path, suffixes: Sequence[str] = ()) -> None:
+    """Check the signing key, then the target and each place of variants, and raise an error if publishing would fail.
 
     ``target`` is None if nothing is published. ``root`` is the directory of the profile, where relative paths start.
-    The errors are InvalidInput for a missing signing key, and those of ``PublishTarget.check``.
+    ``suffixes`` are those of the places of quantized variants. The errors are InvalidInput for a missing signing key or
+    for two places that are the same, and those of ``PublishTarget.for_variants`` and ``PublishTarget.check``.
     """
     if target is None:
         return
     if target.sign_key is not None:
         private_key(root / target.sign_key)
-    target.check(root)
+    places = [target, *(target.for_variants(suffix) for suffix in suffixes)]
+    # A registry has lowercase names only, so two suffixes may give the same name.
+    for suffix, place in zip(suffixes, places[1:], strict=True):
+        if places.count(place) > 1:
+            raise InvalidInput(
+                f"variants: suffix {suffix!r}",
+                found=f"another entry would be published to the same place, {place.address}",
+                expected="a place of its own for each entry",
+                remedy="set another 'suffix' for one of them",
+            )
+    for place in places:
+        place.check(root)
 
 
 def require_alias_name(name: str, reserved_names: Collection[str]) -> None:

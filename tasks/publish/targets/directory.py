@@ -57,6 +57,10 @@ class DirectoryTarget(PublishTarget):
     def address(self) -> str:
         return "."
 
+    def reference_to(self, version: str) -> str:
+        """Return the path of a version relative to a version of its variants, in the directory next to this one."""
+        return f"../../{self.path.name}/{version}"
+
     def check(self, root: Path) -> None:
         """Check that the directory is writable or can be created.
 
@@ -96,6 +100,17 @@ class DirectoryTarget(PublishTarget):
         if (path := directory / version) in versions:
             return CurrentRelease(path.resolve())
         raise no_such_anchor(version, str(directory), [path.name for path in versions])
+
+    def for_variants(self, suffix: str) -> DirectoryTarget:
+        """Return the directory next to this one, such as ``releases/demo-GGUF``."""
+        if self.path.name in ("", "..", "~"):
+            raise InvalidInput(
+                "publish.path",
+                found=f"{str(self.path)!r}, so the directory of variants has no name",
+                expected="a path that ends with the name of a directory, such as releases/demo",
+                remedy="write the name of the directory",
+            )
+        return self._with_settings(suffix, path=self.path.with_name(f"{self.path.name}-{suffix}"))
 
     def publish(self, request: PublishRequest) -> Release:
         """Write the version next to the others, then move ``latest``. ``expected_head`` is not used."""

@@ -89,6 +89,10 @@ class HubTarget(PublishTarget):
     def address(self) -> str:
         return self.repo
 
+    @property
+    def hub_id(self) -> str:
+        return self.repo
+
     def check(self, root: Path) -> None:
         """Raise an error if the token may not write to the repository."""
         require_write_access(self.repo, self._access())
@@ -99,8 +103,7 @@ class HubTarget(PublishTarget):
         The ``head`` of the release is this commit.
         """
         access = self._access()
-        commit = main_commit(access, self.repo)
-        if commit is None or not set(access.listing(self.repo, commit)) - WRITTEN_BY_HUB:
+        if (commit := self.current_head(root)) is None:
             return None
         directory = download_commit(self.repo, commit, access)
         return CurrentRelease(directory, commit, commit[:12], access.url(self.repo, commit))
@@ -123,6 +126,17 @@ class HubTarget(PublishTarget):
         if commit is None:
             raise no_such_anchor(version, self.repo, list(tags))
         return CurrentRelease(download_commit(self.repo, commit, access), commit)
+
+    def current_head(self, root: Path) -> str | None:
+        """Return the latest commit of ``main``, or None if the repository is empty or missing."""
+        access = self._access()
+        commit = main_commit(access, self.repo)
+        has_files = commit is not None and set(access.listing(self.repo, commit)) - WRITTEN_BY_HUB
+        return commit if has_files else None
+
+    def for_variants(self, suffix: str) -> HubTarget:
+        """Return the repository ``org/name-SUFFIX``, with the same visibility."""
+        return self._with_settings(suffix, repo=f"{self.repo}-{suffix}")
 
     def publish(self, request: PublishRequest) -> Release:
         """Make ``main`` and the version's tag contain exactly the files of the release."""

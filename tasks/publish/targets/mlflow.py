@@ -63,6 +63,14 @@ class MlflowTarget(PublishTarget):
     def address(self) -> str:
         return self.storage.address
 
+    @property
+    def hub_id(self) -> str | None:
+        return self.storage.hub_id
+
+    def reference_to(self, version: str) -> str:
+        """Return the reference to the version at ``storage``."""
+        return self.storage.reference_to(version)
+
     def check(self, root: Path) -> None:
         """Check ``storage``, and that MLflow's server answers."""
         registry = self._registry()
@@ -87,6 +95,15 @@ class MlflowTarget(PublishTarget):
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
         """Return an earlier release at ``storage``."""
         return self.storage.earlier_release(root, version)
+
+    def current_head(self, root: Path) -> str | None:
+        """Return the head of the current release at ``storage``, or None."""
+        return self.storage.current_head(root)
+
+    def for_variants(self, suffix: str) -> MlflowTarget:
+        """Return the registered model ``name-SUFFIX``, with its files next to those of this one."""
+        storage = self.storage.for_variants(suffix)
+        return self._with_settings(suffix, model=f"{self.model}-{suffix}", storage=storage.model_dump())
 
     def publish(self, request: PublishRequest) -> Release:
         """Publish to ``storage``, then register the version and point the alias to it."""

@@ -105,6 +105,19 @@ class OciTarget(PublishTarget):
             )
         return release
 
+    def current_head(self, root: Path) -> str | None:
+        """Return the digest of the manifest that is tagged ``latest``, or None before the first release."""
+        manifest = self._registry().manifest(_LATEST)
+        return manifest[1] if manifest else None
+
+    def reference_to(self, version: str) -> str:
+        """Return the reference with the version's tag."""
+        return f"{self.address}:{version}"
+
+    def for_variants(self, suffix: str) -> OciTarget:
+        """Return the repository next to this one, such as ``ghcr.io/acme/demo-gguf``. Its name is lowercase."""
+        return self._with_settings(suffix, repository=f"{self.repository}-{suffix.lower()}")
+
     def publish(self, request: PublishRequest) -> Release:
         """Upload the blobs, then write the manifest under the version's tag and under ``latest``.
 

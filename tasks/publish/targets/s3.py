@@ -115,6 +115,15 @@ class S3Target(PublishTarget):
             raise no_such_anchor(version, location.url, [item.version for item in versions])
         return CurrentRelease(download_entry(location, entry))
 
+    def current_head(self, root: Path) -> str | None:
+        """Return the entity tag of the pointer, or None before the first release."""
+        stored = read_pointer(self._location())
+        return stored[1] if stored else None
+
+    def for_variants(self, suffix: str) -> S3Target:
+        """Return the prefix next to this one, such as ``s3://bucket/demo-GGUF``."""
+        return self._with_settings(suffix, url=f"{self.url.removesuffix('/')}-{suffix}")
+
     def publish(self, request: PublishRequest) -> Release:
         """Send the files of the version, then move the pointer.
 
