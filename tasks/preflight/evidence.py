@@ -226,9 +226,7 @@ def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTe
     return CalibrationTexts(digest=digest(pinned), texts=tuple(contents)) if pinned else None
 
 
-def collect_variant_texts(
-    variants: Sequence[VariantSettings], root: Path, hashes: HashMemo
-) -> CalibrationTexts | None:
+def collect_variant_texts(variants: Sequence[VariantSettings], root: Path, hashes: HashMemo) -> CalibrationTexts | None:
     """Return all texts that the quantizers of ``variants`` read, or None if there are none.
 
     Raises:
@@ -251,8 +249,8 @@ def overlap_findings(
 ) -> Iterator[Finding]:
     """Yield a blocking finding for each task, held-out text and set of judge prompts that calibration texts contain.
 
-    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``fitted`` says what is fitted
-    to the texts: the merge, or a variant.
+    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``fitted`` names the model
+    that the texts change: a merge or a variant.
 
     Raises:
         InvalidInput: The data of a task cannot be loaded.
