@@ -26,6 +26,7 @@ from mergegate.flows.cli.output import short_path
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.flows.outcome import RunOutcome
 from mergegate.tasks.report import (
+    VARIANT_COLUMNS,
     SweepContent,
     costs,
     cut_off_answers,
@@ -38,6 +39,8 @@ from mergegate.tasks.report import (
     sweep_table,
     sweep_title,
     thinking_shares,
+    variant_rows,
+    variant_sentences,
 )
 from mergegate.tasks.stage import Outcome
 
@@ -103,6 +106,11 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             console.print()
             print_table(console, columns, rows, numbers=True)
             console.print(Text(f"measured {cost_table.occasion}", style="dim"))
+        if variants := variant_rows(outcome.content):
+            console.print()
+            print_table(console, VARIANT_COLUMNS, [row.cells for row in variants], numbers=True)
+            for sentence in variant_sentences(outcome.content):
+                console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
         for section in outcome.content.sections:  # verdicts without a drawing of their own
             console.print()
             console.print(Text(section.title, style="bold"))
@@ -127,6 +135,10 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     for label, location in ((result, outcome.location), ("report", outcome.report)):
         if location is not None:
             console.print(Text(f"  {label:<{_LABEL}}", style="dim"), Text(short_path(location)), sep="")
+        if label == result:
+            for published in outcome.variants:
+                place = f"{short_path(published.location)} ({', '.join(published.types)})"
+                console.print(Text(f"  {'variants':<{_LABEL}}", style="dim"), Text(place), sep="")
 
 
 def _print_below(console: Console, line: str, label: str = "") -> None:

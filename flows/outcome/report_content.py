@@ -31,9 +31,10 @@ from mergegate.tasks.report import (
 from mergegate.tasks.serve import ServedModels
 from mergegate.tasks.stage import Section, versions
 from mergegate.tasks.store import StoredValue
+from mergegate.tasks.variants import VariantVerdict
 
 # Evidence with a section of its own on the page. For all other verdicts, the page shows their generic section.
-_DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
+_DRAWN = (GateVerdict, JudgeVerdict, ServedModels, VariantVerdict)
 LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 

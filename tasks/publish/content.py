@@ -3,6 +3,15 @@
 SHA256SUMS lists the sha256 of every file written before it, in the format of ``sha256sum --check``. It reveals an
 edited ``provenance.json``, which cannot list itself. If both are edited, only two things reveal it: a version that is a
 hash over all files including SHA256SUMS, or a signature, which is written last and covers SHA256SUMS, too.
+
+There are two kinds of releases: a merge, and the quantized variants of a merge that share a place. ``buildType`` in the
+provenance tells the kind. The provenance of variants differs from that of a merge in these parts::
+
+    externalParameters        {"profile": name, "variant": entry of the profile's 'variants'}
+    resolvedDependencies      one: the release of the merge, by the sha256 of its SHA256SUMS
+    VARIANT_VERDICTS          verdict of every variant of the entry (``VariantVerdict``), also of those that failed
+
+The evidence of each published variant is in a directory of its own (``variant_evidence``).
 """
 
 from __future__ import annotations
@@ -25,6 +34,10 @@ SIGNATURE = "model.sig"
 SUMS = "SHA256SUMS"
 # JSON files in a release that describe the checkpoint and are not part of it.
 DESCRIPTION_FILES = frozenset({BOM, PROVENANCE})
+MERGE_BUILD = "urn:mergegate:merge:v1"  # types of builds
+VARIANT_BUILD = "urn:mergegate:variant:v1"
+RELEASE_URN = "urn:mergegate:release:"  # followed by the sha256 of the SHA256SUMS of a release
+VARIANT_VERDICTS = "mergegate_variants"  # field of the predicate
 VERSION_DIGITS = 12  # leading digits of a content hash that name a version
 # Largest file of a release, other than weights, that is read into memory.
 MAX_METADATA_BYTES = 64 << 20
@@ -75,6 +88,15 @@ def sha256_of(data: bytes) -> str:
 def file_identities(files: Iterable[ReleaseFile]) -> dict[str, tuple[int, str]]:
     """Return size in bytes and sha256 of each file, by name."""
     return {file.name: (file.size, file.sha256) for file in files}
+
+
+def variant_evidence(name: str, variant_type: str) -> str:
+    """Return the name of an evidence file in a release of variants.
+
+    'evidence/gate.json' of the variant Q8_0 is 'evidence/Q8_0/gate.json'.
+    """
+    folder, _, file = name.rpartition("/")
+    return f"{folder}/{variant_type}/{file}"
 
 
 def content_version(files: Iterable[ReleaseFile]) -> str:

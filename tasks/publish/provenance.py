@@ -17,7 +17,7 @@ from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.merge import Numerics
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.content import MERGE_BUILD, ReleaseFile
 from mergegate.tasks.report import ReportContent
 
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
@@ -95,7 +95,7 @@ def provenance(
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
-                "buildType": "urn:mergegate:merge:v1",
+                "buildType": MERGE_BUILD,
                 "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), "profile": content.name}
                 | ({"overrides": list(content.overrides)} if content.overrides else {}),
                 "internalParameters": {

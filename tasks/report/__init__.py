@@ -68,12 +68,14 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
+from mergegate.tasks.report.variants import VARIANT_COLUMNS, VariantRow, variant_rows, variant_sentences
 from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares
 
 __all__ = [
     "ARM_COLUMNS",
     "DECISION_COLUMNS",
     "HISTORY",
+    "VARIANT_COLUMNS",
     "ArchivedPage",
     "CostTable",
     "EndedRun",
@@ -110,6 +112,7 @@ __all__ = [
     "StoredArtifact",
     "SweepContent",
     "SweepFacts",
+    "VariantRow",
     "add_stages",
     "archive_run",
     "arm_cells",
@@ -145,6 +148,8 @@ __all__ = [
     "sweep_table",
     "sweep_title",
     "thinking_shares",
+    "variant_rows",
+    "variant_sentences",
     "wording",
     "worst_drop",
     "write_report",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.report import explanation_text, heat_map, plots, wording
+from mergegate.tasks.report import explanation_text, heat_map, plots, variants, wording
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.table import compares_per_byte, costs, evaluated_models, likelihood, task_rows
 
@@ -67,14 +67,17 @@ def render(content: ReportContent) -> str:
         size=format_bytes,
         costs=costs(content),
         sentence=wording.sentence(content),
-        style=page_style("reading.css"),
+        style=page_style("reading.css", *(["variants.css"] if content.variants else [])),
         # Matplotlib draws these plots and escapes the names in them.
         guards_plot=[Markup(plot) for plot in plots.guards_plot(content)],
         drift_plot=[Markup(plot) for plot in plots.drift_plot(content)],
+        variants_plot=[Markup(plot) for plot in plots.variants_plot(content)],
         judge_plot=[Markup(plot) for plot in plots.judge_plot(content)],
         interference_plot=[Markup(plot) for plot in heat_map.interference_plot(content)],
         explaining=explanation_text,
         heat_map=heat_map,
+        variants=variants,
+        variant_rows=variants.variant_rows(content),
         models=models,
         rows=rows,
         marked_answers=marked_answers,

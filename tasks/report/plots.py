@@ -7,47 +7,24 @@ shows the version that fits.
 from __future__ import annotations
 
 from mergegate.merge_core.wording import format_count
+from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.rows import Line, draw_intervals
 
 _SHOWN_STRATA = 10  # strata in the plot of perplexity, worst first
+_SHOWN_GUARDS = 4  # guards of each variant in the plot of variants, largest drop first
 
 
 def guards_plot(content: ReportContent) -> tuple[str, ...]:
     """Return the plots of all guards: drop and interval in points, with the limits ``max_drop`` and ``margin``."""
-    guards = content.verdict.all_guards
+    verdict = content.verdict
+    guards = verdict.all_guards
     if not guards:
         return ()
     lines = [
-        Line(
-            label=f"mean of {suite.tasks} tasks",
-            detail=f"against {suite.reference}",
-            numbers=wording.suite_change(suite),
-            outcome=suite.outcome,
-            word=suite.outcome,
-            estimate=suite.drop,
-            low=suite.low,
-            high=suite.high,
-            fail_limit=suite.max_drop,
-            soft_limit=suite.margin,
-        )
-        for suite in content.verdict.suites
-    ]
-    lines += [
-        Line(
-            label=guard.task,
-            detail=f"against {guard.reference}",
-            numbers=wording.drop(guard),
-            outcome=guard.outcome,
-            word=guard.word,
-            estimate=guard.drop,
-            low=guard.low,
-            high=guard.high,
-            fail_limit=guard.max_drop,
-            soft_limit=guard.margin if guard.limit is None else guard.limit,
-        )
-        for guard in guards
+        *(_suite_line(suite, f"mean of {suite.tasks} tasks", f"against {suite.reference}") for suite in verdict.suites),
+        *(_guard_line(guard, guard.task, f"against {guard.reference}") for guard in guards),
     ]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
         f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {wording.limits(guard)}, {guard.word}."
@@ -55,9 +32,62 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
     in_suite = any(guard.limit is not None for guard in guards)
-    upper = "margin or per-task limit" if content.verdict.suites else "per-task limit" if in_suite else "margin"
+    upper = "margin or per-task limit" if verdict.suites else "per-task limit" if in_suite else "margin"
     names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
     return draw_intervals("guards", lines, 0.0, names, "drop in points", label)
+
+
+def _suite_line(suite: SuiteVerdict, label: str, detail: str) -> Line:
+    return Line(
+        label=label,
+        detail=detail,
+        numbers=wording.suite_change(suite),
+        outcome=suite.outcome,
+        word=suite.outcome,
+        estimate=suite.drop,
+        low=suite.low,
+        high=suite.high,
+        fail_limit=suite.max_drop,
+        soft_limit=suite.margin,
+    )
+
+
+def _guard_line(guard: GuardVerdict, label: str, detail: str) -> Line:
+    return Line(
+        label=label,
+        detail=detail,
+        numbers=wording.drop(guard),
+        outcome=guard.outcome,
+        word=guard.word,
+        estimate=guard.drop,
+        low=guard.low,
+        high=guard.high,
+        fail_limit=guard.max_drop,
+        soft_limit=guard.margin if guard.limit is None else guard.limit,
+    )
+
+
+def variants_plot(content: ReportContent) -> tuple[str, ...]:
+    """Return the plots of the drops of all quantized variants: the mean of a suite, or else the largest drops.
+
+    The result is empty if no variant was evaluated on a task.
+    """
+    lines = []
+    for variant in content.variants:
+        suites, guards = (variant.gate.suites, variant.gate.guards) if variant.gate else ((), ())
+        lines += [_suite_line(suite, variant.type, f"mean of {suite.tasks} tasks") for suite in suites]
+        shown = () if suites else sorted(guards, key=lambda guard: -guard.drop)[:_SHOWN_GUARDS]
+        lines += [_guard_line(guard, variant.type, guard.task) for guard in shown]
+    if not lines:
+        return ()
+    label = "Drop of each quantized variant against the merge in points, with its interval. " + " ".join(
+        f"{line.label}, {line.detail}: {line.numbers}, max_drop {wording.plain(line.fail_limit)}, margin "
+        f"{wording.plain(line.soft_limit)}, {line.word}."
+        for line in lines
+    )
+    has_margin = any(line.soft_limit != line.fail_limit for line in lines)
+    names = ("zero", "max_drop", "margin") if has_margin else ("zero", "max_drop and margin")
+    return draw_intervals("variants", lines, 0.0, names, "drop in points", label)
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:

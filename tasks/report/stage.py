@@ -34,6 +34,10 @@ def write_report(out: Path, content: ReportContent) -> Report:
     (out / DATA).write_bytes(f"{data}\n".encode())
     # The page leaves out the same fields, so that it is equal for all users.
     checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in content.served)
-    released = content.model_copy(update={"served": checks, "serving": ()})
+    variants = tuple(
+        variant.model_copy(update={"checks": tuple(check.model_copy(update={"seen": ""}) for check in variant.checks)})
+        for variant in content.variants
+    )
+    released = content.model_copy(update={"served": checks, "serving": (), "variants": variants})
     (out / PAGE).write_bytes(render(released).encode())
     return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

@@ -11,6 +11,7 @@ from mergegate.tasks.gate import DriftVerdict, GuardVerdict
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent, ReportedModel
+from mergegate.tasks.report.variants import VARIANT_COLUMNS, variant_rows, variant_sentences
 from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome
 
@@ -222,6 +223,14 @@ def as_markdown(content: ReportContent) -> str:
             lines.append("| " + " | ".join(literally(cell) for cell in (*cells, word)) + " |")
         lines += ["", "Scores in points (0 to 100). A positive drop is a loss. \\* marks the best parent."]
         lines += [table.note] if table.note else []
+    if rows := variant_rows(content):
+        lines += ["", "### Quantized variants", "", "| " + " | ".join(VARIANT_COLUMNS) + " |"]
+        lines.append("| :-- | :-- |" + " --: |" * (len(VARIANT_COLUMNS) - 3) + " :-- |")
+        for variant in rows:
+            *cells, outcome = map(literally, variant.cells)
+            lines.append(f"| {' | '.join(cells)} | {wording.GLYPHS[variant.verdict.outcome]} {outcome} |")
+        lines += ["", "Drops are in points, and perplexities are ratios. Both are relative to the merge.", ""]
+        lines += [f"- {literally(sentence)}" for sentence in variant_sentences(content)]
     for section in content.sections:
         lines += ["", f"### {literally(section.title)}", "", *(literally(sentence) for sentence in section.sentences)]
         if section.rows:

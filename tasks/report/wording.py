@@ -161,6 +161,10 @@ def recommended_action(content: ReportContent) -> str:
     verdict, explanation = content.verdict, content.explanation
     if verdict.outcome == "pass" or not content.recipe:
         return ""
+    if needed := [variant for variant in content.variants if variant.required and not variant.publishable]:
+        first = needed[0]  # the merge itself passed, because its variants are built only then
+        change = f"Replace {first.type} by a type with more bits" if first.gate else f"Correct the variant {first.type}"
+        return f"{change}, or set required: false to release the merge without it."
     if any(finding.kind == "copy" and finding.outcome == "fail" for finding in verdict.findings):
         return "Change the recipe so that it has an effect, or publish the parent itself."
     if verdict.drift is not None and verdict.drift.broken:
@@ -180,13 +184,13 @@ def recommended_action(content: ReportContent) -> str:
             "run it again with --remedy auto."
         )
     judgments: tuple[SuiteVerdict | GuardVerdict, ...] = (*verdict.suites, *verdict.guards)
-    needed = [
+    documents = [
         judged.documents_needed for judged in judgments if judged.outcome == "inconclusive" and judged.documents_needed
     ]
-    if verdict.outcome == "inconclusive" and needed:
+    if verdict.outcome == "inconclusive" and documents:
         return (
-            f"Evaluate more documents: about {max(needed):,} would decide. If the task has no more, use a larger task "
-            "for the same skill, or a wider margin."
+            f"Evaluate more documents: about {max(documents):,} would decide. If the task has no more, use a larger "
+            "task for the same skill, or a wider margin."
         )
     if content.judge is not None and content.judge.outcome != "pass" and not verdict.guards:
         return "Read the judged answers, then change the recipe."

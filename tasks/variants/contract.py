@@ -147,6 +147,7 @@ class VariantVerdict(BaseModel):
     outcome: Outcome
     publishable: bool
     reasons: tuple[str, ...]  # why the variant did not pass, most severe first; empty for a pass
+    backend: str = ""  # evaluation backend that scored the variant ('llama_cpp'); empty if none did
     record: VariantRecord | None = None  # None if the variant could not be built
     conversion: ConversionCheck | None = None
     checks: tuple[Check, ...] = ()  # of the files and of the serving runtime

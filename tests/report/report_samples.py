@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from mergegate.merge_core.analysis.interference import Interference, Skipped, TensorGroup
 from mergegate.merge_core.analysis.tally import Tally
@@ -17,6 +17,7 @@ from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.sentences import JudgedDrop
 from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.gate.suite import SuiteVerdict
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
 from mergegate.tasks.report.content import (
@@ -31,7 +32,9 @@ from mergegate.tasks.report.content import (
     StoredArtifact,
 )
 from mergegate.tasks.serve.measurements import ServingCost
+from mergegate.tasks.serve.verdict import Check
 from mergegate.tasks.stage import Outcome
+from mergegate.tasks.variants import ConversionCheck, VariantRecord, VariantVerdict
 
 RECIPE = """\
 merge_method: ties
@@ -100,6 +103,24 @@ def guard(
         margin=margin,
         outcome=outcome,
         reason=judged.sentence(),
+    )
+
+
+def suite(reference: str, drop: tuple[float, float, float]) -> SuiteVerdict:
+    estimate, low, high = drop
+    return SuiteVerdict(
+        tasks=2,
+        reference=reference,
+        documents=1000,
+        drop=estimate,
+        low=low,
+        high=high,
+        confidence=0.95,
+        max_drop=3,
+        margin=4,
+        outcome="pass",
+        reason=f"the mean of 2 tasks lost {estimate} points against {reference}",
+        detectable_drop=1.2,
     )
 
 
@@ -432,6 +453,112 @@ def served() -> ReportContent:
             ),
         }
     )
+
+
+def quantized(*, required: bool = False) -> ReportContent:
+    """Return a merge with five variants: two pass, and three stop at the gate, at the conversion and at a check.
+
+    If ``required`` is set, the variant that fails the gate refuses the release.
+    """
+
+    def record(name: str, size: int, tensors: dict[str, int], tools: dict[str, str], settings: dict[str, str]) -> Any:
+        style = "gguf" if "llama.cpp" in tools else "compressed-tensors"
+        file = "demo.gguf" if style == "gguf" else "model.safetensors"
+        return VariantRecord(
+            format=style,
+            type=name,
+            files=(file,),
+            bytes=size,
+            tensor_types=tensors,
+            versions=tools,
+            settings=settings,
+        )
+
+    def gate(drop: tuple[float, float, float], outcome: Outcome, ratio: tuple[float, float, float]) -> GateVerdict:
+        guards = (
+            guard("reversing", "merge", (0.98, 0.98 - drop[0] / 100), drop, outcome),
+            guard("sorting", "merge", (1.0, 1.0), (0.0, -0.6, 0.6), "pass"),
+        )
+        reasons = (guards[0].reason,) if outcome != "pass" else ()
+        return verdict(guards, drift(*ratio), reasons, outcome, overall=(drop[0] / 2, drop[1] / 2, drop[2] / 2))
+
+    llama, compressor = {"llama.cpp": "0.3.36"}, {"llmcompressor": "0.14.0.1", "compressed-tensors": "0.19.0"}
+    agrees = ConversionCheck(
+        documents=200,
+        mean_difference=0.00143,
+        max_difference=0.0094,
+        limit=0.05,
+        texts=567,
+        different_texts=(),
+        problems=(),
+    )
+    cut = agrees.model_copy(
+        update={
+            "different_texts": ("A stitch in time", "Die Würde des Menschen"),
+            "problems": ("The tokenizer splits 2 of 567 texts differently; at most 0.1 % may differ",),
+        }
+    )
+    loaded = (
+        Check(name="tensors", outcome="pass", seen="29 tensors", expected="those of the merge"),
+        Check(name="chat template", outcome="pass", seen="equal", expected="that of the merge"),
+    )
+    lost = Check(
+        name="chat template",
+        outcome="fail",
+        seen="none",
+        expected="that of the merge",
+        where="tokenizer.chat_template",
+        remedy="convert the merge again",
+    )
+    lost_points = gate((3.8, 1.6, 5.9), "fail", (1.078, 1.065, 1.091))
+    built: dict[str, Any] = {"format": "gguf", "required": False, "publishable": True, "outcome": "pass", "reasons": ()}
+    built |= {"conversion": agrees, "checks": loaded, "digest": sha("variant")}
+    refused: dict[str, Any] = {**built, "publishable": False, "outcome": "fail"}
+    variants = (
+        VariantVerdict(
+            **built,
+            type="Q8_0",
+            backend="llama_cpp",
+            record=record("Q8_0", 492_000, {"Q8_0": 24, "F32": 5}, llama, {"imatrix": "none"}),
+            gate=gate((0.4, -0.3, 1.1), "pass", (1.006, 1.002, 1.010)),
+        ),
+        VariantVerdict(
+            **{**refused, "required": required, "reasons": lost_points.reasons},
+            type="Q4_K_M",
+            backend="llama_cpp",
+            record=record("Q4_K_M", 301_000, {"Q4_K": 12, "Q5_0": 10, "Q6_K": 2, "F32": 5}, llama, {"imatrix": "none"}),
+            gate=lost_points,
+        ),
+        VariantVerdict(
+            **{**built, "format": "compressed-tensors", "conversion": None},
+            type="FP8_DYNAMIC",
+            backend="hf",
+            record=record(
+                "FP8_DYNAMIC",
+                548_000,
+                {"F8_E4M3": 24, "F32": 5},
+                compressor,
+                {"scheme": "FP8_DYNAMIC", "ignore": "head"},
+            ),
+            gate=gate((0.2, -0.7, 1.1), "pass", (1.0102, 1.0061, 1.0143)),
+        ),
+        VariantVerdict(
+            **{**refused, "conversion": cut, "checks": (), "digest": "", "reasons": cut.problems},
+            type="Q6_K",
+        ),
+        VariantVerdict(
+            **{**refused, "checks": (loaded[0], lost), "reasons": ("chat template: none; expected that of the merge",)},
+            type="Q5_K_M",
+            record=record("Q5_K_M", 344_000, {"Q5_K": 24, "F32": 5}, llama, {"imatrix": "none"}),
+        ),
+    )
+    content = released()
+    decided = content.verdict
+    if required:
+        reasons = tuple(f"variant Q4_K_M: {reason}" for reason in lost_points.reasons)
+        decided = decided.model_copy(update={"outcome": "fail", "publishable": False, "reasons": reasons})
+    name = "demo-quantized-required" if required else "demo-quantized"
+    return content.model_copy(update={"name": name, "verdict": decided, "variants": variants})
 
 
 def compared() -> ReportContent:

@@ -35,9 +35,12 @@ SAMPLES: list[Callable[[], ReportContent]] = [
     samples.large,
     samples.explained,
     samples.served,
+    samples.quantized,
+    lambda: samples.quantized(required=True),
     samples.compared,
 ]
-IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large", "explained", "served", "compared"]
+IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large", "explained", "served"]
+IDS += ["quantized", "variant refused", "compared"]
 HOSTILE = "<script>'$x$'\x1b\"&|"
 
 
