@@ -351,8 +351,8 @@ def _require_unread(profile: Profile, recipes: Sequence[Recipe], evidence: Evide
         contaminated: ContaminatedDocuments = problems.ask(find_contaminated_documents, task, texts, limit).value
         return contaminated
 
-    def require_unread(corpus: CalibrationTexts, fitted: str) -> None:
-        findings = list(overlap_findings(corpus, evidence, documents_of, fitted))
+    def require_unread(corpus: CalibrationTexts, subject: str) -> None:
+        findings = list(overlap_findings(corpus, evidence, documents_of, subject))
         if findings and problems.stop_at_once:
             raise findings[0].refusal()
         problems.add(findings)

@@ -245,11 +245,11 @@ def overlap_findings(
     texts: CalibrationTexts,
     evidence: Evidence,
     documents_of: Callable[[EvalTask, CalibrationTexts], ContaminatedDocuments],
-    fitted: str = "merge",
+    subject: str = "merge",
 ) -> Iterator[Finding]:
     """Yield a blocking finding for each task, held-out text and set of judge prompts that calibration texts contain.
 
-    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``fitted`` names the model
+    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``subject`` names the model
     that the texts change: a merge or a variant.
 
     Raises:
@@ -261,7 +261,7 @@ def overlap_findings(
             "block",
             location,
             found=f"{shared_count:,} of {documents:,} documents also occur in the calibration texts: {first[:60]!r}",
-            expected=f"evaluation documents that the {fitted} was not fitted to",
+            expected=f"evaluation documents that the {subject} was not fitted to",
             remedy="remove them from the calibration texts, or evaluate on other documents",
         )
 
