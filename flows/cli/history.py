@@ -60,7 +60,9 @@ def history_command(
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for title in ("ended", *(["profile"] if with_profile else []), "outcome", "version", "largest drop"):
+    with_variants = any(run.variants for run in runs)
+    titles = ("ended", *(["profile"] if with_profile else []), "outcome", "version", "largest drop")
+    for title in (*titles, *(["variants"] if with_variants else [])):
         table.add_column(title)
     table.add_column("took", justify="right", no_wrap=True)
     for run in runs:
@@ -71,6 +73,7 @@ def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
             Text(run.status, style=OUTCOME_STYLES[outcome_of_status(run.status)]),
             Text((run.version or "")[:12]),
             Text(f"{worst.drop:.1f} {worst.task}" if worst else ""),
+            *([Text(", ".join(f"{each.type} {each.outcome}" for each in run.variants))] if with_variants else []),
             format_duration(run.seconds),
         )
     return table

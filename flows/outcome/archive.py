@@ -18,10 +18,12 @@ from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import (
     EndedRun,
     EndedStage,
+    ReportContent,
     RunParent,
     RunRecord,
     RunScore,
     RunStage,
+    RunVariant,
     add_stages,
     archive_run,
     as_markdown,
@@ -106,6 +108,7 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
             for parent in (content.parents[:_MAX_ITEMS] if content else ())
         ),
         scores=_scores(content.verdict) if content else (),
+        variants=_variants(content) if content else (),
         perplexity=drift.ratio if drift and drift.ratio is not None and math.isfinite(drift.ratio) else None,
         perplexity_limit=drift.max_ratio if drift else None,
         stages=tuple(
@@ -152,6 +155,24 @@ def _scores(verdict: GateVerdict) -> tuple[RunScore, ...]:
                 )
             )
     return tuple(scores)[:_MAX_ITEMS]
+
+
+def _variants(content: ReportContent) -> tuple[RunVariant, ...]:
+    """Return the verdict on each quantized variant, in the profile's order."""
+    variants = []
+    for variant in content.variants[:_MAX_ITEMS]:
+        gate = variant.gate
+        judged = gate.suites[:1] or gate.guards if gate else ()
+        drop = max((item.drop for item in judged if math.isfinite(item.drop)), default=None)
+        variants.append(
+            RunVariant(
+                type=to_printable(variant.type),
+                outcome=variant.outcome,
+                published=variant.publishable and content.verdict.publishable,
+                drop=drop,
+            )
+        )
+    return tuple(variants)
 
 
 def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:

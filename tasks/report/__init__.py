@@ -30,7 +30,7 @@ from mergegate.tasks.report.history.archive import ArchivedPage, archive_run, fi
 from mergegate.tasks.report.history.changes import changes_since, format_run_time
 from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
 from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
-from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus
+from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus, RunVariant
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
 from mergegate.tasks.report.shadow.page import render_shadow
@@ -106,6 +106,7 @@ __all__ = [
     "RunScore",
     "RunStage",
     "RunStatus",
+    "RunVariant",
     "ScoreTable",
     "ShadowContent",
     "ShadowPoint",

@@ -23,6 +23,7 @@ from mergegate.tasks.report import (
     RunParent,
     RunRecord,
     RunScore,
+    RunVariant,
     archive_run,
     changes_since,
     file_name,
@@ -501,3 +502,36 @@ def test_a_page_shows_the_facts_of_its_run_and_release() -> None:
     assert "<script>" not in page
     assert "<b>" not in page
     assert add_links(page, "demo/a.html", NeighborPages(), (), hostile) == page  # links are added only once
+
+
+def variant(name: str, outcome: str) -> RunVariant:
+    return RunVariant(type=name, outcome=outcome, published=outcome == "pass", drop=1.0)
+
+
+def test_a_record_without_variants_is_the_same_as_before_there_were_variants() -> None:
+    assert b"variants" not in record().line()
+    assert "variants" not in record().model_dump(mode="json")
+
+
+def test_variants_survive_the_line_of_a_record() -> None:
+    stored = record(variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "fail")))
+    assert parse_record(stored.line()) == stored
+
+
+def test_changes_name_variants_with_another_verdict() -> None:
+    parents = (RunParent(name="a", ref="a", digest="1"),)
+    before = record(run="1", parents=parents, variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "pass")))
+    now = record(run="2", parents=parents, variants=(variant("Q4_K_M", "fail"), variant("FP8_DYNAMIC", "pass")))
+    assert changes_since([before], now)[-3:] == (
+        "Variant Q4_K_M: pass → fail.",
+        "Variant FP8_DYNAMIC was added: pass.",
+        "Variant Q8_0 was removed.",
+    )
+    refused = record(run="3", parents=parents, status="refused")
+    assert not any("Variant" in sentence for sentence in changes_since([before], refused))
+
+
+def test_the_history_page_lists_the_variants_of_a_run() -> None:
+    page = Page(render_history(History((record(variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "fail"))),), 0)))
+    assert "Q8_0 pass" in page.text
+    assert "Q4_K_M fail, not published" in page.text

@@ -63,7 +63,7 @@ def format_run_time(record: RunRecord) -> str:
 
 
 def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
-    """Return sentences about changes in parents, recipe, limits and scores, in this order."""
+    """Return sentences about changes in parents, recipe, limits, scores and variants, in this order."""
     before, after = ({item.name: item for item in run.parents} for run in (last, now))
     sentences = [f"Parent {name} was added." for name in after if name not in before]
     sentences += [f"Parent {name} was removed." for name in before if name not in after]
@@ -120,7 +120,20 @@ def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
     ratios = (last.perplexity, now.perplexity)
     if ratios[0] is not None and ratios[1] is not None and _ratio(ratios[0]) != _ratio(ratios[1]):
         sentences.append(f"Perplexity: ratio to the better parent {_ratio(ratios[0])} → {_ratio(ratios[1])}.")
-    return changes + _limited(sentences, "scores")
+    changes += _limited(sentences, "scores")
+
+    variants_before, variants = ({variant.type: variant for variant in run.variants} for run in (last, now))
+    sentences = [
+        f"Variant {name}: {variants_before[name].outcome} → {variant.outcome}."
+        for name, variant in variants.items()
+        if name in variants_before and variants_before[name].outcome != variant.outcome
+    ]
+    sentences += [
+        f"Variant {name} was added: {variants[name].outcome}." for name in variants if name not in variants_before
+    ]
+    if variants:  # a refused merge has no variants, which says nothing about the profile
+        sentences += [f"Variant {name} was removed." for name in variants_before if name not in variants]
+    return changes + _limited(sentences, "variants")
 
 
 def _recipe_changes(before: str, after: str) -> list[str]:

@@ -70,6 +70,15 @@ class RunScore(_RecordPart):
         return wording.plain(self.max_drop) + margin
 
 
+class RunVariant(_RecordPart):
+    """A quantized variant of the merge and its verdict."""
+
+    type: Short  # 'Q8_0'
+    outcome: Short
+    published: bool  # whether its verdict allows publication
+    drop: Finite | None = None  # mean drop of a suite, or else the largest drop, in points; None if not evaluated
+
+
 class RunParent(_RecordPart):
     """A model that went into the merge."""
 
@@ -95,6 +104,9 @@ class RunRecord(_RecordPart):
     recipe: Annotated[str, _cut(_MAX_RECIPE)] = ""
     parents: tuple[RunParent, ...] = Field(default=(), max_length=_MAX_ITEMS)
     scores: tuple[RunScore, ...] = Field(default=(), max_length=_MAX_ITEMS)
+    variants: Annotated[
+        tuple[RunVariant, ...], Field(max_length=_MAX_ITEMS, exclude_if=lambda variants: not variants)
+    ] = ()
     perplexity: Finite | None = None  # perplexity of the merge over that of the better parent
     perplexity_limit: Finite | None = None
     stages: tuple[RunStage, ...] = Field(default=(), max_length=_MAX_ITEMS)
