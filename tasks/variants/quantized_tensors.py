@@ -143,7 +143,7 @@ class QuantizedLayers:
     """Matrices that a scheme quantizes, and the modules that it must ignore."""
 
     matrices: Mapping[str, tuple[int, ...]]  # shape by the name of the tensor, which ends with '.weight'
-    ignored: tuple[str, ...]  # modules with weights that keep their format: head, embeddings, norms, routers, ...
+    ignored: tuple[str, ...]  # modules to name, whose weights keep their format: head, embeddings, routers, ...
 
 
 def quantized_layers(shapes: Mapping[str, tuple[int, ...]]) -> QuantizedLayers:
@@ -153,9 +153,9 @@ def quantized_layers(shapes: Mapping[str, tuple[int, ...]]) -> QuantizedLayers:
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2 and is_projection(name)
     }
-    others = sorted(
-        name.removesuffix(".weight") for name in shapes if name.endswith(".weight") and name not in matrices
-    )
+    # llm-compressor ignores modules called '…norm' itself.
+    modules = (name.removesuffix(".weight") for name in shapes if name.endswith(".weight") and name not in matrices)
+    others = sorted(module for module in modules if not module.endswith("norm"))
     # A model with a tied head has no tensor for it, but the module exists.
     return QuantizedLayers(matrices, tuple(dict.fromkeys((*others, "lm_head"))))
 
@@ -321,12 +321,12 @@ def check_companions(directory: Path, merge_directory: Path) -> list[Check]:
         elif found.read_bytes() != original.read_bytes():
             wrong.setdefault(kind, (name, "the file differs from that of the merge"))
     checks = []
-    for kind, names in kinds.items():
-        if kind in wrong:
-            name, seen = wrong[kind]
-            checks.append(Check.failed_check(kind, seen, "the file of the merge", _AGAIN, name))
+    for label, names in kinds.items():
+        if label in wrong:
+            name, seen = wrong[label]
+            checks.append(Check.failed_check(label, seen, "the file of the merge", _AGAIN, name))
         else:
-            checks.append(Check.passed_check(kind, ", ".join(names), "the files of the merge"))
+            checks.append(Check.passed_check(label, ", ".join(names), "the files of the merge"))
     return checks
 
 
@@ -467,8 +467,9 @@ def _quantized_numbers(stored: NDArray[np.uint8], columns: int, scheme: Scheme) 
         # E4M3 has 3 bits of mantissa: between 2^e and 2^(e + 1), numbers are 2^(e - 3) apart, and at least 2^-9.
         _, exponents = np.frexp(values)
         return values, np.ldexp(np.float32(1), np.maximum(exponents - 4, -9)).astype(np.float32)
+    integers: NDArray[np.int16]
     if not scheme.packed:
-        integers = stored.view(np.int8)
+        integers = stored.view(np.int8).astype(np.int16)
     elif scheme.bits == 8:
         integers = (stored.astype(np.int16) - 128)[:, :columns]
     else:
