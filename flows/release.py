@@ -7,7 +7,8 @@ The flow runs on this machine without a server, or on a Prefect worker with the 
 
 1. ``preflight_profile`` checks everything that can be checked before any weight is read.
 2. ``try_candidates`` tries the recipe, then its remedies, until a merge passes.
-3. ``make_attempt`` merges one candidate, measures it, judges it and explains the verdict.
+3. ``make_attempt`` merges one candidate, measures it, judges it and explains the verdict. If the merge passed, it also
+   builds and judges its quantized variants.
 4. ``publish_attempt`` publishes the merge that passed, after manual approval if the profile requires it.
 
 Every stage is cached by the content of its inputs. A run after a crash resumes where the last one stopped, a run with
@@ -33,6 +34,7 @@ from mergegate.flows.attempt import (
     assess_merge,
     distance_from_passing,
     judge_answers,
+    judge_variants,
     proposed_remedy,
     serve_merge,
     with_tuned_candidate,
@@ -46,6 +48,7 @@ from mergegate.flows.outcome import (
     reported_outcome,
     run_dry_pass,
     within_limits,
+    without_variants,
 )
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
@@ -74,7 +77,7 @@ from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import load_released_model
-from mergegate.tasks.publish.targets import Target
+from mergegate.tasks.publish.targets import Release, Target
 from mergegate.tasks.report import Report, ReportContent, write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
@@ -164,7 +167,11 @@ def make_release(
     content = report_content(profile, attempt, attempts, names)
     report = write_report(content)
     if not (attempt.is_good and profile.publish and publishing):
-        return reported_outcome(content, report, None)
+        outcome = reported_outcome(content, report, None)
+        if attempt.released and not attempt.is_good:
+            message = f"{content.name} {attempt.released.version} is released without a variant that is required"
+            return outcome.model_copy(update={"message": message})
+        return outcome
     return publish_attempt(profile, profile.publish, attempt, content, report, names)
 
 
@@ -230,7 +237,7 @@ def make_attempt(
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
-        if champion and champion.complete and champion.digest == model.digest:
+        if champion and champion.complete and champion.digest == model.digest and not profile.variants:
             return AlreadyReleased(cleared_candidate, champion)
     if champion:
         evidence = with_next_samples(evidence, model.digest, champion.digest, champion.samples)
@@ -257,10 +264,15 @@ def make_attempt(
     if evidence.ensemble and evidence.documents is not None and evidence.windows is not None and len(members) > 1:
         ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
-    for judgment in judgments:
+    judged = JudgedMerge(profile, assessment.evidence, model, parents, adapted)
+    # A merge that is the current release passed all judgments before. Only its variants are judged now.
+    released = champion if champion and champion.complete and champion.digest == model.digest else None
+    for judgment in () if released else judgments:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
+            verdict = judgment(judged)
             verdicts += [verdict] if verdict else []
+    is_good = released or all(verdict.publishable for verdict in verdicts)
+    variants = judge_variants(judged, runner) if is_good else ()
     return Attempt(
         cleared_candidate,
         pinned,
@@ -270,6 +282,8 @@ def make_attempt(
         tuple(verdicts),
         ensemble=ensemble,
         expected_head=champion.head if champion else None,
+        variants=variants,
+        released=released,
         sample_notes=unselected_scores(
             evidence.guards,
             assessment.scores.get(champion.name, ()),
@@ -300,7 +314,11 @@ def publish_attempt(
         names.apply(inputs.scores),
         names.apply(inputs.likelihoods),
     )
-    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names)
+    released = without_variants(content, attempt, names)
+    released_report = report if released is content else write_report(released)
+    parts = ReleaseParts(
+        released, attempt.pinned, numeric, license, attempt.merged, released_report, evidence, state, names
+    )
 
     def publish_now(approved_digest: str | None = None) -> RunOutcome:
         result = publish(
@@ -308,6 +326,10 @@ def publish_attempt(
         )
         return reported_outcome(content, report, result)
 
+    if attempt.released:  # The merge is published. Its evidence now would differ, because it is its own champion.
+        location = attempt.released.location
+        current = Release(content.name, attempt.released.version, location, label=str(location), new=False)
+        return reported_outcome(content, report, current)
     if target.approval_settings is None:
         return publish_now()
     # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this

@@ -1,16 +1,19 @@
 """Write the machine-learning bill of materials of a release: CycloneDX 1.6 (ECMA-424), as plain JSON.
 
-Its main component is the merged model, with the parents as its pedigree; the other components are the files. It has no
-dates and no random serial number, so the same release gives the same bytes.
+Its main component is the released model; the other components are the files. The pedigree of a merge is its parents,
+and that of quantized variants is the release of the merge. The file has no dates and no random serial number, so the
+same release gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.report import ReportContent
 
 
@@ -26,34 +29,75 @@ def bill_of_materials(
     """
     parent_licenses = {model.ref: model.licence for model in content.parents}
     merge = next(model for model in content.models if model.role == "merge")
-    model = {
+    ancestors = [
+        _ancestor(
+            f"parent:{parent.name}",
+            parent.ref,
+            parent.revision or parent.digest,
+            parent_licenses.get(parent.ref, "unknown"),
+        )
+        for parent in parents
+    ]
+    metrics = {f"{score.task}: {score.metric}": score.score for score in (merge.scores.tasks if merge.scores else ())}
+    description = f"A merge made without training: {content.method}."
+    return _bill(files, content, _model(content.name, description, license, ancestors, metrics))
+
+
+def variant_bill_of_materials(
+    files: Sequence[ReleaseFile],
+    content: ReportContent,
+    name: str,
+    merge: MergeRelease,
+    license: Mapping[str, object],
+) -> str:
+    """Return the content of ``bom.json`` for a release of quantized variants, whose only ancestor is ``merge``."""
+    metrics = {
+        f"{verdict.type}: {guard.task}: {guard.metric}": guard.merge_score
+        for verdict in content.variants
+        if verdict.publishable and verdict.gate
+        for guard in verdict.gate.all_guards
+    }
+    types = ", ".join(verdict.type for verdict in content.variants if verdict.publishable)
+    ancestor = _ancestor("merge", merge.name, merge.sums, content.licence)
+    description = f"Quantized variants of {merge.name} {merge.version}: {types}."
+    return _bill(files, content, _model(name, description, license, [ancestor], metrics))
+
+
+def _ancestor(reference: str, name: str, version: str, license: str) -> dict[str, object]:
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": reference,
+        "name": name,
+        "version": version,
+        "licenses": [_license(license)],
+    }
+
+
+def _model(
+    name: str,
+    description: str,
+    license: Mapping[str, object],
+    ancestors: Sequence[Mapping[str, object]],
+    metrics: Mapping[str, float],
+) -> dict[str, object]:
+    """Return the main component. ``metrics`` holds scores in [0, 1] by task and metric."""
+    return {
         "type": "machine-learning-model",
         "bom-ref": "model",
-        "name": content.name,
-        "description": f"A merge made without training: {content.method}.",
+        "name": name,
+        "description": description,
         "licenses": [_license(str(license.get("license_name") or license.get("license") or "unknown"))],
-        "pedigree": {
-            "ancestors": [
-                {
-                    "type": "machine-learning-model",
-                    "bom-ref": f"parent:{parent.name}",
-                    "name": parent.ref,
-                    "version": parent.revision or parent.digest,
-                    "licenses": [_license(parent_licenses.get(parent.ref, "unknown"))],
-                }
-                for parent in parents
-            ]
-        },
+        "pedigree": {"ancestors": ancestors},
         "modelCard": {
             "modelParameters": {"task": "text-generation"},
             "quantitativeAnalysis": {
-                "performanceMetrics": [
-                    {"type": f"{score.task}: {score.metric}", "value": f"{score.score:.4f}"}
-                    for score in (merge.scores.tasks if merge.scores else ())
-                ]
+                "performanceMetrics": [{"type": name, "value": f"{score:.4f}"} for name, score in metrics.items()]
             },
         },
     }
+
+
+def _bill(files: Sequence[ReleaseFile], content: ReportContent, model: Mapping[str, Any]) -> str:
     bom = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -77,7 +121,9 @@ def bill_of_materials(
             }
             for file in sorted(files, key=lambda file: file.name)
         ],
-        "dependencies": [{"ref": "model", "dependsOn": [f"parent:{parent.name}" for parent in parents]}],
+        "dependencies": [
+            {"ref": "model", "dependsOn": [ancestor["bom-ref"] for ancestor in model["pedigree"]["ancestors"]]}
+        ],
     }
     return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 

@@ -65,12 +65,10 @@ def model_card(
     names the files of the release that exist before the card is written.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
-    # Lines that licenses require to be displayed, such as 'Built with Llama'.
-    display_lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
     is_adapter = metadata.get("library_name") == "peft"
     sections = [
         f"# {escape(content.name)}",
-        *(f"**{escape(line)}**" for line in display_lines),
+        *display_lines(license),
         f"This {'LoRA adapter' if is_adapter else 'model'} is a merge, computed without training: "
         f"{escape(content.method)}. mergegate tested it before the release. The [report](report.html) shows every "
         "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
@@ -105,11 +103,17 @@ def model_card(
         f"## How to load it\n\n{_loading(content, publication, is_adapter=is_adapter)}",
         f"## Evaluation\n\n{quality_section(content)}",
         f"## Limits\n\n{_LIMITS}",
-        f"## How it was made\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
-        f"## License\n\n{_license(license, missing, files)}",
-        f"## How to verify it\n\n{_fenced(chr(10).join(commands), 'sh')}\n\n{notes}",
+        f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
+        f"## License\n\n{license_section(license, missing, files)}",
+        f"## How to verify it\n\n{code_block(chr(10).join(commands), 'sh')}\n\n{notes}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
+    """Return the lines that licenses require to be displayed, such as 'Built with Llama'."""
+    lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
+    return tuple(f"**{escape(line)}**" for line in lines)
 
 
 def _loading(content: ReportContent, publication: Publication, *, is_adapter: bool) -> str:
@@ -129,7 +133,7 @@ def _loading(content: ReportContent, publication: Publication, *, is_adapter: bo
             f'tokenizer = AutoTokenizer.from_pretrained("{publication.address}")'
         )
         note = place.strip()
-    return _fenced(code, "python") + (f"\n\n{note}" if note else "")
+    return code_block(code, "python") + (f"\n\n{note}" if note else "")
 
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:
@@ -152,7 +156,8 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     return "\n\n".join(parts)
 
 
-def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
+def license_section(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
+    """Return the text under 'License'. ``missing`` and ``files`` are those of ``model_card``."""
     combination = license.combination
     reasons = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
     parts = [f"**{escape(license.result)}**" + (f": {escape(reasons[0])}." if reasons else "")]
@@ -180,7 +185,8 @@ def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
     return "\n\n".join(parts)
 
 
-def _fenced(text: str, language: str) -> str:
+def code_block(text: str, language: str) -> str:
+    """Return ``text`` as a code block of Markdown."""
     fence = "```"
     while fence in text:
         fence += "`"

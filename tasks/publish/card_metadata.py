@@ -40,15 +40,7 @@ def card_metadata(
 
     ``is_adapter`` means that the release is an adapter of the parents' common base model.
     """
-    metadata: dict[str, object] = {**license.card}
-    languages = set()
-    for parent in parents:
-        value = read_card(parent.directory).metadata.get("language")
-        words = value if isinstance(value, list) else [value]
-        codes = {word for word in words if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}
-        languages.add(tuple(sorted(codes)))
-    if len(languages) == 1 and (common := languages.pop()):  # the parents' cards agree
-        metadata["language"] = list(common)
+    metadata = _license_and_language(parents, license)
     library, tags = ("peft", ["lora"]) if is_adapter else ("transformers", list[str]())
     metadata |= {"library_name": library, "pipeline_tag": "text-generation", "tags": [*tags, "merge", "mergegate"]}
     # The Hub accepts only its own ids as base_model and rejects local paths.
@@ -75,6 +67,35 @@ def card_metadata(
         results.append({"task": task, "dataset": {"name": name, "type": dataset}, "metrics": metrics})
     if results:
         metadata["model-index"] = [{"name": content.name, "results": results}]
+    return metadata
+
+
+def variant_metadata(
+    parents: Sequence[PinnedCheckpoint], license: Combination, base_model: str | None, library: str, tags: Sequence[str]
+) -> dict[str, object]:
+    """Return the YAML front matter of the card of quantized variants.
+
+    ``base_model`` is the id of the merge's repository on the Hub, or None if it is not on the Hub. ``library`` loads
+    the variants. ``tags`` names their format and types.
+    """
+    metadata = _license_and_language(parents, license)
+    metadata |= {"library_name": library, "pipeline_tag": "text-generation"}
+    metadata["tags"] = list(dict.fromkeys((*tags, "quantized", "merge", "mergegate")))
+    if base_model:
+        metadata |= {"base_model": [base_model], "base_model_relation": "quantized"}
+    return metadata
+
+
+def _license_and_language(parents: Sequence[PinnedCheckpoint], license: Combination) -> dict[str, object]:
+    metadata: dict[str, object] = {**license.card}
+    languages = set()
+    for parent in parents:
+        value = read_card(parent.directory).metadata.get("language")
+        words = value if isinstance(value, list) else [value]
+        codes = {word for word in words if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}
+        languages.add(tuple(sorted(codes)))
+    if len(languages) == 1 and (common := languages.pop()):  # the parents' cards agree
+        metadata["language"] = list(common)
     return metadata
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 from mergegate.tasks.evaluation import TaskScore
-from mergegate.tasks.gate import normal_quantile
+from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.report import (
     ReportContent,
     ReportedModel,
@@ -121,20 +121,30 @@ def _guards(content: ReportContent) -> str:
     guards = content.verdict.all_guards
     if not guards:
         return ""
+    columns = ("task", "reference", "documents", "drop", "max_drop", "margin", "verdict")
+    table = markdown_table(columns, guard_rows(content.verdict), 5)
+    return f"### Verdicts\n\n{table}\n\n{guard_note(guards[0].confidence, 'the reference', 'this merge')}"
+
+
+def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
+    """Return the rows of a table of guards: task, reference, documents, drop, max_drop, margin and verdict."""
     rows: list[tuple[str, ...]] = []
-    for suite in content.verdict.suites:
+    for suite in verdict.suites:
         limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
         start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.suite_change(suite))
         rows.append((*start, *limits, suite.outcome))
-    for guard in guards:
+    for guard in verdict.all_guards:
         upper = wording.plain(guard.margin) if guard.limit is None else f"{wording.plain(guard.limit)} per task"
         limits = (wording.plain(guard.max_drop), upper)
         rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.word))
-    table = markdown_table(("task", "reference", "documents", "drop", "max_drop", "margin", "verdict"), rows, 5)
-    note = (
-        "The drop is the score of the reference minus the score of this merge, in points, on the same documents. A "
-        f"positive drop is a loss. The brackets contain an interval ({100 * guards[0].confidence:g} % on each side). "
+    return rows
+
+
+def guard_note(confidence: float, reference: str, subject: str) -> str:
+    """Return the text below a table of guards."""
+    return (
+        f"The drop is the score of {reference} minus the score of {subject}, in points, on the same documents. A "
+        f"positive drop is a loss. The brackets contain an interval ({100 * confidence:g} % on each side). "
         "A guard passes if the upper bound is below the margin. It fails if the drop is shown to be larger than "
         "max_drop. Otherwise it is inconclusive."
     )
-    return f"### Verdicts\n\n{table}\n\n{note}"

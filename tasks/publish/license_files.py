@@ -51,8 +51,13 @@ class _ModelLicenseFile:
     text: str
 
 
-def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[ReleaseFile, ...]:
-    """Return the license files of a release, with unique names."""
+def license_files(
+    parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict, *, quantized_from: str = ""
+) -> tuple[ReleaseFile, ...]:
+    """Return the license files of a release, with unique names.
+
+    ``quantized_from`` names the release of the merge if the weights are quantized variants of it.
+    """
     own_files = tuple(_own_files(parents, verdict))
     obligations = verdict.combination.obligations
     files: dict[str, str] = {}
@@ -80,9 +85,12 @@ def license_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) 
         files["NOTICE"] = "\n\n".join(notices) + "\n"
     if any(item.kind == "changes" for item in obligations):
         names = "\n".join(f"  {parent.ref}" for parent in parents)
+        work = "computed with recipe.yaml by merging"
+        if quantized_from:
+            work = f"quantized from {quantized_from}, which was computed by merging"
         files["MODIFICATIONS"] = (
             "The files of this model differ from the files of the models that it was computed from.\n\n"
-            f"The weights were computed with recipe.yaml by merging the weights of\n\n{names}\n\n"
+            f"The weights were {work} the weights of\n\n{names}\n\n"
             "This release contains none of their weight files. Configuration and tokenizer files were\n"
             "rewritten or adapted. provenance.json identifies the exact inputs.\n"
         )

@@ -17,7 +17,13 @@ from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.merge import Numerics
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.content import MERGE_BUILD, ReleaseFile
+from mergegate.tasks.publish.content import (
+    MERGE_BUILD,
+    RELEASE_URN,
+    VARIANT_BUILD,
+    VARIANT_VERDICTS,
+    ReleaseFile,
+)
 from mergegate.tasks.report import ReportContent
 
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
@@ -36,6 +42,34 @@ class MergeOrigin:
     parents: Sequence[PinnedCheckpoint]
     texts: Mapping[str, str] = field(default_factory=dict)
     byproducts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MergeRelease:
+    """The release of a merge that variants were quantized from.
+
+    Attributes:
+        name: Name of the release.
+        version: Version name.
+        sums: Sha256 of its SHA256SUMS, which covers all of its files.
+        reference: Reference for ``mergegate verify``, as written in the place of the variants.
+        hub_id: Id ``org/name`` of its repository on the Hub, or None.
+    """
+
+    name: str
+    version: str
+    sums: str
+    reference: str
+    hub_id: str | None = None
+
+
+@dataclass(frozen=True)
+class VariantOrigin:
+    """Input of quantized variants, their settings in the profile, and the names of their files by type."""
+
+    merge: MergeRelease
+    settings: Mapping[str, object]
+    files: Mapping[str, Sequence[str]]
 
 
 def provenance(
@@ -87,6 +121,88 @@ def provenance(
         }
         for name, (sha256, stored) in origin.byproducts.items()
     ]
+    definition = {
+        "buildType": MERGE_BUILD,
+        "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), **_profile_parameters(content)},
+        "internalParameters": {
+            "versions": {**versions, **numerics.versions},
+            "device": numerics.device,
+            "arithmetic": "float32, float64 for float64 inputs; one rounding to the dtype that is written",
+            # The second seed draws the documents and the few-shot examples.
+            "seeds": {"merge": numerics.seed} | ({"evaluation": content.scoring.seed} if content.scoring else {}),
+        },
+        "resolvedDependencies": dependencies,
+    }
+    statements = {
+        "mergegate_verdict": content.verdict.model_dump(mode="json"),
+        "mergegate_licence": _license(license),
+        "mergegate_card": card,
+    }
+    return _statement(files, definition, versions["mergegate"], statements, byproducts)
+
+
+def variant_provenance(
+    files: Sequence[ReleaseFile],
+    content: ReportContent,
+    origin: VariantOrigin,
+    license: LicenseVerdict,
+    card: Mapping[str, object],
+) -> str:
+    """Return the content of ``provenance.json`` for a release of quantized variants.
+
+    ``content`` contains overrides, evaluation and the verdicts on all variants of the place, with public names. The
+    only dependency is the release of the merge.
+    """
+    versions, merge = {library.name: library.version for library in content.versions}, origin.merge
+    definition = {
+        "buildType": VARIANT_BUILD,
+        "externalParameters": {"variant": dict(origin.settings), **_profile_parameters(content)},
+        "internalParameters": {
+            "versions": versions,
+            "device": "cpu",
+            "seeds": {"evaluation": content.scoring.seed} if content.scoring else {},
+            "variants": {
+                verdict.type: {
+                    "files": list(origin.files[verdict.type]),
+                    "tensor_types": verdict.record.tensor_types,
+                    "versions": verdict.record.versions,
+                    "settings": verdict.record.settings,
+                    **({"calibration": verdict.record.calibration} if verdict.record.calibration else {}),
+                }
+                for verdict in content.variants
+                if verdict.record and verdict.type in origin.files
+            },
+        },
+        "resolvedDependencies": [
+            {
+                "name": merge.name,
+                "uri": f"{RELEASE_URN}{merge.sums}",
+                "digest": {"sha256": merge.sums},
+                "annotations": {"role": "merge", "version": merge.version, "address": merge.reference},
+            }
+        ],
+    }
+    statements = {
+        VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants],
+        "mergegate_licence": _license(license),
+        "mergegate_card": card,
+    }
+    return _statement(files, definition, versions["mergegate"], statements)
+
+
+def _profile_parameters(content: ReportContent) -> dict[str, object]:
+    overrides: dict[str, object] = {"overrides": list(content.overrides)} if content.overrides else {}
+    return {"profile": content.name, **overrides}
+
+
+def _statement(
+    files: Sequence[ReleaseFile],
+    definition: Mapping[str, object],
+    version: str,
+    statements: Mapping[str, object],
+    byproducts: Sequence[Mapping[str, object]] = (),
+) -> str:
+    """Return an in-toto statement about ``files`` that mergegate ``version`` built."""
     statement = {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [
@@ -94,27 +210,12 @@ def provenance(
         ],
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
-            "buildDefinition": {
-                "buildType": MERGE_BUILD,
-                "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), "profile": content.name}
-                | ({"overrides": list(content.overrides)} if content.overrides else {}),
-                "internalParameters": {
-                    "versions": {**versions, **numerics.versions},
-                    "device": numerics.device,
-                    "arithmetic": "float32, float64 for float64 inputs; one rounding to the dtype that is written",
-                    # The second seed draws the documents and the few-shot examples.
-                    "seeds": {"merge": numerics.seed}
-                    | ({"evaluation": content.scoring.seed} if content.scoring else {}),
-                },
-                "resolvedDependencies": dependencies,
-            },
+            "buildDefinition": definition,
             "runDetails": {
-                "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}},
+                "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": version}},
                 **({"byproducts": byproducts} if byproducts else {}),
             },
-            "mergegate_verdict": content.verdict.model_dump(mode="json"),
-            "mergegate_licence": _license(license),
-            "mergegate_card": card,
+            **statements,
         },
     }
     return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"

@@ -73,7 +73,9 @@ class ConversionCheck(StageValue):
 
 
 class VariantFormat(VariantSettings, ABC):
-    """Base class of all formats. A profile selects one by its field ``format``."""
+    """Base class of all formats. A profile selects one by ``format``, whose type names the format: Literal['brick']."""
+
+    format: str
 
     @property
     @abstractmethod
@@ -89,6 +91,13 @@ class VariantFormat(VariantSettings, ABC):
     @abstractmethod
     def library_name(self) -> str:
         """Library that loads the variants, as the Hub names it in a card: 'gguf' or 'transformers'."""
+
+    def estimate_bytes(self, merge_bytes: int) -> int:
+        """Return how much disk space the variants need, for a merge with ``merge_bytes`` bytes of weights.
+
+        By default, each variant and the unquantized file are as large as the merge.
+        """
+        return (1 + len(self.variant_types)) * merge_bytes
 
     @abstractmethod
     def check(self, root: Path) -> str:
