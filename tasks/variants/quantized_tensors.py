@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint import (
     read_into,
 )
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import open_plain, read_json
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, open_plain, read_json, read_plain
 from mergegate.tasks.checkpoints import deciding_files
 from mergegate.tasks.serve import Check
 
@@ -90,7 +90,7 @@ class Scheme:
         """Whether a calibration text changes the result: GPTQ for integers, or the scales of the inputs."""
         return self.kind == "int" or self.measures_inputs
 
-    def stored(self, shape: tuple[int, ...]) -> dict[str, tuple[frozenset[str], tuple[int, ...]]]:
+    def layout_of(self, shape: tuple[int, ...]) -> dict[str, tuple[frozenset[str], tuple[int, ...]]]:
         """Return dtypes and shape of each tensor that stores a matrix of ``shape``, by the last part of its name."""
         rows, columns = shape
         tensors: dict[str, tuple[frozenset[str], tuple[int, ...]]] = {}
@@ -228,7 +228,7 @@ def check_files(directory: Path, merge_directory: Path, scheme: Scheme, *, calib
         variant = open_checkpoint(directory)
     except InvalidInput as error:
         return (*checks, Check.failed_check("tensors", error.found, error.expected, error.remedy, error.where))
-    layout = check_tensors(variant, merge, scheme)
+    layout = check_layout(variant, merge, scheme)
     checks.append(layout)
     if layout.outcome == "pass":
         checks += check_values(variant, merge, scheme, calibrated=calibrated)
@@ -318,7 +318,7 @@ def check_companions(directory: Path, merge_directory: Path) -> list[Check]:
             wrong.setdefault(kind, (name, "the file is missing"))
         elif not original.is_file():
             wrong.setdefault(kind, (name, "the merge has no such file"))
-        elif found.read_bytes() != original.read_bytes():
+        elif read_plain(found, MAX_DATA_BYTES) != read_plain(original, MAX_DATA_BYTES):
             wrong.setdefault(kind, (name, "the file differs from that of the merge"))
     checks = []
     for label, names in kinds.items():
@@ -330,7 +330,7 @@ def check_companions(directory: Path, merge_directory: Path) -> list[Check]:
     return checks
 
 
-def check_tensors(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Check:
+def check_layout(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Check:
     """Check that the quantized checkpoint has exactly the tensors that the scheme makes of those of the merge."""
     name = "tensors"
     matrices = quantized_layers(shapes_of(merge)).matrices
@@ -338,7 +338,7 @@ def check_tensors(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Che
     for tensor_name, tensor in merge.tensors.items():
         if tensor_name in matrices:
             module = tensor_name.removesuffix("weight")
-            expected |= {module + part: layout for part, layout in scheme.stored(tensor.shape).items()}
+            expected |= {module + part: layout for part, layout in scheme.layout_of(tensor.shape).items()}
         else:
             expected[tensor_name] = frozenset({tensor.dtype.code}), tensor.shape
     for tensor_name, (codes, shape) in expected.items():
@@ -373,7 +373,7 @@ def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, cali
             module = name.removesuffix("weight")
             factors = {
                 part: files.numbers(_stored(variant, module + part))
-                for part in scheme.stored(original.shape)
+                for part in scheme.layout_of(original.shape)
                 if part.endswith("_scale")
             }
             scales += sum(values.size for values in factors.values())
@@ -460,20 +460,20 @@ def _rows(
         yield first, weights, quantized * factors, gaps * factors
 
 
-def _quantized_numbers(stored: NDArray[np.uint8], columns: int, scheme: Scheme) -> tuple[Floats, Floats]:
-    """Return the numbers in the bytes ``stored`` [rows, bytes], and the distance to their neighbors."""
+def _quantized_numbers(row_bytes: NDArray[np.uint8], columns: int, scheme: Scheme) -> tuple[Floats, Floats]:
+    """Return the numbers in ``row_bytes`` [rows, bytes], and the distance to their neighbors."""
     if scheme.kind == "float":
-        values = E4M3_VALUES[stored]
+        values = E4M3_VALUES[row_bytes]
         # E4M3 has 3 bits of mantissa: between 2^e and 2^(e + 1), numbers are 2^(e - 3) apart, and at least 2^-9.
         _, exponents = np.frexp(values)
         return values, np.ldexp(np.float32(1), np.maximum(exponents - 4, -9)).astype(np.float32)
     integers: NDArray[np.int16]
     if not scheme.packed:
-        integers = stored.view(np.int8).astype(np.int16)
+        integers = row_bytes.view(np.int8).astype(np.int16)
     elif scheme.bits == 8:
-        integers = (stored.astype(np.int16) - 128)[:, :columns]
+        integers = (row_bytes.astype(np.int16) - 128)[:, :columns]
     else:
-        halves = np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(stored), -1)
+        halves = np.stack((row_bytes & 15, row_bytes >> 4), axis=-1).reshape(len(row_bytes), -1)
         integers = (halves.astype(np.int16) - 8)[:, :columns]
     numbers_ = integers.astype(np.float32)
     return numbers_, np.ones_like(numbers_)
@@ -485,10 +485,10 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     return tensor
 
 
-def _equal_bytes(files: _OpenFiles, one: StoredTensor, other: StoredTensor) -> bool:
-    for start in range(0, one.nbytes, _BLOCK):
-        count = min(_BLOCK, one.nbytes - start)
-        if files.bytes(one, start, count) != files.bytes(other, start, count):
+def _equal_bytes(files: _OpenFiles, first: StoredTensor, second: StoredTensor) -> bool:
+    for start in range(0, first.nbytes, _BLOCK):
+        count = min(_BLOCK, first.nbytes - start)
+        if files.bytes(first, start, count) != files.bytes(second, start, count):
             return False
     return True
 
