@@ -326,6 +326,7 @@ UNBOUNDED_READERS = {
     "tasks.telemetry.metrics": _OWN,
     "tasks.variants.compressed_tensors": _OWN,
     "tasks.variants.quantize_child": _OWN,
+    "tasks.variants.gguf_conversion": "the converter's code, and files that this stage wrote",
 }
 
 
