@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FAST = ("-m", "not slow and not gpu and not peer and not serve and not ray")
+FAST = ("-m", "not slow and not gpu and not peer and not serve and not ray and not variants")
 # Some builds of torch need other hardware. vLLM has its own environment.
 LEFT_OUT = {"torch", "mergegate"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -7,7 +7,8 @@ The flow runs on this machine without a server, or on a Prefect worker with the 
 
 1. ``preflight_profile`` checks everything that can be checked before any weight is read.
 2. ``try_candidates`` tries the recipe, then its remedies, until a merge passes.
-3. ``make_attempt`` merges one candidate, measures it, judges it and explains the verdict.
+3. ``make_attempt`` merges one candidate, measures it, judges it and explains the verdict. If the merge passed, it also
+   builds and judges its quantized variants.
 4. ``publish_attempt`` publishes the merge that passed, after manual approval if the profile requires it.
 
 Every stage is cached by the content of its inputs. A run after a crash resumes where the last one stopped, a run with
@@ -33,6 +34,7 @@ from mergegate.flows.attempt import (
     assess_merge,
     distance_from_passing,
     judge_answers,
+    judge_variants,
     proposed_remedy,
     serve_merge,
     with_tuned_candidate,
@@ -46,6 +48,7 @@ from mergegate.flows.outcome import (
     reported_outcome,
     run_dry_pass,
     within_limits,
+    without_variants,
 )
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
@@ -257,10 +260,12 @@ def make_attempt(
     if evidence.ensemble and evidence.documents is not None and evidence.windows is not None and len(members) > 1:
         ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
+    judged = JudgedMerge(profile, assessment.evidence, model, parents, adapted)
     for judgment in judgments:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgment(JudgedMerge(profile, evidence, model, parents, adapted))
+            verdict = judgment(judged)
             verdicts += [verdict] if verdict else []
+    variants = judge_variants(judged, runner) if all(verdict.publishable for verdict in verdicts) else ()
     return Attempt(
         cleared_candidate,
         pinned,
@@ -270,6 +275,7 @@ def make_attempt(
         tuple(verdicts),
         ensemble=ensemble,
         expected_head=champion.head if champion else None,
+        variants=variants,
         sample_notes=unselected_scores(
             evidence.guards,
             assessment.scores.get(champion.name, ()),
@@ -300,7 +306,11 @@ def publish_attempt(
         names.apply(inputs.scores),
         names.apply(inputs.likelihoods),
     )
-    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names)
+    released = without_variants(content, attempt, names)
+    released_report = report if released is content else write_report(released)
+    parts = ReleaseParts(
+        released, attempt.pinned, numeric, license, attempt.merged, released_report, evidence, state, names
+    )
 
     def publish_now(approved_digest: str | None = None) -> RunOutcome:
         result = publish(

@@ -2,6 +2,7 @@
 
 * ``assessment`` measures a merge and passes the results to the gate.
 * ``judgments`` adds the verdicts of a judge and of a server, if the profile configures them.
+* ``variants`` builds and judges quantized variants of a merge that passed.
 * ``attempt`` holds the result as a frozen value.
 * ``search`` looks for the recipe to merge.
 """
@@ -13,6 +14,7 @@ from mergegate.flows.attempt.attempt import (
     FailedMerge,
     FurtherJudgment,
     JudgedMerge,
+    JudgedVariant,
     distance_from_passing,
     open_remedies,
     proposed_remedy,
@@ -26,7 +28,7 @@ from mergegate.flows.attempt.search import (
     sweep_candidates,
     with_tuned_candidate,
 )
-from mergegate.flows.attempt.variants import JudgedVariant
+from mergegate.flows.attempt.variants import evidence_for_variant, judge_variants
 
 __all__ = [
     "AlreadyReleased",
@@ -38,7 +40,9 @@ __all__ = [
     "JudgedVariant",
     "assess_merge",
     "distance_from_passing",
+    "evidence_for_variant",
     "judge_answers",
+    "judge_variants",
     "open_remedies",
     "open_trial_pool",
     "prepare_search",

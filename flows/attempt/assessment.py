@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, QuantizedModel
 from mergegate.tasks.evaluation import (
     EvalTask,
     Scores,
@@ -90,8 +90,10 @@ def assess_merge(
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
     refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
-    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment.
-    copied = find_copied_parent.build(merge, tuple(parents)).value.parent
+    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment. A variant should be a
+    # copy.
+    is_variant = isinstance(merge, QuantizedModel)
+    copied = None if is_variant else find_copied_parent.build(merge, tuple(parents)).value.parent
     copy_of = parents[copied].name if copied is not None else ""
     is_refused_copy = bool(copy_of) and copy_of not in evidence.accepted_copies
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.
@@ -189,9 +191,9 @@ def _run_look(look: _InterimLook, before: AllScores, runner: Runner) -> tuple[Al
             if _is_scored(model, task, evidence)
         ]
 
-    if not find_backend(evidence.scoring.backend).frees_memory:
-        # Each model has its own process and takes minutes to load, so run all tasks of the references together.
-        for_each_model = [scorings_of([model], [task for task, _ in order]) for model in models[:-1]]
+    # A model with a process of its own takes minutes to load, so run all tasks of such a reference together.
+    if apart := [model for model in models[:-1] if not find_backend(evidence.scoring_of(model).backend).frees_memory]:
+        for_each_model = [scorings_of([model], [task for task, _ in order]) for model in apart]
         _run_all(runner, _score, [scoring for scorings in for_each_model for scoring in scorings])
     scores, unchecked = before, list[str]()
     for group in _independent_groups(order, evidence) if runner.is_parallel else ([item] for item in order):
@@ -286,7 +288,7 @@ def _measure_perplexity(text: _TextOfModel) -> Artifact[Likelihoods]:
 
 
 def _score(scoring: _Scoring) -> list[Artifact[Scores]]:
-    model, task, settings = scoring.model, scoring.task, scoring.evidence.scoring
+    model, task, settings = scoring.model, scoring.task, scoring.evidence.scoring_of(scoring.model)
     parts = list(scoring.known) or evaluate_documents(model, task, settings, scoring.documents, runtime())
     if not scoring.doublings:
         return parts
@@ -321,10 +323,11 @@ def _in_order(tasks: Sequence[EvalTask], look: _InterimLook) -> list[tuple[EvalT
     missing, reference_scores = {}, {}
     for task in tasks:
         parts = {
-            model.name: known_scores(model, task, evidence.scoring, runtime())
+            model.name: known_scores(model, task, evidence.scoring_of(model), runtime())
             for model in look.models
             if _is_scored(model, task, evidence)
         }
+        # Backends divide documents into the same parts.
         missing[task.name] = sum(
             count_missing_documents(task, evidence.scoring, look.documents[task.name], parts_of_model)
             for parts_of_model in parts.values()

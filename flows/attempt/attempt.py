@@ -11,7 +11,6 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from mergegate.flows.attempt.assessment import Assessment
-from mergegate.flows.attempt.variants import JudgedVariant
 from mergegate.flows.candidates import changed_candidate
 from mergegate.flows.preflight import ClearedCandidate, clear_further
 from mergegate.flows.profile import Profile
@@ -26,6 +25,7 @@ from mergegate.tasks.publish.releases import ReleasedModel
 from mergegate.tasks.report import read_history
 from mergegate.tasks.stage import JointVerdict, Outcome, Verdict, announce, combine_verdicts, home, severity
 from mergegate.tasks.store import Artifact
+from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
 
 E = TypeVar("E", bound=BaseModel)
 
@@ -52,11 +52,25 @@ FurtherJudgment = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)
+class JudgedVariant:
+    """A quantized variant of a merge, with its verdict.
+
+    ``artifact`` is None if the variant could not be built. ``assessment`` is None if a check refused it before it was
+    evaluated.
+    """
+
+    settings: VariantFormat
+    verdict: VariantVerdict
+    artifact: Artifact[VariantRecord] | None = None
+    assessment: Assessment | None = None
+
+
+@dataclass(frozen=True)
 class Attempt:
     """A merge with its measurements and verdicts.
 
-    The gate's verdict comes first in ``verdicts``. ``expected_head`` is the head of the target at the time when
-    mergegate looked up the champion. Publication may replace only this head.
+    The gate's verdict comes first in ``verdicts``, which are about the merge alone. ``expected_head`` is the head of
+    the target at the time when mergegate looked up the champion. Publication may replace only this head.
     """
 
     cleared: ClearedCandidate
@@ -77,8 +91,9 @@ class Attempt:
 
     @property
     def verdict(self) -> JointVerdict:
-        """Joint verdict of all judgments."""
-        return combine_verdicts(self.verdicts)
+        """Joint verdict of all judgments, and of the variants that the profile requires."""
+        required = [variant.verdict.as_verdict() for variant in self.variants if variant.verdict.required]
+        return combine_verdicts((*self.verdicts, *required))
 
     @property
     def outcome(self) -> Outcome:

@@ -8,7 +8,7 @@ A flow returns a Prefect state, from which the command line and ``--json`` read 
 
 from mergegate.flows.outcome.archive import archive_outcome
 from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
-from mergegate.flows.outcome.report_content import LIBRARIES, public_names, report_content
+from mergegate.flows.outcome.report_content import LIBRARIES, public_names, report_content, without_variants
 from mergegate.flows.outcome.run_names import name_run, run_name
 from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, stopped_outcome, store_page
 
@@ -28,4 +28,5 @@ __all__ = [
     "stopped_outcome",
     "store_page",
     "within_limits",
+    "without_variants",
 ]

@@ -29,7 +29,7 @@ from mergegate.tasks.report import (
     recipe_diff,
 )
 from mergegate.tasks.serve import ServedModels
-from mergegate.tasks.stage import Section, versions
+from mergegate.tasks.stage import Section, combine_verdicts, versions
 from mergegate.tasks.store import StoredValue
 from mergegate.tasks.variants import VariantVerdict
 
@@ -168,6 +168,7 @@ def report_content(
             controls=(answers.controls.found, answers.controls.pairs) if answers.controls else None,
             **answers.model_dump(include=set(ReportedJudge.model_fields), exclude={"controls"}),
         ),
+        variants=tuple(variant.verdict for variant in attempt.variants),
         experts=merged.value.experts,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
@@ -181,6 +182,17 @@ def report_content(
         ),
     )
     return names.apply(content)
+
+
+def without_variants(content: ReportContent, attempt: Attempt, names: PublicNames) -> ReportContent:
+    """Return the content without variants, for the release of the merge.
+
+    The release does not depend on its variants, so a profile may add one later without releasing the merge again.
+    """
+    if not content.variants:
+        return content
+    verdict = content.verdict.model_copy(update=names.apply(combine_verdicts(attempt.verdicts)._asdict()))
+    return content.model_copy(update={"variants": (), "verdict": verdict})
 
 
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:

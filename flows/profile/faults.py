@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import expectation, format_value, join_expectations
-from mergegate.tasks.publish.targets import publish_targets
+from mergegate.tasks.publish.targets import PublishTarget, publish_targets
+from mergegate.tasks.variants import VariantFormat, variant_formats
 
 _UNION_TAG = re.compile(r".*\[.*|(function|constrained|lax-or-strict|is-instance)-.*", re.DOTALL)
 _VALUE_TAG = re.compile(
@@ -67,9 +68,11 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     # Format ('evaluate', 'tasks', 0, 'max_drop') as evaluate.tasks[0].max_drop, and walk the types to the section.
     location, section, is_inside = "", model, True
     *parents, last = fault["loc"] or ("",)
-    for depth, (previous, part) in enumerate(zip((None, *fault["loc"]), fault["loc"], strict=False)):
-        if previous == "publish" and part in publish_targets():  # pydantic's tag for the kind of target
-            section = publish_targets()[part]
+    for depth, part in enumerate(fault["loc"]):
+        # pydantic's tag for the kind of target or the format of a variant
+        kinds = {PublishTarget: publish_targets, VariantFormat: variant_formats}.get(section)
+        if kinds is not None and part in kinds():
+            section = kinds()[part]
             continue
         # pydantic's tag for a member of a union, which the user did not write
         is_tag = isinstance(part, str) and bool(_UNION_TAG.fullmatch(part) if is_inside else _VALUE_TAG.fullmatch(part))

@@ -33,7 +33,7 @@ from mergegate.tasks.evaluation.metrics import (
     choose_known_metrics,
     choose_metrics,
 )
-from mergegate.tasks.evaluation.preview import PromptWarning, TaskPreview, TokenizerSource, preview
+from mergegate.tasks.evaluation.preview import PromptWarning, TaskPreview, TokenizerSource, preview, task_prompts
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
@@ -160,6 +160,7 @@ __all__ = [
     "sample_ranges",
     "score_table",
     "split_documents",
+    "task_prompts",
     "tokenize_task",
     "write_document_scores",
 ]

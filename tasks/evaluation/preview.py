@@ -10,7 +10,8 @@ the tokenizer of the model is loaded::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -85,6 +86,15 @@ class TaskPreview(StageValue):
         return f"{self.tokens:,} tokens"
 
 
+class TaskPrompts(StageValue):
+    """Texts that a model reads when it is evaluated on the first documents of a task, each with one continuation."""
+
+    texts: tuple[str, ...]
+
+    def summary(self) -> str:
+        return f"{len(self.texts):,} texts"
+
+
 @value_stage("preview", version=3, subject="task")
 def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit: CountLimit) -> TaskPreview:
     """Render the first document of ``task``, whose data is pinned, as the model of ``tokenizer`` would read it.
@@ -97,22 +107,25 @@ def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, limit:
     return call_with_task_data(task, _render, (task, scoring, tokenizer), "its first document", limit.seconds)
 
 
+@value_stage("prompts", version=1, subject="task")
+def task_prompts(
+    task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, documents: int, limit: CountLimit
+) -> TaskPrompts:
+    """Render the first documents of ``task``, whose data is pinned, as the model of ``tokenizer`` would read them.
+
+    The errors are those of ``preview``.
+    """
+    arguments = (task, scoring, tokenizer, documents)
+    return call_with_task_data(task, _render_many, arguments, "its first documents", limit.seconds)
+
+
 def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_progress: TellProgress) -> TaskPreview:
     """Render the document. Runs in the model process."""
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import resolve_max_length
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     with quiet():
-        try:
-            loaded_tokenizer: Any = AutoTokenizer.from_pretrained(str(tokenizer.directory), trust_remote_code=False)
-        except Exception as error:  # transformers promises no set of types
-            raise InvalidInput(
-                f"{tokenizer.name}: its tokenizer",
-                found=f"cannot be loaded: {' '.join(str(error).split())[:300]}",
-                expected="a tokenizer that transformers can load, next to the weights",
-                remedy="download or copy its files (tokenizer.json, tokenizer_config.json, ...) from the base model",
-            ) from error
+        loaded_tokenizer = _load_tokenizer(tokenizer)
         loaded = load_task(task)
         if (first := next(evaluated_documents(loaded, task, scoring.seed), None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
@@ -140,27 +153,13 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
         if scoring.backend == "served":
             require_visible(reader.thought_end, loaded_tokenizer, tokenizer.name)
 
-        def apply_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            try:
-                return str(HFLM.apply_chat_template(reader, history, add_generation_prompt=add_generation_prompt))
-            except MergegateError:
-                raise
-            except Exception as error:  # blame the model, not the task
-                raise InvalidInput(
-                    f"{tokenizer.name}: chat template",
-                    found=f"fails on a document of {task.name}: {' '.join(str(error).split())[:300]}",
-                    expected="a template that accepts the messages of a task",
-                    remedy="set chat_template in the recipe, correct the model's template, or evaluate with "
-                    "chat_template: false",
-                ) from error
-
         with user_errors(task):
             leaf.build_all_requests(
                 samples=[position],
                 system_instruction=prompting.system_instruction,
                 apply_chat_template=prompting.is_chat,
                 fewshot_as_multiturn=prompting.is_multiturn,
-                chat_template=apply_template if prompting.is_chat else None,
+                chat_template=_template_of(reader, task, tokenizer) if prompting.is_chat else None,
             )
             prompt, *continuations = leaf.instances[0].args
             instruction = " ".join((prompting.system_instruction or "").split())
@@ -184,6 +183,67 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             budget=answer_budget(leaf.get_config("generation_kwargs")) if name in room else None,
             warnings=tuple(_warnings(loaded_tokenizer, prompting, leaf, tokenizer.name)),
         )
+
+
+def _load_tokenizer(source: TokenizerSource) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
+    except Exception as error:  # transformers promises no set of types
+        raise InvalidInput(
+            f"{source.name}: its tokenizer",
+            found=f"cannot be loaded: {' '.join(str(error).split())[:300]}",
+            expected="a tokenizer that transformers can load, next to the weights",
+            remedy="download or copy its files (tokenizer.json, tokenizer_config.json, ...) from the base model",
+        ) from error
+
+
+def _template_of(reader: Any, task: EvalTask, source: TokenizerSource) -> Callable[..., str]:
+    """Return a function that applies the chat template, with errors that blame the model and not the task."""
+    from lm_eval.models.huggingface import HFLM
+
+    def apply_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        try:
+            return str(HFLM.apply_chat_template(reader, history, add_generation_prompt=add_generation_prompt))
+        except MergegateError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"{source.name}: chat template",
+                found=f"fails on a document of {task.name}: {' '.join(str(error).split())[:300]}",
+                expected="a template that accepts the messages of a task",
+                remedy="set chat_template in the recipe, correct the model's template, or evaluate with "
+                "chat_template: false",
+            ) from error
+
+    return apply_template
+
+
+def _render_many(
+    task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, documents: int, on_progress: TellProgress
+) -> TaskPrompts:
+    """Render several documents. Runs in the model process."""
+    with quiet():
+        reader = SimpleNamespace(tokenizer=_load_tokenizer(tokenizer), max_length=scoring.max_length)
+        loaded = load_task(task)
+        positions: dict[str, list[int]] = {}
+        for leaf_name, position in islice(evaluated_documents(loaded, task, scoring.seed), documents):
+            positions.setdefault(leaf_name, []).append(position)
+        prompting = resolve_prompt_settings(task.prompt_settings, scoring)
+        texts: list[str] = []
+        with user_errors(task):
+            for leaf_name, leaf in set_up_tasks(loaded, positions, reader, prompting, scoring.seed).items():
+                leaf.build_all_requests(
+                    samples=positions[leaf_name],
+                    system_instruction=prompting.system_instruction,
+                    apply_chat_template=prompting.is_chat,
+                    fewshot_as_multiturn=prompting.is_multiturn,
+                    chat_template=_template_of(reader, task, tokenizer) if prompting.is_chat else None,
+                )
+                for instance in leaf.instances:
+                    texts.append("".join(argument for argument in instance.args if isinstance(argument, str)))
+        return TaskPrompts(texts=tuple(dict.fromkeys(texts)))
 
 
 def _warnings(tokenizer: Any, prompting: ResolvedPromptSettings, leaf: Any, model: str) -> Iterator[PromptWarning]:

@@ -151,6 +151,12 @@ class Scoring(BaseModel):
         settings: BaseModel | None = getattr(self, name) if name else None
         return settings
 
+    def for_backend(self, backend: str) -> Self:
+        """Return these settings with another backend, without the settings that belong to the present one."""
+        if backend == self.backend:
+            return self
+        return self.model_copy(update={"backend": backend, **dict.fromkeys(_BACKEND_SETTINGS)})
+
     @field_validator("backend")
     @classmethod
     def _check_backend(cls, backend: str) -> str:

@@ -17,7 +17,7 @@ from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.checkpoints import Model, QuantizedModel, ResolvedCheckpoint
 from mergegate.tasks.evaluation import (
     CalibrationTexts,
     ContaminatedDocuments,
@@ -81,6 +81,10 @@ class Evidence(NamedTuple):
     # Reason why models are computed in another format than they are stored in; empty if they are not.
     computed: str = ""
     accepted_copies: tuple[str, ...] = ()  # Names of the parents that the merge may copy.
+
+    def scoring_of(self, model: Model) -> Scoring:
+        """Return the settings with which ``model`` is scored. A quantized model has a backend of its own."""
+        return self.scoring.for_backend(model.backend) if isinstance(model, QuantizedModel) else self.scoring
 
 
 def check_references(

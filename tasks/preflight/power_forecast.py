@@ -52,7 +52,7 @@ def planned_tasks(
         if (task := tasks.get(guard.task)) is None:
             continue
         if (discordance := find_past_discordance(guard, past)) is None:
-            scores = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in parents}
+            scores = {model.name: known_scores(model, task, evidence.scoring_of(model), runtime()) for model in parents}
             discordance = estimate_discordance(guard, scores, evidence.rule.discordance)
         planned.append(PlannedTask(guard, plan_interim_looks(task, evidence), discordance.share, str(discordance)))
     return planned
@@ -100,7 +100,7 @@ def sensitivity_findings(evidence: Evidence, parents: Sequence[ResolvedCheckpoin
         names = reference_models(guard, [model.name for model in models], "")
         strengths = {}
         for model in models:
-            parts = known_scores(model, task, evidence.scoring, runtime()) if model.name in names else ()
+            parts = known_scores(model, task, evidence.scoring_of(model), runtime()) if model.name in names else ()
             if strength := known_reference_strength(guard, parts, evidence.rule.confidence, documents):
                 strengths[model.name] = strength
         if not strengths:

@@ -73,7 +73,9 @@ class ConversionCheck(StageValue):
 
 
 class VariantFormat(VariantSettings, ABC):
-    """Base class of all formats. A profile selects one by its field ``format``."""
+    """Base class of all formats. A profile selects one by ``format``, whose type names the format: Literal['brick']."""
+
+    format: str
 
     @property
     @abstractmethod

@@ -74,6 +74,7 @@ def test_defaults_are_those_of_a_careful_publisher() -> None:
         ({"checks": {"licence": {}}}, "checks.licence", "did you mean 'license'?"),
         ({"checks": {"license": {"purpos": "x"}}}, "checks.license.purpos", "did you mean 'purpose'?"),
         ({"publish": {"to": "directory", "paht": "x", "path": "y"}}, "publish.paht", "did you mean 'path'?"),
+        ({"variants": [{"format": "gguf", "types": ["Q8_0"], "sufix": "X"}]}, "variants[0].sufix", "'suffix'"),
     ],
 )
 def test_a_misspelt_key_is_an_error_with_place_and_suggestion(

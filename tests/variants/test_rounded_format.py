@@ -33,7 +33,7 @@ def rounded(**settings: object) -> VariantFormat:
 def test_a_profile_accepts_the_format_and_checks_its_settings() -> None:
     assert rounded() == RoundedFormat(format="rounded", bits=(8,))
     assert rounded(bits=[8, 4]).variant_types == ("R8", "R4")
-    with pytest.raises(InvalidInput, match="unknown key 'bit'"):
+    with pytest.raises(InvalidInput, match=r"p: variants\[0\]\.bit: unknown key 'bit'\n.*did you mean 'bits'"):
         rounded(bit=8)
 
 

@@ -1,0 +1,434 @@
+"""Run llama.cpp in a supervised process of its own environment, and ask it about one GGUF file.
+
+::
+
+    with open_gguf(path) as model:                       # starts a process; it ends with the block
+        model.vocabulary.adds_bos
+        model.tokenize(["some text"])
+        model.log_probabilities([1, 2, 3], [4, 5])       # nats
+        model.generate([1, 2, 3], AnswerChoice(ends=(2,)), 32, room=256)
+    quantize(source, destination, "Q4_K_M")
+    toolchain()                                          # versions, without a process
+
+The environment is built by ``make gguf-env``. Its library and its Python packages are those of llama.cpp, so mergegate
+never imports them: ``child`` runs there. The process is confined like the model process (no network, no secrets), uses
+one thread, and ends with this process. Each result depends only on its own request, see ``child``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.parsing import read_plain
+from mergegate.merge_core.system import system_memory
+from mergegate.tasks.checkpoints import OutOfModelMemory
+from mergegate.tasks.sandbox import (
+    Confinement,
+    NotStarted,
+    ProcessOptions,
+    SupervisedProcess,
+    compile_imports,
+    environment_of_child,
+)
+from mergegate.tasks.stage import home, memory_of_child
+
+PYTHON = Path(".venv-gguf/bin/python")  # built by `make gguf-env`
+CONVERTER = Path("llama.cpp/convert_hf_to_gguf.py")  # in the environment's directory
+FILE_TYPES: Mapping[str, int] = MappingProxyType(
+    {
+        **{"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q6_K": 18},
+        **{"Q5_0": 8, "Q5_1": 9, "Q5_K_S": 16, "Q5_K_M": 17, "Q4_0": 2, "Q4_1": 3, "Q4_K_S": 14, "Q4_K_M": 15},
+        **{"Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13, "Q2_K": 10, "Q2_K_S": 21},
+        **{"IQ4_NL": 25, "IQ4_XS": 30, "IQ3_XXS": 23, "IQ3_XS": 22, "IQ3_S": 26, "IQ3_M": 27},
+        **{"IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ2_M": 29, "IQ1_S": 24, "IQ1_M": 31},
+        **{"TQ1_0": 36, "TQ2_0": 37},
+    }
+)
+"""Names of the file types that llama.cpp 0.5.0 quantizes to, and their numbers (LLAMA_FTYPE)."""
+SETTINGS = "1 thread, float32 cache, no flash attention, batches of 128 tokens"
+"""How ``child`` computes. A part of every cache key."""
+
+_CHILD = Path(__file__).with_name("child.py")
+_SILENCE_S = 3600.0  # longest time for one answer
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+_TAIL = 1 << 16  # bytes at the end of the output that are searched for a message
+_LAST_WORDS_S = 5.0  # time that a process has to end after it closed its connection
+# Lines of the output that tell why llama.cpp or Python ended.
+_CAUSE = re.compile(r"GGML_ASSERT|ggml_abort|what\(\):|^\w*(Error|Exception)\b")
+_NO_MEMORY = re.compile(r"MemoryError|bad_alloc|[Cc]annot allocate|failed to allocate|out of memory")
+_REMEDY = "run make gguf-env (source checkout), or set python to an environment with llama-cpp-python"
+
+
+@dataclass(frozen=True)
+class GgufVocabulary:
+    """How llama.cpp reads the vocabulary of a GGUF file."""
+
+    tokens: Mapping[str, int | None]  # ids of bos, eos, eot, pad, sep and nl; None: the file has no such token
+    adds_bos: bool  # whether llama.cpp begins every text with bos
+    adds_eos: bool
+    vocabulary_size: int  # number of tokens
+    context_length: int  # tokens for which the model was trained; 0 if only the vocabulary was loaded
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probabilities of the tokens of a continuation."""
+
+    values: tuple[float, ...]  # nats, one for each token
+    greedy: bool  # whether each token is the most probable one
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the continuation in nats."""
+        return sum(self.values)
+
+
+@dataclass(frozen=True)
+class AnswerChoice:
+    """How the next token of an answer is chosen. A temperature of 0 selects the most probable token.
+
+    Random numbers depend only on ``seed``, on the prompt and on the position in the answer.
+    """
+
+    ends: tuple[int, ...] = ()  # tokens that end an answer
+    temperature: float = 0.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # as in transformers, over the prompt and the answer
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """Answer of llama-cpp-python to a chat, with the chat template in the file."""
+
+    prompt: str  # the messages in the form that the template gives them
+    text: str
+    finish_reason: str  # 'stop' or 'length'
+    prompt_tokens: int
+
+
+def toolchain(python: Path | None = None) -> dict[str, str]:
+    """Return the versions of llama-cpp-python and of the converter, without starting a process.
+
+    ``python`` is the interpreter of their environment. Default: ``.venv-gguf/bin/python`` in the working directory.
+
+    Raises:
+        InvalidInput: The environment does not contain them.
+    """
+    interpreter = find_python(python)
+    directory = interpreter.parent.parent
+    found = sorted(directory.glob("lib/python*/site-packages/llama_cpp_python-*.dist-info"))
+    project = directory / CONVERTER.parent / "gguf-py" / "pyproject.toml"
+    if not found or not (directory / CONVERTER).is_file():
+        missing = "the converter of llama.cpp" if found else "llama-cpp-python"
+        raise InvalidInput(
+            f"python: {interpreter}",
+            found=f"{missing} is not installed there",
+            expected="the interpreter of an environment with llama.cpp",
+            remedy=_REMEDY,
+        )
+    installed = found[-1].name.removesuffix(".dist-info").partition("-")[2]
+    version = re.search(r'^version = "([^"]+)"', read_plain(project, 1 << 20).decode(errors="replace"), re.MULTILINE)
+    if version is None:
+        raise InvalidInput(str(project), found="no version", expected="the version of gguf-py", remedy=_REMEDY)
+    return {"llama_cpp_python": installed, "gguf": version[1]}
+
+
+def runtime_versions(python: Path | None = None) -> dict[str, str]:
+    """Return the versions and settings that determine what llama.cpp computes, for cache keys.
+
+    Raises:
+        InvalidInput: See ``toolchain``.
+    """
+    return {"llama_cpp_python": toolchain(python)["llama_cpp_python"], "llama_cpp_settings": SETTINGS}
+
+
+def find_python(python: Path | None = None) -> Path:
+    """Return the absolute path of the interpreter whose environment contains llama.cpp.
+
+    Raises:
+        InvalidInput: There is no such file.
+    """
+    interpreter = (python or PYTHON).absolute()
+    if not interpreter.is_file():
+        raise InvalidInput(
+            f"python: {interpreter}",
+            found="no such file",
+            expected="the interpreter of an environment with llama.cpp",
+            remedy=_REMEDY,
+        )
+    return interpreter
+
+
+def file_type(name: str, location: str = "types") -> int:
+    """Return the number of a file type of llama.cpp. Raises InvalidInput, with a suggestion, if there is none."""
+    if name not in FILE_TYPES:
+        raise InvalidInput(
+            f"{location}: {name}",
+            found="not a quantization type of llama.cpp",
+            expected=f"one of {', '.join(FILE_TYPES)}",
+            remedy=suggest(name, FILE_TYPES),
+        )
+    return FILE_TYPES[name]
+
+
+class LlamaCpp:
+    """A GGUF file that a process has opened. Created by ``open_gguf``."""
+
+    def __init__(self, process: _Process, path: Path, vocabulary: GgufVocabulary) -> None:
+        self._process, self.path, self.vocabulary = process, path, vocabulary
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process.is_alive
+
+    def tokenize(
+        self, texts: Sequence[str], *, special: bool = True, add_special: bool = False
+    ) -> list[tuple[int, ...]]:
+        """Return the tokens into which llama.cpp splits each text.
+
+        Args:
+            texts: The texts.
+            special: Whether special tokens such as ``<|im_end|>`` in a text count as one token.
+            add_special: Whether to add the tokens with which the vocabulary begins and ends a text.
+        """
+        arguments = {"texts": list(texts), "special": special, "add_special": add_special}
+        return [tuple(tokens) for tokens in self._process.call("tokenize", **arguments)]
+
+    def log_probabilities(self, context: Sequence[int], continuation: Sequence[int]) -> ScoredTokens:
+        """Return the log-probabilities of ``continuation`` after ``context``. Neither may be empty."""
+        if not context or not continuation:
+            raise ValueError("context and continuation must not be empty")
+        answer = self._process.call("log_probabilities", context=list(context), continuation=list(continuation))
+        return ScoredTokens(tuple(answer["values"]), bool(answer["greedy"]))
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        choice: AnswerChoice,
+        count: int,
+        *,
+        room: int,
+        answer: Sequence[int] = (),
+    ) -> tuple[int, ...]:
+        """Return the next ``count`` tokens of an answer, or fewer if a token of ``choice.ends`` is among them.
+
+        Args:
+            prompt: Tokens of the prompt. Not empty.
+            choice: How tokens are chosen.
+            count: Largest number of tokens to generate now.
+            room: Largest number of tokens in the prompt and the whole answer. Equal for all calls of one answer.
+            answer: Tokens that earlier calls returned for this answer.
+        """
+        arguments = {"prompt": list(prompt), "answer": list(answer), "count": count, "room": room}
+        return tuple(self._process.call("generate", **arguments, choice=asdict(choice)))
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, tokens: int = 64, room: int = 2048) -> ChatAnswer:
+        """Let llama-cpp-python answer ``messages`` with the chat template in the file, without randomness.
+
+        Args:
+            messages: Messages with ``role`` and ``content``.
+            tokens: Largest number of tokens in the answer.
+            room: Largest number of tokens in the prompt and the answer.
+        """
+        arguments = {"messages": [dict(message) for message in messages], "count": tokens, "room": room}
+        return ChatAnswer(**self._process.call("chat", path=str(self.path), **arguments))
+
+
+@contextmanager
+def open_gguf(
+    path: Path, python: Path | None = None, *, vocabulary_only: bool = False, time_limit: float | None = None
+) -> Iterator[LlamaCpp]:
+    """Open a GGUF file in a process of its own, which ends with the block.
+
+    Args:
+        path: The file, or the first of its shards.
+        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
+        vocabulary_only: Whether to load only the vocabulary, which is enough for ``tokenize``.
+        time_limit: Seconds after which the process is killed. None: after an hour without an answer.
+
+    Raises:
+        InvalidInput: llama.cpp is not installed, cannot load the file, or crashed. The error has its own message.
+        OutOfModelMemory: Memory ran out.
+        Refused: The time limit is exceeded.
+    """
+    with _started(path, python, (), time_limit) as process:
+        answer = process.call("load", path=str(path), vocabulary_only=vocabulary_only)
+        yield LlamaCpp(process, path, GgufVocabulary(**answer))
+
+
+def quantize(
+    source: Path,
+    destination: Path,
+    file_type_name: str,
+    *,
+    python: Path | None = None,
+    imatrix: Path | None = None,
+    time_limit: float | None = None,
+) -> None:
+    """Quantize a GGUF file, with one thread. The same inputs give the same bytes.
+
+    Args:
+        source: GGUF file in F32, F16 or BF16.
+        destination: File to write. Its directory must exist.
+        file_type_name: A name in ``FILE_TYPES``.
+        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
+        imatrix: Importance of each weight: an ``.npz`` file with a float32 vector for each tensor name. None: equal.
+        time_limit: Seconds after which the process is killed. None: after an hour without an answer.
+
+    Raises:
+        InvalidInput: See ``open_gguf``; also if the type does not exist.
+        Refused: The time limit is exceeded.
+    """
+    number = file_type(file_type_name)
+    with _started(source, python, (str(destination.parent),), time_limit) as process:
+        files = {"source": str(source), "destination": str(destination), "imatrix": imatrix and str(imatrix)}
+        process.call("quantize", **files, ftype=number)
+
+
+@contextmanager
+def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit: float | None) -> Iterator[_Process]:
+    process = _Process(path, find_python(python), write, time_limit)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+class _Process:
+    """A running ``child`` process and its connection."""
+
+    def __init__(self, path: Path, python: Path, write: tuple[str, ...], time_limit: float | None) -> None:
+        self._path, self._time_limit = path, time_limit
+        self._deadline = None if time_limit is None else time.monotonic() + time_limit
+        self._received = b""
+        for package in python.parent.parent.glob("lib/python*/site-packages/llama_cpp"):
+            compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", environment_of_child())
+        memory = system_memory()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
+        self._channel, child_end = socket.socketpair()
+        try:
+            self._process = SupervisedProcess(
+                # -I keeps the working directory, PYTHONPATH and the user's packages out of the import path.
+                [str(python), "-I", str(_CHILD), str(child_end.fileno())],
+                environment_of_child() | _ENVIRONMENT,
+                self._output,
+                ProcessOptions(
+                    "llama",
+                    limit=time_limit,
+                    pass_fds=(child_end.fileno(),),
+                    confinement=Confinement(
+                        write=write,
+                        hide=(str(home() / "prefect"),),
+                        memory=memory_of_child(2 * memory.total if memory else None),
+                    ),
+                ),
+            )
+        except NotStarted as error:
+            self._close()
+            raise InvalidInput(f"python: {python}", found=str(error), remedy=_REMEDY) from None
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            child_end.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.alive
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Send a request and return its result."""
+        request = json.dumps({"call": name, **arguments}).encode() + b"\n"
+        line = b""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            self._channel.settimeout(self._remaining())
+            self._channel.sendall(request)
+            line = self._read_line()
+        try:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise self._refusal(str(answer["error"]))
+            return answer["result"]
+        except (ValueError, KeyError, TypeError):
+            raise self._death() from None
+
+    def end(self) -> None:
+        self._process.end()
+        self._close()
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._output.close()
+
+    def _remaining(self) -> float:
+        if self._deadline is None:
+            return _SILENCE_S
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _read_line(self) -> bytes:
+        """Return the next line, or nothing if the process ended or the time is up."""
+        until = time.monotonic() + self._remaining()
+        while b"\n" not in self._received:
+            self._channel.settimeout(max(0.001, until - time.monotonic()))
+            if not (content := self._channel.recv(1 << 20)):
+                return b""
+            self._received += content
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _refusal(self, message: str) -> InvalidInput:
+        if _NO_MEMORY.search(message):
+            return self._memory_error(message)
+        return InvalidInput(str(self._path), found=message)
+
+    def _death(self) -> InvalidInput | Refused:
+        """End the process, and return an error with the reason why it did not answer."""
+        was_running = self._process.alive and not self._process.ends(_LAST_WORDS_S)
+        end = self._process.end()
+        if was_running or end.reason == "limit":
+            return Refused(
+                str(self._path),
+                found=f"llama.cpp did not finish within {self._time_limit or _SILENCE_S:g} s, so mergegate stopped it",
+                expected="an answer in time",
+            )
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
+        lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
+        cause = next((line for line in lines if _CAUSE.search(line)), lines[-1] if lines else "")[:300]
+        if end.returncode in (None, -signal.SIGKILL):
+            return self._memory_error("killed by signal 9, which the system sends when memory is full")
+        if _NO_MEMORY.search(cause):
+            return self._memory_error(cause)
+        code = end.returncode
+        how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+        return InvalidInput(
+            str(self._path),
+            found=f"llama.cpp's process ended {how}" + (f": {cause}" if cause else ""),
+            expected="an answer",
+            remedy=_REMEDY if "llama_cpp" in cause or "numpy" in cause else "",
+        )
+
+    def _memory_error(self, message: str) -> OutOfModelMemory:
+        return OutOfModelMemory(
+            str(self._path),
+            found=f"llama.cpp ran out of memory: {message}",
+            expected="enough memory for the file and its cache, within limits.memory if the profile sets it",
+            remedy="increase limits.memory if the profile sets it, or reduce max_length",
+        )
