@@ -176,21 +176,22 @@ def _judge_variant(
     artifact: Artifact[VariantRecord] | None = None
     assessment: Assessment | None = None
     checks: tuple[Check, ...] = ()
-    problem = ""
+    problem = backend = ""
     try:
         artifact = settings.build(merge.model, variant_type, profile.root)
         model = settings.open(merge.model, variant_type, artifact).model_copy(update={"name": variant_type})
         checks = tuple(settings.inspect(model))
         if not any(check.outcome == "fail" for check in checks):
             evidence = evidence_for_variant(profile, settings, merge.evidence)
-            assessment = assess_merge(model, (reference,), None, evidence, runner=runner)
+            assessment, backend = assess_merge(model, (reference,), None, evidence, runner=runner), model.backend
             if assessment.verdict.value.publishable:
                 checks += tuple(settings.smoke(model, profile.serve, profile.root))
     except CannotDecide:
         raise
     except MergegateError as error:
         problem = _sentence(error)
-    return _conclude(settings, variant_type, problem, artifact, checks, assessment)
+    variant = _conclude(settings, variant_type, problem, artifact, checks, assessment)
+    return replace(variant, verdict=variant.verdict.model_copy(update={"backend": backend}))
 
 
 def _conclude(
