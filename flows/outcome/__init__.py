@@ -10,10 +10,17 @@ from mergegate.flows.outcome.archive import archive_outcome
 from mergegate.flows.outcome.flow_state import StoppedRun, conclude_flow, flow_outcome, run_dry_pass, within_limits
 from mergegate.flows.outcome.report_content import LIBRARIES, public_names, report_content, without_variants
 from mergegate.flows.outcome.run_names import name_run, run_name
-from mergegate.flows.outcome.run_outcome import RunOutcome, reported_outcome, stopped_outcome, store_page
+from mergegate.flows.outcome.run_outcome import (
+    PublishedVariants,
+    RunOutcome,
+    reported_outcome,
+    stopped_outcome,
+    store_page,
+)
 
 __all__ = [
     "LIBRARIES",
+    "PublishedVariants",
     "RunOutcome",
     "StoppedRun",
     "archive_outcome",

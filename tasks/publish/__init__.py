@@ -25,8 +25,11 @@ from mergegate.tasks.publish.stage import (
     Releasable,
     ReleaseParts,
     describe_merge,
+    joint_digest,
     pending_release,
     publish,
+    release_digest,
+    require_approved,
 )
 from mergegate.tasks.publish.targets import Release
 from mergegate.tasks.publish.variants import PassedVariant, VariantParts, published_merge, variant_content
@@ -53,6 +56,7 @@ __all__ = [
     "checksums_text",
     "describe_merge",
     "escape",
+    "joint_digest",
     "parse_checksums",
     "pending_release",
     "public_key",
@@ -60,6 +64,8 @@ __all__ = [
     "published_merge",
     "read_signature",
     "recipe_paths",
+    "release_digest",
+    "require_approved",
     "state_license_files",
     "stored_files",
     "variant_content",

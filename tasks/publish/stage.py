@@ -138,21 +138,9 @@ class PendingRelease:
 
     def joined(self, variants: Sequence[PendingRelease]) -> PendingRelease:
         """Return this release together with those of its variants, which are approved or rejected as one."""
-        if not variants:
-            return self
         releases = (self, *variants)
-        joint = digest([release.digest for release in releases])
+        joint = joint_digest([release.digest for release in releases])
         return PendingRelease(self.version, joint, all(release.is_current for release in releases))
-
-    def require_approved(self, name: str, approved_digest: str | None) -> None:
-        """Raise Refused if a reviewer approved another release. None: approval is not required."""
-        if approved_digest is not None and self.digest != approved_digest:
-            raise Refused(
-                name,
-                found=f"a release with the digest {self.digest[:12]}…",
-                expected=f"{approved_digest[:12]}…, the release that was approved",
-                remedy="run again; mergegate then asks for approval of the new release",
-            )
 
 
 def _is_published(
@@ -189,7 +177,7 @@ def publish(
     """
     files = _release_files(target, root, parts)
     version = target.version or content_version(files)
-    PendingRelease(version, merkle(file_identities(files)), False).require_approved(parts.name, approved_digest)
+    require_approved(parts.name, merkle(file_identities(files)), approved_digest)
     request = PublishRequest(
         files=files,
         name=parts.name,
@@ -215,6 +203,27 @@ def pending_release(target: PublishTarget, root: Path, parts: Releasable) -> Pen
         with suppress(OSError):
             is_current = path.stat().st_size == len(sums) and path.read_bytes() == sums
     return PendingRelease(target.version or content_version(files), merkle(file_identities(files)), is_current)
+
+
+def release_digest(target: PublishTarget, root: Path, parts: Releasable) -> str:
+    """Return the digest of the release that :func:`publish` would publish, as in ``PendingRelease``."""
+    return merkle(file_identities(_release_files(target, root, parts)))
+
+
+def joint_digest(digests: Sequence[str]) -> str:
+    """Return the digest of a release and those of its variants, which are approved as one."""
+    return digests[0] if len(digests) == 1 else digest(digests)
+
+
+def require_approved(name: str, release_digest: str, approved_digest: str | None) -> None:
+    """Raise Refused if a reviewer approved another release. None: approval is not required."""
+    if approved_digest is not None and release_digest != approved_digest:
+        raise Refused(
+            name,
+            found=f"a release with the digest {release_digest[:12]}…",
+            expected=f"{approved_digest[:12]}…, the release that was approved",
+            remedy="run again; mergegate then asks for approval of the new release",
+        )
 
 
 def describe_merge(target: PublishTarget, root: Path, parts: ReleaseParts) -> MergeRelease:

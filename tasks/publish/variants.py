@@ -41,7 +41,7 @@ from mergegate.tasks.publish.content import (
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin, variant_provenance
 from mergegate.tasks.publish.public_names import PublicNames
-from mergegate.tasks.publish.targets.contract import CurrentRelease, PublishTarget
+from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.publish.variant_card import variant_card
 from mergegate.tasks.report import Report, ReportContent
 from mergegate.tasks.stage import store
@@ -164,13 +164,14 @@ def variant_content(content: ReportContent, verdicts: Sequence[VariantVerdict]) 
     return content.model_copy(update={"variants": tuple(published)})
 
 
-def published_merge(target: PublishTarget, name: str, release: CurrentRelease) -> MergeRelease:
-    """Return the published ``release`` of a merge as the dependency of its variants. ``target`` is that of the merge.
+def published_merge(target: PublishTarget, name: str, directory: Path) -> MergeRelease:
+    """Return the published release of a merge in ``directory`` as the dependency of its variants.
+
+    ``target`` is that of the merge, and ``name`` the name of its release.
 
     Raises:
         Refused: The release has no SHA256SUMS.
     """
-    directory = release.directory
     try:
         sums = (directory / SUMS).read_bytes()
         listed = parse_checksums(sums.decode())
@@ -180,7 +181,7 @@ def published_merge(target: PublishTarget, name: str, release: CurrentRelease) -
         files = [ReleaseFile(each, (directory / each).stat().st_size, sha, b"") for each, sha in hashes.items()]
     except (OSError, ValueError) as error:
         raise Refused(
-            f"{name} {release.name}",
+            f"{directory}: {SUMS}",
             found=f"the published release cannot be read: {error}",
             expected="the release that the variants are quantized from",
             remedy="publish the merge again, then run again",

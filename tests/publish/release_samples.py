@@ -10,6 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from gguf_samples import METADATA, gguf
+
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
@@ -224,7 +226,7 @@ def variant_parts(
     of_merge = publishable(root / "merge")
     verdicts, passed = [], []
     for name in types:
-        data = contents.get(name, f"weights of {name}".encode())
+        data = contents.get(name) or gguf({**METADATA, "general.name": ("s", name)})
         record = VariantRecord(
             format="gguf",
             type=name,

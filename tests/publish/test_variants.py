@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_samples import METADATA, gguf
 from pydantic import TypeAdapter
 from release_samples import publishable, sha, variant_parts
 from shelf_target import ShelfTarget
@@ -20,6 +21,7 @@ from mergegate.tasks.publish import (
     pending_release,
     publish,
     published_merge,
+    require_approved,
 )
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target
@@ -103,7 +105,7 @@ HUB = target({"to": "hub", "repo": "acme/demo"}).for_variants("GGUF")
 
 
 def texts(parts: Any, place: PublishTarget = HUB) -> dict[str, str]:
-    return {file.name: file.read().decode() for file in parts.files(place)}
+    return {file.name: file.read().decode("latin-1") for file in parts.files(place)}
 
 
 def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_them(
@@ -123,7 +125,7 @@ def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_
         "provenance.json",
         "report.html",
     ]
-    assert files["demo-Q8_0.gguf"] == "weights of Q8_0"
+    assert files["demo-Q8_0.gguf"] == gguf({**METADATA, "general.name": ("s", "Q8_0")}).decode("latin-1")
     assert "quantized from demo 3f9a0c71b2de" in files["MODIFICATIONS"]
     assert "recipe.yaml" not in files["MODIFICATIONS"]
 
@@ -227,7 +229,7 @@ def test_a_variant_depends_on_exactly_the_published_release_of_its_merge(
         release = merge.publish(place, tmp_path)
         current = place.current_release(tmp_path)
         assert current is not None
-        assert published_merge(place, "demo", current) == expected
+        assert published_merge(place, "demo", current.directory) == expected
         assert expected.version == release.version
         variants = place.for_variants("GGUF")
         published = publish(variants, tmp_path, variant_parts(tmp_path / "two", expected, "Q8_0"))
@@ -245,7 +247,7 @@ def test_a_published_merge_without_checksums_is_refused(
     assert current is not None
     (current.directory / "SHA256SUMS").unlink()
     with pytest.raises(Refused, match="the published release cannot be read"):
-        published_merge(merge_place, "demo", current)
+        published_merge(merge_place, "demo", current.directory)
 
 
 def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
@@ -275,11 +277,21 @@ def test_an_approval_covers_the_merge_and_every_variant(
     approved = pending()
     assert approved == pending()
     assert approved.digest != publishable(tmp_path / "merge").publish(merge_place, tmp_path).version
-    approved.require_approved("demo", pending().digest)
+    require_approved("demo", pending().digest, approved.digest)
     assert not pending().is_current
     publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0"))
     assert pending().is_current
-    changed = pending(Q8_0=b"one bit more")
+    changed = pending(Q8_0=gguf(fill=2))
     assert not changed.is_current
     with pytest.raises(Refused, match="the release that was approved"):
-        changed.require_approved("demo", approved.digest)
+        require_approved("demo", changed.digest, approved.digest)
+
+
+def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(
+    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+) -> None:
+    leak = gguf({**METADATA, "general.source.url": ("s", f"file://{tmp_path}/releases")})
+    place = merge_place.for_variants("GGUF")
+    with pytest.raises(Refused, match=r"demo-GGUF: demo-Q8_0\.gguf: a path of this machine"):
+        publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0", Q8_0=leak))
+    assert not place.path.exists()
