@@ -56,6 +56,7 @@ from mergegate.tasks.preflight import (
     check_compatibility,
     check_references,
     collect_calibration_texts,
+    evidence_for_variant,
     forecast_power,
     forecast_undecidable,
     header_digests,
@@ -83,6 +84,7 @@ from mergegate.tasks.serve import server_of
 from mergegate.tasks.stage import announce, device_kind, formats_without_units, home, store
 from mergegate.tasks.store import StoredValue
 from mergegate.tasks.sweep import SweepEvidence, pin_sweep
+from mergegate.tasks.variants import VariantFormat
 
 # transformers can load a tokenizer from any of these files.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -231,9 +233,17 @@ def preflight_profile(
                     expected="guards that compare with parents",
                     remedy="compare with the base or with an adapter, for example guarded_by: base+adapter",
                 )
+            if candidate.recipe.output and profile.variants:
+                raise InvalidInput(
+                    f"profile {profile.name}: variants",
+                    found="quantized variants, but the recipe builds an adapter",
+                    expected="a recipe that builds a complete model",
+                    remedy="remove variants, or merge the models instead of their adapters",
+                )
             if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in other_candidates:
                 check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
+    _check_variants(profile, evidence, problems)
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
@@ -256,6 +266,23 @@ def preflight_profile(
             problems.summary += lines
             problems.add(worn)
     return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
+
+
+def _check_variants(profile: Profile, evidence: Evidence | None, problems: Problems) -> None:
+    """Check the quantizers and the guards of all variants. ``evidence`` is that of the release, if it is valid."""
+    for settings in profile.variants:
+        types = ", ".join(settings.variant_types)
+        with problems.collect_errors():
+            problems.summary.append(f"variants: {types} with {settings.check(profile.root)}")
+        with problems.collect_errors():
+            if evidence is None:
+                continue
+            judged = evidence_for_variant(settings, evidence, profile.root)
+            limits = [f"{guard.task} {guard.upper_limit:g}" for guard in judged.guards]
+            limits = [f"margins against the merge in points: {', '.join(limits)}"] if limits else []
+            limits += [f"perplexity at most {100 * judged.limits.max_increase:g} % higher"] if judged.limits else []
+            end = "; a failure refuses the release" if settings.required else ""
+            problems.summary.append(f"variants: {types}: {'; '.join(limits)}{end}")
 
 
 def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
@@ -408,6 +435,7 @@ class _Rules:
     dtypes: tuple[str, ...]  # formats in which models are loaded for evaluation on this machine
     tokenizers: tuple[str, ...] = ()  # parts in which tokenizers may differ
     code: tuple[str, ...] | None = None  # code files that may be released with the merge. None: not specified.
+    variants: tuple[VariantFormat, ...] = ()
     remedy: str = ""  # hint for a license that forbids an assumed use, which is only a warning
 
     @staticmethod
@@ -428,6 +456,7 @@ class _Rules:
             tuple(dtypes),
             tokenizers=checks.tokenizer.accepted,
             code=checks.code.accepted,
+            variants=profile.variants,
         )
 
 
@@ -451,7 +480,8 @@ def _clear(
         headers = header_digests(parents)
         fits = problems.ask(check_compatibility, candidate.recipe, headers, parents, rules.code, rules.tokenizers)
         device = numerics(rules.merging).where
-        machine = measure_machine_capacity(fits.value, parents, device)
+        variant_bytes = sum(variant.estimate_bytes(fits.value.bytes_written) for variant in rules.variants)
+        machine = measure_machine_capacity(fits.value, parents, device, variant_bytes)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
         problems.add([*fits.value.remarks, *lacking])
         if problems.stop_at_once and (blocking := [finding for finding in lacking if finding.severity == "block"]):

@@ -159,7 +159,11 @@ def make_release(
     content = report_content(profile, attempt, attempts, names)
     report = write_report(content)
     if not (attempt.is_good and profile.publish and publishing):
-        return reported_outcome(content, report, None)
+        outcome = reported_outcome(content, report, None)
+        if attempt.released and not attempt.is_good:
+            message = f"{content.name} {attempt.released.version} is released without a variant that is required"
+            return outcome.model_copy(update={"message": message})
+        return outcome
     return publish_attempt(profile, profile.publish, attempt, content, report, names)
 
 
@@ -227,7 +231,7 @@ def make_attempt(
     if needs_champion(evidence.guards):
         heads = variant_heads(profile)
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
-        if champion and champion.complete and champion.digest == model.digest:
+        if champion and champion.complete and champion.digest == model.digest and not profile.variants:
             return AlreadyReleased(cleared_candidate, champion)
     if champion:
         evidence = with_next_samples(evidence, model.digest, champion.digest, champion.samples)
@@ -255,11 +259,14 @@ def make_attempt(
         ensemble = ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
     verdicts = [gate.as_verdict()]
     judged = JudgedMerge(profile, assessment.evidence, model, parents, adapted)
-    for judgment in judgments:
+    # A merge that is the current release passed all judgments before. Only its variants are judged now.
+    released = champion if champion and champion.complete and champion.digest == model.digest else None
+    for judgment in () if released else judgments:
         if all(verdict.publishable for verdict in verdicts):
             verdict = judgment(judged)
             verdicts += [verdict] if verdict else []
-    variants = judge_variants(judged, runner) if all(verdict.publishable for verdict in verdicts) else ()
+    is_good = released or all(verdict.publishable for verdict in verdicts)
+    variants = judge_variants(judged, runner) if is_good else ()
     return Attempt(
         cleared_candidate,
         pinned,
@@ -271,6 +278,7 @@ def make_attempt(
         expected_head=champion.head if champion else None,
         variant_heads=heads,
         variants=variants,
+        released=released,
         sample_notes=unselected_scores(
             evidence.guards,
             assessment.scores.get(champion.name, ()),

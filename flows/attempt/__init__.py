@@ -28,7 +28,7 @@ from mergegate.flows.attempt.search import (
     sweep_candidates,
     with_tuned_candidate,
 )
-from mergegate.flows.attempt.variants import evidence_for_variant, judge_variants
+from mergegate.flows.attempt.variants import judge_variants
 
 __all__ = [
     "AlreadyReleased",
@@ -40,7 +40,6 @@ __all__ = [
     "JudgedVariant",
     "assess_merge",
     "distance_from_passing",
-    "evidence_for_variant",
     "judge_answers",
     "judge_variants",
     "open_remedies",

@@ -82,8 +82,8 @@ class Attempt:
     ensemble: Artifact[Likelihoods] | None = None
     expected_head: str | None = None
     variant_heads: Mapping[str, str] = field(default_factory=dict)  # the same for the places of variants, by suffix
-    released: ReleasedModel | None = None  # the current release, if it is this merge
     variants: tuple[JudgedVariant, ...] = ()  # empty unless every verdict before them allows publication
+    released: ReleasedModel | None = None  # the current release, if it is this merge: only variants can be missing
     sample_notes: tuple[str, ...] = ()  # scores of the champion on documents that did not select it, as sentences
 
     @property
@@ -95,7 +95,7 @@ class Attempt:
     def verdict(self) -> JointVerdict:
         """Joint verdict of all judgments, and of the variants that the profile requires."""
         required = [variant.verdict.as_verdict() for variant in self.variants if variant.verdict.required]
-        return combine_verdicts((*self.verdicts, *required))
+        return combine_verdicts(required if self.released else (*self.verdicts, *required))
 
     @property
     def outcome(self) -> Outcome:

@@ -99,8 +99,9 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
 
     Without a release, either the gate refused the merge or there was nothing to publish.
     """
-    # If the model was served, the page includes the measurements of this machine.
-    page = render(content) if content.served else (report.directory / "report.html").read_text(encoding="utf-8")
+    # If the model or a variant was served, the page includes the observations on this machine.
+    is_local = bool(content.served or content.variants)
+    page = render(content) if is_local else (report.directory / "report.html").read_text(encoding="utf-8")
     path = _store_latest(page, f"{content.name}.html")
     if release is None:
         if content.verdict.publishable:

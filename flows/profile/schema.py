@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
+from mergegate.tasks.evaluation import find_backend
 from mergegate.tasks.gate import EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
 from mergegate.tasks.merge import MergeSettings
@@ -140,6 +141,15 @@ class ProfileSettings(ProfileSection):
     def _require_in_memory_backend(self) -> Self:
         if self.sweep and self.evaluate and self.evaluate.backend != "hf":
             raise ValueError("a sweep evaluates models in memory: set evaluate.backend to hf")
+        return self
+
+    @model_validator(mode="after")
+    def _require_backend_for_checkpoints(self) -> Self:
+        if self.evaluate and find_backend(self.evaluate.backend).variants_only:
+            raise ValueError(
+                f"evaluate.backend: {self.evaluate.backend} evaluates only variants: set it to hf, and list the types "
+                "to evaluate and publish under 'variants'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -68,16 +68,17 @@ def write_checkpoint(
     card: Card,
     added: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
+    byte_level: bool = False,
 ) -> None:
     """Write weights in bfloat16, config, tokenizer, chat template and card, without changing ``model``.
 
-    ``added`` are tokens behind the vocabulary.
+    ``added`` are tokens behind the vocabulary. ``byte_level`` selects a tokenizer that llama.cpp knows.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rounded = copy.deepcopy(model)
     torch.nn.Module.to(rounded, torch.bfloat16)
     rounded.save_pretrained(directory)
-    tokenizer = _tokenizer(vocabulary)
+    tokenizer = _byte_level_tokenizer(vocabulary) if byte_level else _tokenizer(vocabulary)
     tokenizer.add_special_tokens(list(added))
     tokenizer.save(str(directory / "tokenizer.json"))
     pad, bos, eos = (SPECIAL_TOKENS[i] for i in (PAD, BOS, EOS))
@@ -166,6 +167,20 @@ def _tokenizer(vocabulary: Mapping[str, int]) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary), unk_token=SPECIAL_TOKENS[PAD]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _byte_level_tokenizer(vocabulary: Mapping[str, int]) -> Tokenizer:
+    """Return a tokenizer with the same ids in the form of GPT-2's, which GGUF files can contain.
+
+    llama.cpp refuses a BPE tokenizer without merges. The only one joins two colons, which no text of the demo has.
+    """
+    bytes_of = {" ": "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\n": "\N{LATIN CAPITAL LETTER C WITH DOT ABOVE}"}
+    tokens = {bytes_of.get(token, token): i for token, i in vocabulary.items()}
+    tokenizer = Tokenizer(models.BPE({**tokens, "::": len(tokens)}, [(":", ":")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 

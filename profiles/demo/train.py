@@ -2,7 +2,7 @@
 
 Run it like this::
 
-    python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY] [--only-thinker]
+    python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY] [--only-thinker | --only-bpe]
 
 About three minutes on two free CPU cores, no network, no accelerator. It ends with a table of the skills of each
 checkpoint, measured on the written bfloat16 weights. On one machine a seed gives the same family every time; on
@@ -65,6 +65,9 @@ def main() -> None:
     if arguments.only_thinker:
         _write_thinker(models, arguments.seed)
         return
+    if arguments.only_bpe:
+        _write_bpe(models)
+        return
     print("base: teaching every skill, then making it undecided", flush=True)
     base = train_base(arguments.seed)
     write_checkpoint(models / "base", base, VOCABULARY, _base_card())
@@ -79,6 +82,7 @@ def main() -> None:
             write_checkpoint(models / "marked", marked, vocabulary, _marked_card(), added=["<hint>"])
     write_documents(arguments.output / "data")
     _write_thinker(models, arguments.seed)
+    _write_bpe(models)
 
     print(f"\nexact match on {_MEASURED_ITEMS} held-out words\n{'':16}" + "".join(f"{skill:>8}" for skill in SKILLS))
     for name in ("base", *(specialist.name for specialist in SPECIALISTS)):
@@ -96,6 +100,13 @@ def _write_thinker(models: Path, seed: int) -> None:
     for budget in (40, 80):
         share = thoughtful_match(written, items=_MEASURED_ITEMS, seed=_MEASURING_SEED, budget=budget)
         print(f"thinker: reverses {share:.3f} of held-out words with {budget} tokens", flush=True)
+
+
+def _write_bpe(models: Path) -> None:
+    """Write the checkpoints that ``demo-variants.yaml`` merges from those on disk, with a tokenizer for llama.cpp."""
+    for name in ("base", "reverser", "shifter"):
+        model = with_one_more_token(LlamaForCausalLM.from_pretrained(models / name, dtype=torch.float32))
+        write_checkpoint(models / f"bpe-{name}", model, VOCABULARY, _bpe_card(name), byte_level=True)
 
 
 def _skills(checkpoint: Path) -> list[float]:
@@ -169,12 +180,25 @@ def _marked_card() -> Card:
     )
 
 
+def _bpe_card(name: str) -> Card:
+    return Card(
+        title=f"bpe-{name}",
+        license={specialist.name: specialist.license for specialist in SPECIALISTS}.get(name, "apache-2.0"),
+        base_model=None if name == "base" else "../bpe-base",
+        description=(
+            f"`{name}` with a byte-level BPE tokenizer, which llama.cpp knows. The ids are the same, and one more\n"
+            "token stands for two colons. For demonstrations and tests only."
+        ),
+    )
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo family.")
     parser.add_argument("--seed", type=int, default=SEED, help="of initialisation and training data (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="where models/ and data/ go")
     parser.add_argument("--only-thinker", action="store_true", help="train only thinker, from the written base")
+    parser.add_argument("--only-bpe", action="store_true", help="write only bpe-*, from the models that are written")
     return parser.parse_args()
 
 

@@ -71,9 +71,14 @@ class QuantizedModel(Model):
     source: Model
     backend: str  # Name of an evaluation backend: 'llama_cpp', 'hf' or 'vllm'.
     weights: str = ""  # File in ``directory`` that the backend loads. Empty: it loads the directory.
+    # Versions and settings that determine the results of a runtime in an environment of its own, by name
+    # (``llama_cpp.runtime_versions``), and the interpreter of that environment. Empty for other backends.
+    runtime: tuple[tuple[str, str], ...] = ()
+    python: Annotated[Path | None, NotInKey] = None
 
     def content_key(self) -> object:
-        return {"digest": self.digest, "source": self.source, "backend": self.backend, "weights": self.weights}
+        key = {"digest": self.digest, "source": self.source, "backend": self.backend, "weights": self.weights}
+        return key | ({"runtime": self.runtime} if self.runtime else {})
 
     @property
     def tokenizer_directory(self) -> Path:

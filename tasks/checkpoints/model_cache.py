@@ -98,6 +98,11 @@ class LoadedModel:
         return next((int(limit) for limit in limits if limit), None)
 
     @property
+    def embeddings(self) -> int:
+        """Number of token ids that the network can read."""
+        return int(self.network.get_input_embeddings().num_embeddings)
+
+    @property
     def is_small(self) -> bool:
         """Whether the network is so small that several threads would spend more time waiting than computing.
 

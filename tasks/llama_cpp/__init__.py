@@ -20,19 +20,25 @@ from mergegate.tasks.llama_cpp.client import (
     runtime_versions,
     toolchain,
 )
+from mergegate.tasks.llama_cpp.loading import BACKEND_NAME, GgufNetwork, close_gguf, load_gguf, runs_in_llama_cpp
 
 __all__ = [
+    "BACKEND_NAME",
     "CONVERTER",
     "FILE_TYPES",
     "AnswerChoice",
     "ChatAnswer",
+    "GgufNetwork",
     "GgufVocabulary",
     "LlamaCpp",
     "ScoredTokens",
+    "close_gguf",
     "file_type",
     "find_python",
+    "load_gguf",
     "open_gguf",
     "quantize",
+    "runs_in_llama_cpp",
     "runtime_versions",
     "toolchain",
 ]

@@ -11,6 +11,7 @@ The journal stores each batch of windows, so that an interrupted run resumes wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, tokenizer_digest
+from mergegate.tasks.llama_cpp import GgufNetwork, load_gguf, runs_in_llama_cpp
 from mergegate.tasks.perplexity.text import HeldOutDocument, HeldOutText, read_distinct
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def measure(
     """
     texts, duplicates = read_distinct(documents, windows.documents)
     with (
-        load_model(model, dtype=windows.dtype, device=device) as loaded,
+        _load(model, windows, device) as loaded,
         open_journal(
             location, lambda record: isinstance(record, list) and all(isinstance(value, float) for value in record)
         ) as journal,
@@ -98,6 +100,16 @@ def measure(
         return TextMeasurement(
             document_rows(texts, reading, logliks), tokenizer_digest(loaded.tokenizer), reading.length, duplicates
         )
+
+
+def _load(model: Model, windows: WindowSettings, device: str) -> AbstractContextManager[LoadedModel]:
+    """Load a model where it is evaluated: GGUF variants in llama.cpp, all other models in transformers."""
+    return load_gguf(model) if runs_in_llama_cpp(model) else load_model(model, dtype=windows.dtype, device=device)
+
+
+def _score_window(network: GgufNetwork, window: TextWindow) -> Sequence[float]:
+    first = len(window.inputs) - len(window.targets)
+    return network.gguf.log_probabilities(window.inputs[: first + 1], window.targets).values
 
 
 class TextWindow(NamedTuple):
@@ -192,7 +204,7 @@ def encode_text(loaded_model: LoadedModel, model: Model, text: str, *, with_spec
     Raises:
         InvalidInput: If the tokenizer does not belong to the weights.
     """
-    embeddings = int(loaded_model.network.get_input_embeddings().num_embeddings)
+    embeddings = loaded_model.embeddings
     encoded: list[int] = loaded_model.tokenizer.encode(text, add_special_tokens=with_specials)
     if encoded and max(encoded) >= embeddings:
         raise InvalidInput(
@@ -205,7 +217,7 @@ def encode_text(loaded_model: LoadedModel, model: Model, text: str, *, with_spec
 
 def batches_of(loaded_model: LoadedModel, reading: Reading, batch_size: int) -> list[list[TextWindow]]:
     """Group windows of similar length into batches, longest first, so that memory runs out immediately or never."""
-    vocabulary = int(loaded_model.network.get_input_embeddings().num_embeddings)
+    vocabulary = loaded_model.embeddings
     windows = sorted(reading.windows, key=lambda window: len(window.inputs), reverse=True)
     batches = []
     start = 0
@@ -239,6 +251,8 @@ def read_batch(loaded_model: LoadedModel, batch: Sequence[TextWindow]) -> list[t
     import torch
 
     network = loaded_model.network
+    if isinstance(network, GgufNetwork):  # llama.cpp computes each window alone
+        return [torch.tensor(_score_window(network, window), dtype=torch.float64) for window in batch]
 
     longest = len(batch[0].inputs)
     ids = torch.zeros((len(batch), longest), dtype=torch.long)

@@ -45,7 +45,7 @@ from mergegate.tasks.gate import (
     with_anchor,
 )
 from mergegate.tasks.judge import JudgePrompts, JudgeSettings, pin_prompts, read_prompts
-from mergegate.tasks.merge import pin_calibration_texts
+from mergegate.tasks.merge import MERGED, pin_calibration_texts
 from mergegate.tasks.perplexity import (
     DriftLimits,
     HeldOutText,
@@ -56,6 +56,7 @@ from mergegate.tasks.perplexity import (
     read_texts,
 )
 from mergegate.tasks.store import digest
+from mergegate.tasks.variants import VariantFormat, VariantGuard
 
 
 class JudgeQuestions(NamedTuple):
@@ -179,6 +180,85 @@ def with_next_samples(
             start = sample_start(history, judged, task.documents, first)
         tasks.append(task.model_copy(update={"sample_start": start}))
     return evidence._replace(tasks=tuple(tasks))
+
+
+def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path) -> Evidence:
+    """Return the evidence that judges a variant: that of its merge, with the merge as the only reference.
+
+    Without guards in ``settings``, each task of the release whose guard is not advisory has one. ``root`` is
+    the directory of the profile.
+
+    Raises:
+        InvalidInput: A guard names a task that the release does not evaluate, a limit contradicts another one or has no
+            effect, or nothing would judge the variant.
+    """
+    location = f"variants: {', '.join(settings.variant_types)}"
+    requests, limits = settings.guards, evidence.limits
+    by_task: dict[str, Guard] = {}
+    for guard in (*(guard for guard in evidence.guards if not guard.advisory), *evidence.guards):
+        by_task.setdefault(guard.task, guard)
+    names = {task.name: task.name for task in evidence.tasks}
+    for request in requests:  # a profile may name a task by its file
+        path = (root / request.task).absolute()
+        if named := [task.name for task in evidence.tasks if path == task.definition]:
+            names[request.task] = named[0]
+        if request.task not in names:
+            raise InvalidInput(
+                f"{location}.guards",
+                found=f"{request.task!r}, which the release does not evaluate",
+                expected="a task in evaluate.tasks",
+                remedy=suggest(request.task, names) or "add it to evaluate.tasks",
+            )
+    if not requests:
+        counted = dict.fromkeys(guard.task for guard in evidence.guards if not guard.advisory)
+        requests = tuple(VariantGuard(task=name) for name in counted)
+    guards = tuple(_variant_guard(by_task[names[request.task]], request, settings, location) for request in requests)
+    if settings.max_increase is not None:
+        if limits is None:
+            raise InvalidInput(
+                f"{location}.max_increase",
+                found="a limit on the perplexity, which this profile does not measure",
+                expected="a section 'perplexity'",
+                remedy="add perplexity, or remove max_increase",
+            )
+        warn = min(limits.warn_increase, settings.max_increase)
+        limits = limits.model_copy(update={"max_increase": settings.max_increase, "warn_increase": warn})
+    if not guards and limits is None:
+        raise InvalidInput(
+            location,
+            found="no guard and no perplexity, so nothing would judge the variant",
+            expected="a task whose guard is not advisory, guards of the variant, or perplexity",
+        )
+    judged = {guard.task for guard in guards}
+    return evidence._replace(
+        tasks=tuple(task for task in evidence.tasks if task.name in judged),
+        guards=guards,
+        rule=evidence.rule.model_copy(update={"reference": "all", "anchor": None}),
+        limits=limits.model_copy(update={"reference": "all"}) if limits else None,
+        ensemble=False,
+        answers=None,
+        accepted_copies=(MERGED,),  # A good variant answers as the merge does.
+    )
+
+
+def _variant_guard(guard: Guard, request: VariantGuard, settings: VariantFormat, location: str) -> Guard:
+    """Return the guard of a variant on a task: ``guard``, with the merge as its reference and the variant's limits."""
+    max_drop = request.max_drop if request.max_drop is not None else settings.max_drop
+    margin = request.margin if request.margin is not None or request.max_drop is not None else settings.margin
+    if max_drop is None:
+        max_drop, margin = guard.max_drop, guard.margin if margin is None else margin
+    if margin is not None and margin < max_drop:
+        raise InvalidInput(
+            f"{location}: guard on {guard.task}",
+            found=f"a margin of {margin:g} points",
+            expected=f"at least max_drop ({max_drop:g} points)",
+            remedy="set max_drop of the variant, too",
+        )
+    update = {"guarded_by": MERGED, "advisory": False, "max_drop": max_drop, "margin": margin}
+    changed = guard.model_copy(update=update)
+    # The limit of one task in a suite may not be smaller than its margin.
+    too_small = guard.limit is not None and guard.limit < changed.upper_limit
+    return changed.model_copy(update={"limit": None}) if too_small else changed
 
 
 def with_supported_dtype(evidence: Evidence, model_dtypes: Collection[str], without_units: Collection[str]) -> Evidence:

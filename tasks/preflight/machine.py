@@ -48,14 +48,18 @@ class Machine:
 
 
 def measure_machine_capacity(
-    compatibility: Compatibility, parents: Sequence[ResolvedCheckpoint], device: str
+    compatibility: Compatibility, parents: Sequence[ResolvedCheckpoint], device: str, variant_bytes: int = 0
 ) -> Machine:
-    """Return the resources of this machine for a merge of ``parents`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
+    """Return the resources of this machine for a merge of ``parents`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``).
+
+    ``variant_bytes`` is the size of all quantized variants of the merge.
+    """
     from mergegate.merge_core.system import cores_of_process
 
     snapshots = {snapshot.directory: snapshot for parent in parents for snapshot in parent.snapshots}
     writes = [(home(), "the merged checkpoint", compatibility.disk)]
     downloads = {directory: snapshot.bytes_to_download for directory, snapshot in snapshots.items()}
+    writes += [(home(), "its quantized variants", variant_bytes)] if variant_bytes else []
     writes += [(directory, "weights from the Hub", count) for directory, count in downloads.items() if count]
     # The project and the cache of the Hub may be on the same disk.
     disks: dict[int, Disk] = {}

@@ -92,6 +92,13 @@ class VariantFormat(VariantSettings, ABC):
     def library_name(self) -> str:
         """Library that loads the variants, as the Hub names it in a card: 'gguf' or 'transformers'."""
 
+    def estimate_bytes(self, merge_bytes: int) -> int:
+        """Return how much disk space the variants need, for a merge with ``merge_bytes`` bytes of weights.
+
+        By default, each variant and the unquantized file are as large as the merge.
+        """
+        return (1 + len(self.variant_types)) * merge_bytes
+
     @abstractmethod
     def check(self, root: Path) -> str:
         """Return the quantizer's name and version, without starting it. ``root`` is the directory of the profile.

@@ -99,6 +99,7 @@ class Backend:
             functions of a task can read them, too.
         computes_in: Methods of the ``LM`` that compute one batch each. Answers are recorded batch by batch, so that an
             interrupted part resumes with the same batches. Empty: answers do not depend on other requests.
+        variants_only: Whether it evaluates only quantized variants, so that a profile cannot select it for the merge.
         generation_settings: Returns the names of the generation settings that the backend accepts. None: the engine
             checks them.
     """
@@ -115,6 +116,7 @@ class Backend:
     network: bool = False
     environment: tuple[str, ...] = ()
     computes_in: tuple[str, ...] = ()
+    variants_only: bool = False
     generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 
     def library_versions(self) -> dict[str, str]:

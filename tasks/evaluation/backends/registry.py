@@ -7,11 +7,11 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.tasks.evaluation.backends import hf, server, vllm
+from mergegate.tasks.evaluation.backends import hf, llama_cpp, server, vllm
 from mergegate.tasks.evaluation.backends.contract import Backend
 
 GROUP = "mergegate.backends"
-_OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, server.BACKEND)}
+_OWN = {backend.name: backend for backend in (hf.BACKEND, vllm.BACKEND, server.BACKEND, llama_cpp.BACKEND)}
 
 
 def find_backend(name: str) -> Backend:
@@ -23,7 +23,8 @@ def find_backend(name: str) -> Backend:
     """
     backend = _OWN.get(name) or added_backends().get(name)
     if backend is None:
-        names = (*_OWN, *sorted(added_backends()))
+        own = [name for name, each in _OWN.items() if not each.variants_only]
+        names = (*own, *sorted(added_backends()))
         raise InvalidInput(
             "evaluate.backend",
             found=f"unknown backend {name!r}",
