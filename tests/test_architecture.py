@@ -324,6 +324,7 @@ UNBOUNDED_READERS = {
     "tasks.serve.process": _OWN,
     "tasks.serve.static_checks": _PINNED,
     "tasks.telemetry.metrics": _OWN,
+    "tasks.variants.gguf_conversion": "the converter's code, and files that this stage wrote",
 }
 
 

@@ -139,12 +139,14 @@ class GgufHeader:
         version: Version of the format: 2 or 3.
         metadata: Values by key, such as ``general.architecture``, in the order of the file.
         tensors: Tensors in the order of their bytes.
+        table_end: Position after the table of tensors, from the start of the file. Padding follows.
         data_offset: Position of the first tensor, from the start of the file.
     """
 
     version: int
     metadata: Mapping[str, GgufValue]
     tensors: tuple[GgufTensor, ...]
+    table_end: int
     data_offset: int
 
 
@@ -210,7 +212,7 @@ def parse_gguf_header(file: BinaryIO, size: int, path: Path) -> GgufHeader:
         kind = "the file is truncated" if size < end else "the file is longer than its header declares"
         last = next((tensor.name for tensor in tensors if tensor.offset + tensor.nbytes > size), "")
         cursor.fail(last, f"{kind}: {size} bytes", f"{padded_end} bytes")
-    return GgufHeader(version, MappingProxyType(metadata), tuple(tensors), data_offset)
+    return GgufHeader(version, MappingProxyType(metadata), tuple(tensors), cursor.position, data_offset)
 
 
 class _Cursor:

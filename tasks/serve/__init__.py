@@ -5,8 +5,10 @@ configuration reveal. ``process`` starts a server, and always ends it. ``checks`
 ``smoke`` runs all steps in order, and ``stage`` turns them into a cached stage of the release.
 """
 
+from mergegate.tasks.serve.checks import is_loop
 from mergegate.tasks.serve.launch import find_server
 from mergegate.tasks.serve.measurements import ServingCost
+from mergegate.tasks.serve.reference import Chat, Reference, ReferenceRequest, make_reference, render_chat
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import STEPS, RunningServer, SmokeSetup, smoke_checkpoint, smoke_url
 from mergegate.tasks.serve.stage import serve_models, server_of
@@ -15,7 +17,10 @@ from mergegate.tasks.serve.verdict import SERVED_AS_LORA, Check, ServedModels, S
 __all__ = [
     "SERVED_AS_LORA",
     "STEPS",
+    "Chat",
     "Check",
+    "Reference",
+    "ReferenceRequest",
     "RunningServer",
     "ServeSettings",
     "ServeVerdict",
@@ -23,6 +28,9 @@ __all__ = [
     "ServingCost",
     "SmokeSetup",
     "find_server",
+    "is_loop",
+    "make_reference",
+    "render_chat",
     "serve_models",
     "server_of",
     "smoke_checkpoint",

@@ -112,11 +112,16 @@ def check_generation(subject: ServedSubject) -> list[Check]:
         return [*checks, Check.not_offered(name, "the server does not return single tokens", expected)]
     # A continuation that ends after a few tokens does not count as a loop.
     shares = [looped_share(item.identity) if len(item.identity) >= _SHORT else 0.0 for item in first]
-    loops = [share for share in shares if share > _MAX_LOOP_SHARE]
+    loops = [item for item in first if is_loop(item.identity)]
     seen = f"{len(loops)} of {len(shares)}; {100 * max(shares):.0f} % at most"
     if 2 * len(loops) > len(shares):
         return [*checks, Check.failed_check(name, seen, expected, _BROKEN_MODEL)]
     return [*checks, Check.passed_check(name, seen, expected)]
+
+
+def is_loop(tokens: Sequence[Any]) -> bool:
+    """Return whether a continuation mostly repeats one pattern. A short one never counts as a loop."""
+    return len(tokens) >= _SHORT and looped_share(tokens) > _MAX_LOOP_SHARE
 
 
 def looped_share(tokens: Sequence[Any]) -> float:

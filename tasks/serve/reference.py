@@ -99,26 +99,7 @@ def make_reference(
         del loaded  # the last reference to the model
     unload_models()
 
-    messages = ({"role": "user", "content": request.question},)
-    chat: Chat | None = None
-    if tokenizer.chat_template:
-        try:
-            prompt_ids = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            conversation = [*messages, {"role": "assistant", "content": _ANSWER}]
-            suffix = tokenizer.apply_chat_template(conversation, tokenize=False).rpartition(_ANSWER)[2]
-        except Exception as error:
-            # A template is a program, so Jinja can raise errors of many types.
-            chat = Chat(messages, problem=f"{type(error).__name__}: {error}")
-        else:
-            added_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-            special_ids = added_ids | set(tokenizer.all_special_ids)
-            suffix_ids = (int(token) for token in tokenizer(suffix, add_special_tokens=False)["input_ids"])
-            end = next((token for token in suffix_ids if token in special_ids), None)
-            turn_ends = None if end is None else (end, str(tokenizer.convert_ids_to_tokens(end)))
-            chat = Chat(messages, tuple(int(token) for token in prompt_ids), turn_ends)
-
+    chat = render_chat(tokenizer, request.question)
     ends: list[int] = []
     for file in ("generation_config.json", "config.json"):
         with suppress(InvalidInput):
@@ -127,3 +108,25 @@ def make_reference(
     if tokenizer.eos_token_id is not None:
         ends.append(int(tokenizer.eos_token_id))
     return Reference(tuple(texts), chat, tuple(dict.fromkeys(ends)))
+
+
+def render_chat(tokenizer: Any, question: str) -> Chat | None:
+    """Render a chat that asks ``question`` with the template of a tokenizer. Return None if there is no template."""
+    messages = ({"role": "user", "content": question},)
+    if not tokenizer.chat_template:
+        return None
+    try:
+        prompt_ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        conversation = [*messages, {"role": "assistant", "content": _ANSWER}]
+        suffix = tokenizer.apply_chat_template(conversation, tokenize=False).rpartition(_ANSWER)[2]
+    except Exception as error:
+        # A template is a program, so Jinja can raise errors of many types.
+        return Chat(messages, problem=f"{type(error).__name__}: {error}")
+    added_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special_ids = added_ids | set(tokenizer.all_special_ids)
+    suffix_ids = (int(token) for token in tokenizer(suffix, add_special_tokens=False)["input_ids"])
+    end = next((token for token in suffix_ids if token in special_ids), None)
+    turn_ends = None if end is None else (end, str(tokenizer.convert_ids_to_tokens(end)))
+    return Chat(messages, tuple(int(token) for token in prompt_ids), turn_ends)
