@@ -134,9 +134,10 @@ def _variant_places(
             if variant.verdict.publishable and variant.artifact and variant.assessment
         )
         if passed:
-            about = variant_content(content, names.apply(tuple(variant.verdict for variant in variants)))
-            inputs = (attempt.pinned, attempt.cleared.license, write_report(about), names)
             suffix = settings.place_suffix
+            verdicts = names.apply(tuple(variant.verdict for variant in variants))
+            about = variant_content(content, f"{merge.name}-{suffix}", merge, verdicts)
+            inputs = (attempt.pinned, attempt.cleared.license, write_report(about), names)
             places.append(
                 _Place(
                     target.for_variants(suffix),

@@ -23,7 +23,7 @@ from urllib.parse import quote
 import yaml
 from pydantic import BaseModel
 
-from mergegate.merge_core.checkpoint.gguf_file import read_gguf_header
+from mergegate.merge_core.checkpoint import read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import Recipe, expand_user_path, parse_reference

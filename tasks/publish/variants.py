@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedRecipe
-from mergegate.tasks.gate import RecordedEvidence
+from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import variant_bill_of_materials
 from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
@@ -60,8 +60,8 @@ class PassedVariant(NamedTuple):
 class VariantParts(NamedTuple):
     """Inputs of a release of variants, independent of its target.
 
-    ``content`` is that of the merge, with the verdicts on the variants of this place (see ``variant_content``).
-    ``merge`` is the release that they were quantized from. ``names`` are the public names of local models and texts.
+    ``content`` is that of the report on the variants of this place (see ``variant_content``). ``merge`` is the release
+    that they were quantized from. ``names`` are the public names of local models and texts.
     """
 
     content: ReportContent
@@ -76,7 +76,7 @@ class VariantParts(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the release: that of the merge with the suffix of the place."""
-        return f"{self.merge.name}-{self.settings.place_suffix}"
+        return self.content.name
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS, as ``ReleaseParts.files`` does."""
@@ -147,11 +147,15 @@ class VariantParts(NamedTuple):
 _RESERVED = frozenset({CARD, BOM, PROVENANCE, SUMS, SIGNATURE})
 
 
-def variant_content(content: ReportContent, verdicts: Sequence[VariantVerdict]) -> ReportContent:
-    """Return the content of a report on the variants of one place.
+def variant_content(
+    content: ReportContent, name: str, merge: MergeRelease, verdicts: Sequence[VariantVerdict]
+) -> ReportContent:
+    """Return the content of the report on the variants of one place.
 
-    ``content`` is that of the merge without variants. Observations that differ between machines, and the texts that a
-    tokenizer splits differently, are removed from the verdicts.
+    ``content`` is that of the merge, and ``name`` that of the variants' release. The result has no judgment of the
+    merge, which depends on the release that was current at the time. So the same variants of the same merge give the
+    same report in every run. Observations that differ between machines, and the texts that a tokenizer splits
+    differently, are removed.
     """
     published = []
     for verdict in verdicts:
@@ -161,7 +165,38 @@ def variant_content(content: ReportContent, verdicts: Sequence[VariantVerdict]) 
             hidden = ("…",) * len(conversion.different_texts)
             update["conversion"] = conversion.model_copy(update={"different_texts": hidden})
         published.append(verdict.model_copy(update=update))
-    return content.model_copy(update={"variants": tuple(published)})
+    passed = [verdict for verdict in published if verdict.publishable]
+    inconclusive = [verdict for verdict in passed if verdict.outcome != "pass"]
+    joint = GateVerdict(
+        outcome=inconclusive[0].outcome if inconclusive else "pass",
+        publishable=True,
+        guards=(),
+        drift=None,
+        overall_drop=None,
+        overall_low=None,
+        overall_high=None,
+        on_inconclusive=content.verdict.on_inconclusive,
+        reasons=tuple(f"variant {verdict.type}: {reason}" for verdict in inconclusive for reason in verdict.reasons),
+    )
+    return ReportContent(
+        name=name,
+        method=f"quantized from {merge.name} {merge.version}",
+        models=tuple(model.model_copy(update={"scores": None, "likelihoods": None}) for model in content.models),
+        licence=content.licence,
+        obligations=content.obligations,
+        verdict=joint,
+        scoring=content.scoring,
+        asked=content.asked,
+        windows=content.windows,
+        files=content.files,
+        versions=content.versions,
+        reproduce=(
+            "mergegate verify RELEASE --verdict    # decide again from the outcomes in evidence/, without a model",
+            "mergegate reproduce RELEASE           # quantize again, and compare the weights byte by byte",
+        ),
+        variants=tuple(published),
+        overrides=content.overrides,
+    )
 
 
 def published_merge(target: PublishTarget, name: str, directory: Path) -> MergeRelease:

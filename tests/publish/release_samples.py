@@ -255,6 +255,6 @@ def variant_parts(
         if not has_failed:
             weights = stored("variant", root / name, record, variant__gguf=data)
             passed.append(PassedVariant(name, weights, evidence(root / f"evidence of {name}")))
-    about = variant_content(of_merge.content, verdicts)
+    about = variant_content(of_merge.content, f"{merge.name}-GGUF", merge, verdicts)
     settings = SampleGguf(format="gguf", types=types, python=root / "bin" / "python")
     return VariantParts(about, settings, tuple(passed), merge, of_merge.pinned, of_merge.license, of_merge.report)
