@@ -44,14 +44,15 @@ from mergegate.flows.outcome import (
     conclude_flow,
     name_run,
     public_names,
+    publish_attempt,
     report_content,
     reported_outcome,
     run_dry_pass,
+    variant_heads,
     within_limits,
 )
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
-from mergegate.flows.publication import publish_attempt, variant_heads
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge

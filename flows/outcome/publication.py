@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mergegate.flows.attempt import Assessment, Attempt
-from mergegate.flows.outcome import PublishedVariants, RunOutcome, reported_outcome, without_variants
+from mergegate.flows.outcome.report_content import without_variants
+from mergegate.flows.outcome.run_outcome import PublishedVariants, RunOutcome, reported_outcome
 from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
