@@ -427,9 +427,19 @@ def compare_conversion(
     largest share of the texts that llama.cpp may split differently.
     """
     file = convert_merge.build(merge, name, tools).directory / FILE
+    return compare_file(file, merge, texts, max_different_texts, tools, runtime.device)
+
+
+def compare_file(
+    file: Path, merge: Model, texts: Sequence[str], max_different_texts: float, tools: GgufTools, device: str
+) -> ConversionCheck:
+    """Compare a GGUF file with float32 weights with ``merge``, as :func:`compare_conversion` does.
+
+    ``device`` is the device on which transformers computes.
+    """
     facts = read_tokenizer_facts(merge, (*texts, *SAMPLE_TEXTS))
-    scored = texts[:: max(1, len(texts) // SCORED_TEXTS)][:SCORED_TEXTS] or SAMPLE_TEXTS[:SCORED_TEXTS]
-    request = ReferenceRequest(scored, _QUESTION, "float32", runtime.device, SCORED_TOKENS + 1)
+    scored = tuple(texts)[:: max(1, len(texts) // SCORED_TEXTS)][:SCORED_TEXTS] or SAMPLE_TEXTS[:SCORED_TEXTS]
+    request = ReferenceRequest(scored, _QUESTION, "float32", device, SCORED_TOKENS + 1)
     location = f"{merge.name}: reference for its GGUF file"
     reference = call_model_process(make_reference, (merge, request), location=location, models=[merge]).texts
     with open_gguf(file, tools.python) as model:
