@@ -56,6 +56,7 @@ from mergegate.tasks.preflight import (
     check_compatibility,
     check_references,
     collect_calibration_texts,
+    collect_variant_texts,
     evidence_for_variant,
     forecast_power,
     forecast_undecidable,
@@ -247,7 +248,7 @@ def preflight_profile(
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
-        _require_unread([candidate.recipe for candidate in all_candidates], evidence, problems)
+        _require_unread(profile, [candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
         if never := forecast_undecidable(evidence, attempts):
             problems.add([never])
@@ -369,28 +370,32 @@ def _pin_data(
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 
-def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:
-    """Check that no text that a merge reads (for calibration) contains documents on which it will be judged."""
+def _require_unread(profile: Profile, recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:
+    """Check that no text that a merge or a quantizer reads contains documents on which the result will be judged."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
+
+    def documents_of(task: EvalTask, texts: CalibrationTexts) -> ContaminatedDocuments:
+        contaminated: ContaminatedDocuments = problems.ask(find_contaminated_documents, task, texts, limit).value
+        return contaminated
+
+    def require_unread(corpus: CalibrationTexts, subject: str) -> None:
+        findings = list(overlap_findings(corpus, evidence, documents_of, subject))
+        if findings and problems.stop_at_once:
+            raise findings[0].refusal()
+        problems.add(findings)
+
     for recipe in recipes:
         with problems.collect_errors():
-            if (corpus := collect_calibration_texts(recipe, store().hashes)) is None:
-                continue
-
-            def documents_of(task: EvalTask, texts: CalibrationTexts) -> ContaminatedDocuments:
-                contaminated: ContaminatedDocuments = problems.ask(
-                    find_contaminated_documents, task, texts, limit
-                ).value
-                return contaminated
-
-            findings = list(overlap_findings(corpus, evidence, documents_of))
-            if findings and problems.stop_at_once:
-                raise findings[0].refusal()
-            problems.add(findings)
-            problems.summary.append(
-                f"texts: the merge reads {len(corpus.texts):,} documents; "
-                "weights without an input from them are averaged"
-            )
+            if corpus := collect_calibration_texts(recipe, store().hashes):
+                require_unread(corpus, "merge")
+                problems.summary.append(
+                    f"texts: the merge reads {len(corpus.texts):,} documents; "
+                    "weights without an input from them are averaged"
+                )
+    with problems.collect_errors():
+        if corpus := collect_variant_texts(profile.variants, profile.root, store().hashes):
+            require_unread(corpus, "variant")
+            problems.summary.append(f"texts: quantizers read {len(corpus.texts):,} documents")
 
 
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:

@@ -343,17 +343,23 @@ def sweep(
         return _result(run_sweep(converted, RunView(silent=not progress), console, release=release))
 
 
-def verify(release: FilePath, *, key: FilePath | None = None, verdict: bool = False) -> VerifiedRelease:
+def verify(
+    release: FilePath, *, key: FilePath | None = None, verdict: bool = False, merge: FilePath | None = None
+) -> VerifiedRelease:
     """Verify every byte, the provenance, the model card and the signature of a release.
+
+    For quantized variants, also verify the release of their merge, if it is available.
 
     Args:
         release: Directory of the release, or ``org/name[@version]`` on the Hub.
         key: Public key (EC P-256, PEM) that must have signed the release. Default: the signature is not checked.
         verdict: Whether to decide again from the outcomes in the release and compare the verdicts.
+        merge: Release of the merge that quantized variants were made from. Default: the one next to them.
 
     Returns:
         The number and size of the files, the version and the provenance of the release. ``recomputed`` is the verdict
-        that was decided again.
+        that was decided again, and ``variants`` has those of quantized variants. ``merge`` is the release that they
+        were made from, and the reason if it was not checked.
 
     Raises:
         InvalidInput: There is no such release, ``key`` is not a public key, or the verdict cannot be recomputed.
@@ -369,7 +375,8 @@ def verify(release: FilePath, *, key: FilePath | None = None, verdict: bool = Fa
     """
     with _errors():
         public_key = None if key is None else parse_path(os.fspath(key))
-        return check_release(find_release(os.fspath(release)), public_key, recompute=verdict)
+        reference = None if merge is None else os.fspath(merge)
+        return check_release(find_release(os.fspath(release)), public_key, recompute=verdict, merge=reference)
 
 
 def reproduce(
@@ -377,15 +384,18 @@ def reproduce(
     *,
     parents: FilePath | None = None,
     device: str = "auto",
+    merge: FilePath | None = None,
     progress: bool = True,
     project: FilePath | None = None,
 ) -> ReproducedRelease:
-    """Rebuild the weights of a release from its parents, and compare them byte by byte.
+    """Rebuild the weights of a release from its parents, or from its merge, and compare them byte by byte.
 
     Args:
         release: Directory of the release, or ``org/name[@version]`` on the Hub.
-        parents: Directory that relative paths of the recipe start at. Default: mergegate searches for it.
+        parents: Directory that relative paths of the recipe or of a calibration text start at. Default: mergegate
+            searches for it.
         device: Device of the merge: ``auto`` (that of the release), ``cpu``, ``cuda`` or ``cuda:N``.
+        merge: Release of the merge that quantized variants were made from. Default: the one next to them.
         progress: Whether to draw a progress bar.
         project: Directory of the project. Default: the working directory.
 
@@ -403,7 +413,8 @@ def reproduce(
     """
     with _session(project, progress) as console:
         directory = None if parents is None else parse_path(os.fspath(parents))
-        return reproduce_release(os.fspath(release), directory, device, console)
+        reference = None if merge is None else os.fspath(merge)
+        return reproduce_release(os.fspath(release), directory, device, console, reference)
 
 
 def _result(outcome: RunOutcome) -> RunResult:

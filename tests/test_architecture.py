@@ -324,6 +324,8 @@ UNBOUNDED_READERS = {
     "tasks.serve.process": _OWN,
     "tasks.serve.static_checks": _PINNED,
     "tasks.telemetry.metrics": _OWN,
+    "tasks.variants.compressed_tensors": _OWN,
+    "tasks.variants.quantize_child": _OWN,
     "tasks.variants.gguf_conversion": "the converter's code, and files that this stage wrote",
 }
 

@@ -1,4 +1,7 @@
-"""``mergegate verify`` and ``mergegate reproduce``: verify a release, or rebuild its weights and compare every byte."""
+"""``mergegate verify`` and ``mergegate reproduce``: verify a release, or rebuild its weights and compare every byte.
+
+Both accept the release of a merge and a release of quantized variants.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,15 @@ from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
 from mergegate.tasks.publish.releases import RecomputedVerdict, ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
+MergeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--merge",
+        metavar="RELEASE",
+        help="Of quantized variants: release of the merge. Default: the one next to them, if it is there.",
+    ),
+]
+
 
 def verify_command(
     release: ReleaseArgument,
@@ -28,21 +40,26 @@ def verify_command(
     verdict: Annotated[
         bool, typer.Option("--verdict", help="Also decide again from the outcomes in the release, and compare.")
     ] = False,
+    merge: MergeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Verify a release against its own claims.
 
     This checks every byte, the provenance, the model card and the signature. With --verdict, mergegate also recomputes
-    the gate's verdict from the files in evidence/, without a model.
+    the gate's verdict from the files in evidence/, without a model. For quantized variants, mergegate also verifies
+    the release of their merge if it is available.
     """
     with command_context(as_json) as console:
-        verified = check_release(find_release(release), key, recompute=verdict)
+        verified = check_release(find_release(release), key, recompute=verdict, merge=merge)
         if as_json:
             print_answer("verified", f"{release} is as it was published", _plain(verified))
             return
         console.print(str(verified), markup=False)
         if verified.recomputed:
             _print_verdict(console, verified.recomputed)
+        for variant_type, recomputed in verified.variants.items():
+            console.print(f"\n{variant_type}", markup=False)
+            _print_verdict(console, recomputed)
 
 
 def _print_verdict(console: Console, result: RecomputedVerdict) -> None:
@@ -72,37 +89,45 @@ def reproduce_command(
         Path | None,
         typer.Option(
             parser=local_path,
-            help="Directory that relative paths of the recipe are relative to. Default: mergegate searches for it.",
+            help="Directory that relative paths of the recipe or of a calibration text start at. Default: mergegate "
+            "searches for it.",
         ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="Device of the merge: auto (that of the release), cpu, cuda or cuda:N.")
     ] = "auto",
+    merge: MergeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rebuild the weights of a release, and compare every byte.
 
-    mergegate verifies the release first, and merges its parents by its recipe.
+    mergegate verifies the release first. It merges the parents of a merge by its recipe, and quantizes the variants of
+    a merge with the recorded settings.
     """
     with command_context(as_json, with_state=True) as console:
-        rebuilt = reproduce_release(release, parents, device, console)
+        rebuilt = reproduce_release(release, parents, device, console, merge)
         if as_json:
             print_answer("reproduced", f"the rebuilt weights of {release} are identical", _plain(rebuilt))
             return
         console.print(str(rebuilt), markup=False)
 
 
-def reproduce_release(release: str, parents: Path | None, device: str, console: Console) -> ReproducedRelease:
-    """Verify a release, merge its parents again into a temporary directory, and compare every file.
+def reproduce_release(
+    release: str, parents: Path | None, device: str, console: Console, merge: str | None = None
+) -> ReproducedRelease:
+    """Verify a release, build its weights again in a temporary directory, and compare every file.
 
     Raises:
-        InvalidInput: The release, a parent or the device does not exist.
+        InvalidInput: The release, a parent, the device or the merge of quantized variants does not exist.
         Refused: The release is not as published, or the rebuilt weights differ.
     """
-    from mergegate.tasks.publish.releases import rebuild_release
+    from mergegate.tasks.publish.releases import rebuild_release, rebuild_variants
 
     published = find_release(release)
-    verified = check_release(published)
+    verified = check_release(published, merge=merge)
+    if verified.merge:
+        with TemporaryDirectory(prefix="mergegate-reproduce-") as scratch, console.status("quantizing again"):
+            return rebuild_variants(published, verified, Path(scratch), merge=merge, directory=parents)
     columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with TemporaryDirectory(prefix="mergegate-reproduce-") as scratch, Progress(*columns, console=console) as bar:
         job = bar.add_task("merge", total=None)
@@ -118,7 +143,13 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
 
 def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
     fields = asdict(result)
-    fields.pop("recomputed", None)
-    if isinstance(result, VerifiedRelease) and result.recomputed is not None:
-        fields["verdict"] = result.recomputed.to_dict()
+    for name in ("recomputed", "variants"):
+        fields.pop(name, None)
+    if isinstance(result, VerifiedRelease):
+        if result.recomputed is not None:
+            fields["verdict"] = result.recomputed.to_dict()
+        if result.merge is None:
+            del fields["merge"]
+        if result.variants:
+            fields["verdicts"] = {name: each.to_dict() for name, each in result.variants.items()}
     return {"where": fields.pop("reference")} | {name: value for name, value in fields.items() if name != "statement"}

@@ -75,6 +75,7 @@ from mergegate.merge_core.checkpoint.measurements import (
     write_measurement,
 )
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
+from mergegate.merge_core.checkpoint.quantized_tensors import E4M3_VALUES
 from mergegate.merge_core.checkpoint.safetensors_file import (
     StoredTensor,
     fetch_header,
@@ -88,6 +89,7 @@ __all__ = [
     "BY_TORCH_NAME",
     "CONFIG_KEYS",
     "DEFAULT",
+    "E4M3_VALUES",
     "EXPONENTS",
     "FILES_OF_IMPORTANCE",
     "FILES_OF_MOMENTS",

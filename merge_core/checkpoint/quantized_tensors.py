@@ -39,6 +39,17 @@ _GROUP = 32  # Number of MXFP4 numbers that share a scale.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
+def _e4m3_values() -> Floats:
+    """Return the value of each F8_E4M3 byte. The format has no infinity, and NaN has all bits except the sign set."""
+    codes = np.arange(256)
+    exponents, mantissas = (codes >> 3) & 15, codes & 7
+    sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7.0))
+    sizes[(codes & 127) == 127] = np.nan
+    return np.where(codes & 128, -sizes, sizes).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+
 Table: TypeAlias = Mapping[str, AnyTensor]
 
 
@@ -98,13 +109,6 @@ class BlockScaled(DerivedTensor):
         return ["fp8", *self.block]
 
     def open(self, read: ReadStored) -> ReadElements:
-        # Value of each F8_E4M3 byte. The format has no infinity, and NaN has all bits except the sign set.
-        codes = np.arange(256)
-        exponents, mantissas = (codes >> 3) & 15, codes & 7
-        sizes = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7.0))
-        sizes[(codes & 127) == 127] = np.nan
-        table = np.where(codes & 128, -sizes, sizes).astype(np.float32)
-
         (_, width), (high, wide) = self.shape, self.block
         stored = np.empty(self.scales.nbytes, np.uint8)
         read(self.scales, 0, stored)
@@ -115,7 +119,7 @@ class BlockScaled(DerivedTensor):
             top, bottom = first // width, -(-(first + count) // width)
             payload = np.empty((bottom - top, width), np.uint8)
             read(self.payload, top * width, payload.reshape(-1))
-            values = table[payload]
+            values = E4M3_VALUES[payload]
             for row in range(top // high, -(-bottom // high)):
                 part = values[max(row * high - top, 0) : (row + 1) * high - top]
                 part *= np.repeat(factors[row], wide)[:width]

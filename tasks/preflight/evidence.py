@@ -56,7 +56,7 @@ from mergegate.tasks.perplexity import (
     read_texts,
 )
 from mergegate.tasks.store import digest
-from mergegate.tasks.variants import VariantFormat, VariantGuard
+from mergegate.tasks.variants import VariantFormat, VariantGuard, VariantSettings
 
 
 class JudgeQuestions(NamedTuple):
@@ -309,14 +309,31 @@ def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTe
     return CalibrationTexts(digest=digest(pinned), texts=tuple(contents)) if pinned else None
 
 
+def collect_variant_texts(variants: Sequence[VariantSettings], root: Path, hashes: HashMemo) -> CalibrationTexts | None:
+    """Return all texts that the quantizers of ``variants`` read, or None if there are none.
+
+    Raises:
+        InvalidInput: A text is missing or differs from the profile's declaration.
+    """
+    contents: list[str] = []
+    pinned: list[tuple[HeldOutText, int]] = []
+    for variant in variants:
+        if (calibration := variant.calibration) and (text := variant.pin_calibration(root, hashes)):
+            pinned.append((text, calibration.samples))
+            contents += [content for _, content in read_texts(text, calibration.samples)]
+    return CalibrationTexts(digest=digest(pinned), texts=tuple(contents)) if pinned else None
+
+
 def overlap_findings(
     texts: CalibrationTexts,
     evidence: Evidence,
     documents_of: Callable[[EvalTask, CalibrationTexts], ContaminatedDocuments],
+    subject: str = "merge",
 ) -> Iterator[Finding]:
     """Yield a blocking finding for each task, held-out text and set of judge prompts that calibration texts contain.
 
-    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement.
+    ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``subject`` names the model
+    that the texts change: a merge or a variant.
 
     Raises:
         InvalidInput: The data of a task cannot be loaded.
@@ -327,7 +344,7 @@ def overlap_findings(
             "block",
             location,
             found=f"{shared_count:,} of {documents:,} documents also occur in the calibration texts: {first[:60]!r}",
-            expected="evaluation documents that the merge was not fitted to",
+            expected=f"evaluation documents that the {subject} was not fitted to",
             remedy="remove them from the calibration texts, or evaluate on other documents",
         )
 

@@ -30,6 +30,7 @@ from mergegate.tasks.stage.project import home, log_shared_store_savings, neares
 from mergegate.tasks.stage.pulse import Pace, Pulse
 from mergegate.tasks.stage.stages import (
     StageValue,
+    separate_store,
     stage,
     step,
     store,
@@ -101,6 +102,7 @@ __all__ = [
     "running_stage",
     "runs_directory",
     "runtime",
+    "separate_store",
     "severity",
     "stage",
     "step",

@@ -31,9 +31,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
@@ -49,7 +50,7 @@ from mergegate.tasks.stage.dry_run_pass import WorkRequired, is_dry_pass, requir
 from mergegate.tasks.stage.input_guard import pinned_inputs, read_pinned, require_pinned
 from mergegate.tasks.stage.limits import declare_stage, within_limit
 from mergegate.tasks.stage.progress import StageStatus, report_stage
-from mergegate.tasks.stage.project import home, shared_store
+from mergegate.tasks.stage.project import SHARED_STORE, home, shared_store
 from mergegate.tasks.stage.usage import record_stage, running_flow_id, runs_directory
 from mergegate.tasks.store import (
     Artifact,
@@ -99,6 +100,26 @@ def store() -> Store:
     """Return the artifact store of the project."""
     root = home() / "store"
     return Store(root, shared_store(root), lambda path: require_work_allowed(f"read {path} for its hash"))
+
+
+_is_separate: ContextVar[bool] = ContextVar("separate store", default=False)
+
+
+@contextmanager
+def separate_store(directory: Path) -> Iterator[None]:
+    """Run the stages of the block with an empty store in ``directory``, in this process and without Prefect.
+
+    This builds artifacts again that the project's store has, for example to compare them.
+    """
+    before = {name: os.environ.pop(name, None) for name in ("MERGEGATE_HOME", SHARED_STORE)}
+    os.environ["MERGEGATE_HOME"] = str(directory)
+    token = _is_separate.set(True)
+    try:
+        yield
+    finally:
+        _is_separate.reset(token)
+        del os.environ["MERGEGATE_HOME"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 class StageCall:
@@ -194,7 +215,7 @@ class DeclaredStage(Generic[P, V, A]):
 
     def _call(self, earlier: Sequence[StoredValue[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> A:
         call = self._bind(args, kwargs)
-        if is_dry_pass():
+        if is_dry_pass() or _is_separate.get():
             return self._run_and_report(call)[0]
         upstream = _upstream({**call.inputs.arguments, "": earlier})
         return cast(A, _result_of(self.task(call, return_state=True, wait_for=upstream or None)))

@@ -11,12 +11,14 @@ Each format adds settings of its own (see ``contract``).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.perplexity import Percentage
+from mergegate.tasks.perplexity import HeldOutText, Percentage, TextSetting, pin_text
 from mergegate.tasks.store import NotInKey
 
 
@@ -35,6 +37,20 @@ class VariantGuard(BaseModel):
         le=100,
         description="Largest upper bound that still passes, in points. Default: max_drop + 1.",
     )
+
+
+class CalibrationSettings(BaseModel):
+    """Text that a quantizer reads to choose the quantized weights. No guard may read it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # The content of the file is in the key of every stage that reads it.
+    documents: Annotated[LocalPath, NotInKey] = Field(
+        description="File with one document per line (jsonl) or per paragraph (plain text)."
+    )
+    field: str = Field(default="text", description="Field of a jsonl line with the document. Default: text.")
+    samples: int = Field(default=128, ge=1, description="Number of documents, from the first. Default: 128.")
+    max_length: int = Field(default=512, ge=16, description="Length limit of one document, in tokens. Default: 512.")
 
 
 class VariantSettings(BaseModel):
@@ -81,6 +97,10 @@ class VariantSettings(BaseModel):
         description="Suffix of the place where the variant is published: 'GGUF' publishes next to org/name as "
         "org/name-GGUF. Default: the name of the format.",
     )
+    calibration: CalibrationSettings | None = Field(
+        default=None,
+        description="Text for quantizers that measure activations, such as GPTQ. Default: none.",
+    )
     python: Annotated[LocalPath | None, NotInKey] = Field(
         default=None,
         description="Interpreter of the environment in which the quantizer is installed. Default: that of the "
@@ -92,3 +112,15 @@ class VariantSettings(BaseModel):
         if self.margin is not None and self.max_drop is not None and self.margin < self.max_drop:
             raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
         return self
+
+    def pin_calibration(self, root: Path, hashes: HashMemo) -> HeldOutText | None:
+        """Hash the calibration text, and return it. None if no text is set. ``root`` is the directory of the profile.
+
+        Raises:
+            InvalidInput: The file is missing or empty, or a document does not have the field.
+        """
+        if (settings := self.calibration) is None:
+            return None
+        location = f"variants: calibration.documents: {settings.documents}"
+        setting = TextSetting(location, "variants: calibration.field")
+        return pin_text(root / settings.documents, settings.field, hashes, setting, conversations=True)

@@ -439,6 +439,14 @@ MISTAKES: tuple[Mistake, ...] = (
         REGMEAN,
         models=[{"model": "demo/models/reverser", "text": "demo/data/held-out.jsonl"}],
     ),
+    in_profile(
+        "a missing calibration text of a variant",
+        variants=[{"format": "gguf", "types": ["Q4_K_M"], "calibration": {"documents": "nowhere.jsonl"}}],
+    ),
+    in_profile(
+        "a calibration text of a variant that is also evaluated",
+        variants=[{"format": "gguf", "types": ["Q4_K_M"], "calibration": {"documents": "demo/data/held-out.jsonl"}}],
+    ),
     in_recipe("a rule by distance without a base", leave_out_beyond=5),
     in_recipe("no matching clients", ROUND),
     in_recipe("clients that are not a list", ROUND, clients="demo/models/*"),

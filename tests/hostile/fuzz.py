@@ -95,6 +95,9 @@ class HeldRelease:
         new = self.contents if self.changed is None else {self.changed: self.contents[self.changed]}
         return {**self.known, **{name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in new.items()}}
 
+    def download(self) -> Path:
+        raise NotImplementedError
+
     def read(self, name: str) -> bytes:
         return self.contents[name]
 

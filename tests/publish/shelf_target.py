@@ -96,6 +96,9 @@ class ShelfRelease:
         listing = read_index(self.place)["versions"][self.version]
         return {name: (size, sha256) for name, (size, sha256) in listing.items()}
 
+    def download(self) -> Path:
+        raise NotImplementedError
+
     def read(self, name: str) -> bytes:
         return (self.place / "files" / self.files()[name][1]).read_bytes()
 

@@ -1,11 +1,14 @@
 """Verify published releases, recompute their verdicts, reproduce them, and load them as the champion or anchor."""
 
 from mergegate.tasks.publish.releases.champion import ReleasedModel, load_released_model
-from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_verdict
+from mergegate.tasks.publish.releases.origin import MergeLink
+from mergegate.tasks.publish.releases.recompute import RecomputedVerdict
 from mergegate.tasks.publish.releases.reproduce import ReproducedRelease, rebuild_release
+from mergegate.tasks.publish.releases.requantize import rebuild_variants
 from mergegate.tasks.publish.releases.verify import VerifiedRelease, check_release
 
 __all__ = [
+    "MergeLink",
     "RecomputedVerdict",
     "ReleasedModel",
     "ReproducedRelease",
@@ -13,5 +16,5 @@ __all__ = [
     "check_release",
     "load_released_model",
     "rebuild_release",
-    "recompute_verdict",
+    "rebuild_variants",
 ]

@@ -24,9 +24,10 @@ from mergegate.tasks.gate import (
     plain_verdict,
     versions_here,
 )
-from mergegate.tasks.publish.content import MAX_METADATA_BYTES
+from mergegate.tasks.publish.content import MAX_METADATA_BYTES, VARIANT_VERDICTS, variant_evidence
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import Outcome
+from mergegate.tasks.variants import VariantVerdict
 
 _BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
 _SHOWN = 8  # differences that a message lists
@@ -80,7 +81,7 @@ class RecomputedVerdict:
 def recompute_verdict(
     release: PublishedRelease, files: Collection[str], statement: Mapping[str, Any]
 ) -> RecomputedVerdict:
-    """Decide again from the evidence in a verified release, without a store, a model or a GPU.
+    """Decide again from the evidence in a verified release of a merge, without a store, a model or a GPU.
 
     ``files`` are the names of the files in the release, and ``statement`` is its provenance.
 
@@ -88,34 +89,77 @@ def recompute_verdict(
         InvalidInput: The release has no evidence, or another version of the gate decided.
         Refused: The stored verdict does not follow from the evidence. The message names each guard and its numbers.
     """
-    reference = release.reference
-    if EVIDENCE_RECORD not in files:
+    predicate = statement.get("predicate")
+    stated = predicate.get("mergegate_verdict") if isinstance(predicate, dict) else None
+    return _decide(release, files, stated)
+
+
+def recompute_variants(
+    release: PublishedRelease, files: Collection[str], statement: Mapping[str, Any]
+) -> dict[str, RecomputedVerdict]:
+    """Decide again about every variant in a verified release of quantized variants. Return the verdicts by type.
+
+    The arguments and errors are those of :func:`recompute_verdict`. Its conversion and the checks of its files and of
+    its runtime need the model, so only their recorded results are compared with the verdict on the variant.
+    """
+    recomputed = {}
+    try:
+        verdicts = [VariantVerdict.model_validate(each) for each in statement["predicate"][VARIANT_VERDICTS]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise _mismatch(release.reference, f"verdicts that cannot be read: {_first_line(error)}") from None
+    for verdict in verdicts:
+        if not verdict.publishable:
+            continue
+        gate_verdict = verdict.gate
+        problems = [*(verdict.conversion.problems if verdict.conversion else ())]
+        problems += [str(check) for check in verdict.checks if check.outcome == "fail"]
+        if problems or gate_verdict is None:
+            problem = problems[0] if problems else "the gate did not decide"
+            raise _mismatch(release.reference, f"a verdict that allows {verdict.type}, though {problem}")
+        summary = verdict.outcome, verdict.publishable, verdict.reasons
+        if summary != (gate_verdict.outcome, gate_verdict.publishable, gate_verdict.reasons):
+            raise _mismatch(release.reference, f"a verdict on {verdict.type} that differs from that of its gate")
+        stated = gate_verdict.model_dump(mode="json")
+        recomputed[verdict.type] = _decide(release, files, stated, verdict.type)
+    return recomputed
+
+
+def _decide(
+    release: PublishedRelease, files: Collection[str], stated_verdict: object, variant_type: str = ""
+) -> RecomputedVerdict:
+    """Decide again about a merge, or about the variant of the type, and compare with the verdict in the provenance."""
+    reference = f"{release.reference}: {variant_type}" if variant_type else release.reference
+
+    def name_of(file: str) -> str:
+        return variant_evidence(file, variant_type) if variant_type else file
+
+    record_name = name_of(EVIDENCE_RECORD)
+    if record_name not in files:
         raise InvalidInput(
             reference,
-            found=f"no file {EVIDENCE_RECORD}, so its verdict cannot be recomputed",
+            found=f"no file {record_name}, so its verdict cannot be recomputed",
             expected="a release with the outcomes of its documents",
             remedy="verify it without --verdict, or publish the merge again with this version of mergegate",
         )
     try:
-        content = parse_json_object(release.read(EVIDENCE_RECORD), EVIDENCE_RECORD, bounds=_BOUNDS)
+        content = parse_json_object(release.read(record_name), record_name, bounds=_BOUNDS)
     except InvalidInput as error:
         raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
     known, here = content.get("versions"), versions_here()
     theirs = known if isinstance(known, dict) else {}
     other_gate = InvalidInput(
-        f"{reference}: {EVIDENCE_RECORD}",
+        f"{reference}: {record_name}",
         found=f"a verdict of version {content.get('gate_version')} of the gate",
         expected=f"version {gate.version}, which this mergegate ({here['mergegate']}) has",
         remedy=f"verify it with mergegate {theirs.get('mergegate', 'of the time of the release')}",
     )
-    predicate = statement.get("predicate")
     try:
         record = VerdictRecord.model_validate(content)
         # A field that mergegate added after the release has its default there.
         stored = plain_verdict(GateVerdict.model_validate(record.verdict))
-        stated = GateVerdict.model_validate(predicate["mergegate_verdict"] if isinstance(predicate, dict) else None)
+        stated = GateVerdict.model_validate(stated_verdict)
         joint_stored = plain_verdict(stated)
-        tables = {name: release.read(name) for name in EVIDENCE_TABLES if name in files}
+        tables = {name: release.read(name_of(name)) for name in EVIDENCE_TABLES if name_of(name) in files}
         recomputed = decide_again(record, tables)
     # The evidence is untrusted. After any error, the stored verdict does not follow from it.
     except (ArithmeticError, AssertionError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:

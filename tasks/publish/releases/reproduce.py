@@ -45,6 +45,7 @@ from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
 from mergegate.tasks.merge import combine_parents, prepare_recipe
 from mergegate.tasks.publish import PROVENANCE, RECIPE
 from mergegate.tasks.publish.releases.verify import VerifiedRelease
+from mergegate.tasks.publish.releases.weights import require_equal_files
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import device_kind, store, versions
 
@@ -140,35 +141,28 @@ def rebuild_release(
         plan = plan_merge(matched.recipe, matched.checkpoints)
         merge_weights(plan, out, seed=seed, device=device, on_progress=on_progress)
     seconds = time.monotonic() - started
-    rebuilt = {
-        path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
-        for path in sorted(out.rglob("*"))
-        if path.is_file()
-    }
-    compared = {name for name in verified_release.listing if name.endswith(".safetensors")} | set(rebuilt)
-    if different := sorted(name for name in compared if rebuilt.get(name) != verified_release.listing.get(name)):
-        original, installed = build.internal_parameters.versions, versions(*_DECIDING_LIBRARIES)
-        changes = [
-            f"{name} {original[name]} (here {installed[name]})"
-            for name in _DECIDING_LIBRARIES
-            if original.get(name, installed[name]) != installed[name]
-        ]
-        if kind != device.partition(":")[0]:
-            built = f"the release was built on {kind} and rebuilt on {device}"
-            remedy = f"{built}; use --device {kind} on a machine that has one"
-        elif changes:
-            remedy = f"the release was built with {', '.join(changes)}; use those versions"
-        else:
-            advice = "do not use the release, because its recipe does not give its weights"
-            remedy = f"device and libraries are the same; {advice}"
-        raise Refused(
-            f"{verified_release.reference}: {different[0]}",
-            found=f"{len(different)} of {len(compared)} rebuilt files differ: {', '.join(different[:5])}",
-            expected="the same bytes",
-            remedy=remedy,
-        )
-    total = sum(size for size, _ in rebuilt.values())
+    reason = explain_difference(build.internal_parameters.versions, versions(*_DECIDING_LIBRARIES), "recipe")
+    if kind != device.partition(":")[0]:
+        built = f"the release was built on {kind} and rebuilt on {device}"
+        reason = f"{built}; use --device {kind} on a machine that has one"
+    rebuilt = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
+    total = require_equal_files(release, verified_release.listing, rebuilt, reason)
     return ReproducedRelease(release.reference, tuple(rebuilt), total, seconds, device)
+
+
+def explain_difference(original_versions: Mapping[str, str], current_versions: Mapping[str, str], source: str) -> str:
+    """Return why rebuilt files can differ, as a remedy: ``current_versions`` that are not the ``original_versions``.
+
+    ``source`` names what the files were built from, such as 'recipe'.
+    """
+    changes = [
+        f"{name} {original_versions[name]} (here {version or 'missing'})"
+        for name, version in current_versions.items()
+        if original_versions.get(name, version) != version
+    ]
+    if changes:
+        return f"the release was built with {', '.join(changes)}; use those versions"
+    return f"device and tools are the same; do not use the release, because its {source} does not give its weights"
 
 
 class _ProvenancePart(BaseModel):

@@ -9,14 +9,19 @@ The following changes to a release are detected:
 * a provenance and SHA256SUMS that were edited consistently: by the version, if that is a content hash, because users
   know it as the name of the directory or tag;
 * a complete rebuild under another version: only by a signature, verified with a key from another channel.
+
+``buildType`` in the provenance tells what a release must have. That of a merge has a recipe, and a card that names the
+parents. That of quantized variants has one verdict and the files of each variant, and names the release of the merge,
+which is verified, too, if it is available.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_json, parse_yaml
@@ -35,7 +40,10 @@ from mergegate.tasks.publish import (
     public_key,
     read_signature,
 )
-from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_verdict
+from mergegate.tasks.publish.content import MERGE_BUILD, RELEASE_URN, VARIANT_BUILD, VARIANT_VERDICTS
+from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
+from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_variants, recompute_verdict
+from mergegate.tasks.publish.releases.weights import is_weights
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 
@@ -60,7 +68,10 @@ class VerifiedRelease:
         version: Version of the release. None unless its name is a content hash.
         signed: Whether the signature is ``valid`` or ``not checked``, or ``none`` if there is none.
         statement: Provenance of the release, an in-toto statement.
-        recomputed: Verdict that was decided again from the release. None unless that was requested.
+        recomputed: Verdict that was decided again from the release of a merge. None unless that was requested.
+        variants: Verdicts that were decided again from a release of quantized variants, by type. Empty unless that was
+            requested.
+        merge: Release that quantized variants were made from. None for the release of a merge.
     """
 
     reference: str
@@ -69,6 +80,8 @@ class VerifiedRelease:
     signed: Signed
     statement: Mapping[str, Any]
     recomputed: RecomputedVerdict | None = None
+    variants: Mapping[str, RecomputedVerdict] = field(default_factory=dict)
+    merge: MergeLink | None = None
 
     @property
     def files(self) -> int:
@@ -81,51 +94,40 @@ class VerifiedRelease:
         return sum(size for size, _ in self.listing.values())
 
     def __str__(self) -> str:
-        version = f"its content matches its version {self.version}" if self.version else _NO_DIGEST
         head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, all as published"
-        return f"{head}\n  {version}\n  {_SIGNATURES[self.signed]}"
+        lines = [f"its content matches its version {self.version}" if self.version else _NO_DIGEST]
+        lines += [_SIGNATURES[self.signed], *([str(self.merge)] if self.merge else [])]
+        return "\n  ".join((head, *lines))
 
 
-def check_release(release: PublishedRelease, key: Path | None = None, *, recompute: bool = False) -> VerifiedRelease:
-    """Verify all files and statements of a release.
+def check_release(
+    release: PublishedRelease, key: Path | None = None, *, recompute: bool = False, merge: str | None = None
+) -> VerifiedRelease:
+    """Verify all files and statements of a release, and the merge's release if it is one of variants.
 
     Args:
         release: The release.
         key: Public key (ECDSA, PEM) that must have signed the release. None: the signature is not verified.
-        recompute: Whether to recompute the verdict from the outcomes in the release. Default: false.
+        recompute: Whether to recompute the verdicts from the outcomes in the release. Default: false.
+        merge: Reference to the release of the merge that variants were quantized from. None: mergegate looks next to
+            the release.
 
     Raises:
-        Refused: Files or statements disagree, or the verdict does not follow from the outcomes. The message lists every
-            finding.
-        InvalidInput: ``key`` is not a public key, or the verdict cannot be recomputed.
+        Refused: Files or statements disagree, a verdict does not follow from the outcomes, or the merge's release is
+            another one. The message lists every finding.
+        InvalidInput: ``key`` is not a public key, a verdict cannot be recomputed, or there is no release at ``merge``.
     """
-    check = _ReleaseCheck(release)
+    check = _open_check(release)
     if key is not None:
         public_key(key)  # report an invalid key first, even if the release is not signed
-    if SUMS in check.files:
-        text = check.text(SUMS)
-        # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
-        is_equal = check.compare_files(parse_checksums(text), SUMS, unlisted_files={SUMS, SIGNATURE})
-        if is_equal and text != checksums_text(parse_checksums(text)):
-            check.findings.append(f"{SUMS}: not in the form that mergegate writes")
-    else:
-        check.findings.append(f"{SUMS}: missing")
-    content = merkle(check.files)[:VERSION_DIGITS]
-    if release.version not in (None, content):
-        check.findings.append(f"its version is {release.version}, its content is {content}")
-    check.compare_statements()
-    check.compare_card()
-    if SIGNATURE in check.files:
-        try:
-            signature = read_signature(check.read(SIGNATURE))
-        except ValueError as error:
-            check.findings.append(f"{SIGNATURE}: {error}")
-        else:
-            check.compare_files(signature.files, SIGNATURE, unlisted_files={SIGNATURE})
-            if key and not signature.matches_key(key):
-                check.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
-    elif key is not None:
-        check.findings.append(f"{SIGNATURE}: missing; the release is not signed")
+    if merge is not None and isinstance(check, _MergeCheck):
+        raise InvalidInput(
+            "--merge",
+            found=f"{release.reference} is itself the release of a merge",
+            expected="a release of quantized variants",
+            remedy="omit --merge",
+        )
+    check.compare_all(key)
     if check.findings:
         first, *more = dict.fromkeys(check.findings)
         raise Refused(
@@ -135,42 +137,71 @@ def check_release(release: PublishedRelease, key: Path | None = None, *, recompu
             remedy="do not use it; download it again from its target, or publish it again",
         )
     signed: Signed = "none" if SIGNATURE not in check.files else "valid" if key else "not checked"
-    recomputed = recompute_verdict(release, check.files, check.statement) if recompute else None
-    return VerifiedRelease(release.reference, check.files, release.version, signed, check.statement, recomputed)
+    verified = VerifiedRelease(release.reference, check.files, release.version, signed, check.statement)
+    if isinstance(check, _VariantCheck) and check.link:
+        link = find_merge(release, check.link, merge)
+        if not isinstance(link, MergeLink):
+            verified_merge = check_release(link, key)
+            require_linked(check.link, link, verified_merge.statement)
+            link = replace(check.link, reference=link.reference)
+        verified = replace(verified, merge=link)
+        if recompute:
+            again = recompute_variants(release, check.files, check.statement)
+            verified = replace(verified, variants=again)
+    elif recompute:
+        verified = replace(verified, recomputed=recompute_verdict(release, check.files, check.statement))
+    return verified
 
 
 class _ReleaseCheck:
-    """Comparisons of one release, each of which adds to ``findings``. Only lists of files report a missing file."""
+    """Comparisons of one release, each of which adds to ``findings``. Subclasses add those of one kind of release."""
 
-    def __init__(self, release: PublishedRelease) -> None:
-        self.release, self.files = release, release.files()
+    required: ClassVar[frozenset[str]] = frozenset({CARD})
+    origin: ClassVar[str] = "parents"  # what the release was made from
+
+    def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
+        self.release, self.files, self.statement = release, files, statement
         self.findings: list[str] = []
-        statement = self._json(PROVENANCE) if PROVENANCE in self.files else None
-        if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
-            raise Refused(
-                f"{release.reference}: {PROVENANCE}",
-                found="not an in-toto statement" if PROVENANCE in self.files else "the file is missing",
-                expected="the provenance that every release of mergegate has",
-                remedy="this is not a complete release of mergegate; download it again from its target",
-            )
-        self.statement: Mapping[str, Any] = statement
         dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
         self.parents = [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
+    def compare_all(self, key: Path | None) -> None:
+        """Make every comparison. ``key`` must have signed the release; None: the signature is not verified."""
+        if SUMS in self.files:
+            text = self.text(SUMS)
+            # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
+            is_equal = self.compare_files(parse_checksums(text), SUMS, unlisted_files={SUMS, SIGNATURE})
+            if is_equal and text != checksums_text(parse_checksums(text)):
+                self.findings.append(f"{SUMS}: not in the form that mergegate writes")
+        else:
+            self.findings.append(f"{SUMS}: missing")
+        content = merkle(self.files)[:VERSION_DIGITS]
+        if self.release.version not in (None, content):
+            self.findings.append(f"its version is {self.release.version}, its content is {content}")
+        self.compare_statements()
+        reported = {finding.partition(":")[0] for finding in self.findings}
+        self.findings += [f"{name}: missing" for name in sorted(self.required - set(self.files) - reported)]
+        if self.required <= set(self.files):
+            self.compare_card(self.text(CARD), parse_card(self.read(CARD)).fields)
+        if SIGNATURE in self.files:
+            try:
+                signature = read_signature(self.read(SIGNATURE))
+            except ValueError as error:
+                self.findings.append(f"{SIGNATURE}: {error}")
+            else:
+                self.compare_files(signature.files, SIGNATURE, unlisted_files={SIGNATURE})
+                if key and not signature.matches_key(key):
+                    self.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
+        elif key is not None:
+            self.findings.append(f"{SIGNATURE}: missing; the release is not signed")
+
     def compare_statements(self) -> None:
-        """Compare provenance and bill of materials with the files, the recipe and each other."""
+        """Compare provenance and bill of materials with the files and each other."""
         listed = {
             str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
             for subject in _list(_at(self.statement, "subject"))
         }
         self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SIGNATURE, SUMS})
-        if RECIPE in self.files:
-            try:
-                documents: object = parse_yaml(self.text(RECIPE), RECIPE)
-            except InvalidInput:
-                documents = None
-            if documents != _at(self.statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
-                self.findings.append(f"{PROVENANCE}: its recipe is not that of {RECIPE}")
         if BOM not in self.files:
             return
         bom = self._json(BOM)
@@ -189,36 +220,25 @@ class _ReleaseCheck:
             for item in self.parents
         ]
         if ancestors != parents:
-            self.findings.append(f"{BOM}: its parents are not those of {PROVENANCE}")
+            self.findings.append(f"{BOM}: its {self.origin} are not those of {PROVENANCE}")
 
-    def compare_card(self) -> None:
-        """Compare the card's metadata, recipe and parents with the provenance."""
-        if not {RECIPE, CARD} <= set(self.files):
-            return
-        card = self.text(CARD)
-        metadata = parse_card(self.read(CARD)).fields
+    def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:
+        """Compare text and metadata of the card with the provenance."""
         stated = _at(self.statement, "predicate", "mergegate_card")
         if metadata != stated:
             both = {**metadata, **(stated if isinstance(stated, dict) else {})}
             differences = ", ".join(name for name in both if _at(metadata, name) != _at(stated, name))
             detail = differences or "none can be read"
             self.findings.append(f"{CARD}: its metadata is not that of {PROVENANCE} ({detail})")
-        hub_ids = [
-            str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
-            for parent in self.parents
-            if _at(parent, "digest", "gitCommit")
-        ]
-        if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub_ids)):
-            self.findings.append(f"{CARD}: its base_model differs from the parents in {PROVENANCE}")
+        if (_at(metadata, "base_model") or []) != self.base_models():
+            self.findings.append(f"{CARD}: its base_model differs from the {self.origin} in {PROVENANCE}")
         license = _at(self.statement, "predicate", "mergegate_licence", "card")
         if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
             self.findings.append(f"{CARD}: its license is not that of {PROVENANCE}")
-        if self.text(RECIPE).strip() not in card:
-            self.findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
-        for parent in self.parents:
-            digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
-            if f"| {escape(str(_at(parent, 'name')))} |" not in card or digest not in card:
-                self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
+
+    def base_models(self) -> list[str]:
+        """Return the Hub ids that the card must have as ``base_model``."""
+        raise NotImplementedError
 
     def compare_files(self, listed_digests: Mapping[str, str], source: str, unlisted_files: Collection[str]) -> bool:
         """Compare the files with the list in ``source`` (sha256 by name), and return whether they are equal.
@@ -253,6 +273,120 @@ class _ReleaseCheck:
 
     def text(self, name: str) -> str:
         return self.read(name).decode(errors="replace")
+
+
+class _MergeCheck(_ReleaseCheck):
+    """Comparisons of the release of a merge with its recipe and its parents."""
+
+    required = frozenset({CARD, RECIPE})
+
+    def compare_statements(self) -> None:
+        super().compare_statements()
+        if RECIPE not in self.files:
+            return
+        try:
+            documents: object = parse_yaml(self.text(RECIPE), RECIPE)
+        except InvalidInput:
+            documents = None
+        if documents != _at(self.statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
+            self.findings.append(f"{PROVENANCE}: its recipe is not that of {RECIPE}")
+
+    def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:
+        super().compare_card(card, metadata)
+        if self.text(RECIPE).strip() not in card:
+            self.findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
+        for parent in self.parents:
+            digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
+            if f"| {escape(str(_at(parent, 'name')))} |" not in card or digest not in card:
+                self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
+
+    def base_models(self) -> list[str]:
+        hub_ids = [
+            str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
+            for parent in self.parents
+            if _at(parent, "digest", "gitCommit")
+        ]
+        return list(dict.fromkeys(hub_ids))
+
+
+class _VariantCheck(_ReleaseCheck):
+    """Comparisons of a release of quantized variants with its verdicts and the release of the merge."""
+
+    origin = "merge"
+
+    def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
+        super().__init__(release, files, statement)
+        self.link = read_link(statement)
+
+    def compare_statements(self) -> None:
+        """Compare the verdicts with the files: a variant is published if and only if its verdict allows it."""
+        super().compare_statements()
+        if self.link is None:
+            self.findings.append(f"{PROVENANCE}: it does not name the release of the merge as its only dependency")
+        elif _at(self.parents[0] if self.parents else None, "uri") != f"{RELEASE_URN}{self.link.sums}":
+            self.findings.append(f"{PROVENANCE}: the address and the digest of its dependency differ")
+        published = _at(self.statement, "predicate", "buildDefinition", "internalParameters", "variants")
+        published = published if isinstance(published, dict) else {}
+        verdicts = {
+            str(_at(verdict, "type")): _at(verdict, "publishable") is True
+            for verdict in _list(_at(self.statement, "predicate", VARIANT_VERDICTS))
+        }
+        owners: dict[str, str] = {}
+        for variant_type, facts in sorted(published.items()):
+            if not verdicts.get(variant_type):
+                self.findings.append(f"{PROVENANCE}: it has files of {variant_type}, but no verdict that allows them")
+            for name in map(str, _list(_at(facts, "files"))):
+                if name not in self.files:
+                    self.findings.append(f"{name}: missing, though {PROVENANCE} lists it for {variant_type}")
+                if is_weights(name) and name in owners:
+                    self.findings.append(f"{name}: {PROVENANCE} lists it for {owners[name]} and {variant_type}")
+                owners[name] = variant_type
+            if not any(is_weights(str(name)) for name in _list(_at(facts, "files"))):
+                self.findings.append(f"{PROVENANCE}: it has no weights of {variant_type}")
+        for variant_type in sorted(name for name, passed in verdicts.items() if passed and name not in published):
+            self.findings.append(f"{PROVENANCE}: its verdict allows {variant_type}, but no file is one of it")
+        for name in sorted(name for name in self.files if is_weights(name) and name not in owners):
+            self.findings.append(f"{name}: {PROVENANCE} does not say which variant it is")
+
+    def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:
+        super().compare_card(card, metadata)
+        if self.link and self.link.version not in card:
+            self.findings.append(f"{CARD}: does not name the merge {self.link.name} {self.link.version}")
+        if _at(metadata, "base_model") and _at(metadata, "base_model_relation") != "quantized":
+            self.findings.append(f"{CARD}: its base_model_relation is not 'quantized'")
+
+    def base_models(self) -> list[str]:
+        return [self.link.hub_id] if self.link and self.link.hub_id else []
+
+
+_KINDS: Mapping[object, type[_ReleaseCheck]] = {MERGE_BUILD: _MergeCheck, VARIANT_BUILD: _VariantCheck}
+"""Comparisons of each kind of release, by the ``buildType`` of its provenance."""
+
+
+def _open_check(release: PublishedRelease) -> _ReleaseCheck:
+    """Return the comparisons for the kind of ``release``. Raise Refused if its provenance does not tell the kind."""
+    files = release.files()
+    statement: object = None
+    if PROVENANCE in files:
+        with suppress(InvalidInput):
+            statement = parse_json(release.read(PROVENANCE), PROVENANCE)
+    if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
+        raise Refused(
+            f"{release.reference}: {PROVENANCE}",
+            found="not an in-toto statement" if PROVENANCE in files else "the file is missing",
+            expected="the provenance that every release of mergegate has",
+            remedy="this is not a complete release of mergegate; download it again from its target",
+        )
+    build = _at(statement, "predicate", "buildDefinition", "buildType")
+    kind = _KINDS.get(build) if isinstance(build, str) else None
+    if kind is None:
+        raise Refused(
+            f"{release.reference}: {PROVENANCE}: buildType",
+            found=f"{build!r:.80}",
+            expected=" or ".join(map(str, _KINDS)),
+            remedy="download the release again, or verify it with a newer mergegate",
+        )
+    return kind(release, files, statement)
 
 
 def _at(value: object, *path: str) -> Any:

@@ -119,6 +119,7 @@ class PublishedRelease(Protocol):
     def version(self) -> str | None: ...
     def files(self) -> Mapping[str, tuple[int, str]]: ...  # name -> size in bytes, sha256
     def read(self, name: str) -> bytes: ...
+    def download(self) -> Path: ...  # a local directory with all of its files
 
 
 @dataclass(frozen=True)

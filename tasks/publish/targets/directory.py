@@ -227,6 +227,9 @@ class DirectoryRelease:
     def read(self, name: str) -> bytes:
         return read_plain(self.directory / name, MAX_METADATA_BYTES, within=self.directory)
 
+    def download(self) -> Path:
+        return self.directory.resolve()
+
     def _identity(self, path: Path) -> tuple[int, str]:
         try:
             with open_plain(path, within=self.directory) as file:

@@ -92,3 +92,7 @@ class HubRelease:
         if len(data) <= _SMALL:
             self._small_files[name] = data
         return data
+
+    def download(self) -> Path:
+        """Return the directory of the commit in the Hub's cache. Raise Refused if the Hub is unavailable."""
+        return download_commit(self.repo, self.commit, self.access)

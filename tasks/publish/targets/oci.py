@@ -221,14 +221,9 @@ class OciTarget(PublishTarget):
         registry = self._registry()
         if (manifest := registry.manifest(tag)) is None:
             return None
-        location = f"{self.address}:{tag}"
-        files = parse_manifest(manifest[0], location)
-
-        def fetch(name: str, path: Path) -> None:
-            registry.download(f"sha256:{files[name][1]}", path)
-
-        directory = download_release(location, files, fetch)
+        files = parse_manifest(manifest[0], f"{self.address}:{tag}")
         version = merkle(files)[:VERSION_DIGITS]
+        directory = OciRelease(registry, manifest[1], version, files).download()
         return CurrentRelease(directory, manifest[1], version, f"{self.address}@{manifest[1]}")
 
 
@@ -258,6 +253,14 @@ class OciRelease:
             problem = f"{size} bytes" if sha256 else "the file is missing"
             raise Refused(f"{self.reference}: {name}", found=problem, expected="a small file")
         return self.registry.blob(f"sha256:{sha256}")
+
+    def download(self) -> Path:
+        """Return a directory with the release. Raise Refused if its blobs differ from the manifest."""
+
+        def fetch(name: str, path: Path) -> None:
+            self.registry.download(f"sha256:{self._files[name][1]}", path)
+
+        return download_release(self.reference, self._files, fetch)
 
 
 def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> bytes:

@@ -135,6 +135,10 @@ class S3Release:
             raise Refused(f"{self.reference}: {name}", found=problem, expected="a small file")
         return content[0]
 
+    def download(self) -> Path:
+        """Return a directory with the release. Raise Refused if its objects differ from the published files."""
+        return download_entry(self.location, self.entry)
+
 
 def download_entry(location: S3Location, entry: ReleasedVersion) -> Path:
     """Download a version that the pointer lists. Raise Refused if its content differs from the published files."""
