@@ -1,4 +1,4 @@
-"""Publication of quantized variants in a run: after the merge, each place as a whole, and completed by running again."""
+"""Publish quantized variants in whole runs: after the merge, each place as a whole, and again after a failure."""
 
 from __future__ import annotations
 
