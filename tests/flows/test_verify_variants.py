@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, LIKELIHOODS, OU
 from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS, sha256_of, variant_evidence
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
 from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.releases.weights import first_difference, is_weights
+from mergegate.tasks.publish.releases.weights import first_difference, is_rebuilt
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
@@ -90,9 +89,8 @@ def test_released_variants_and_their_merge_are_what_they_say(project: Project) -
     result = project.mergegate("verify", "releases/demo-Rounded/latest")
     assert result.exit_code == 0, result.output
     merge = (project.root / "releases/demo/latest").resolve()
-    assert re.search(
-        rf"quantized from demo {merge.name}, whose release \S+/demo/{merge.name} is as published", result.output
-    )
+    assert f"quantized from demo {merge.name}, whose release is as published, too:" in result.output
+    assert f"    releases/demo/{merge.name}" in result.output.splitlines()
     answer = json.loads(project.mergegate("verify", "releases/demo-Rounded/latest", "--json").stdout)
     assert answer["merge"]["version"] == merge.name
     assert answer["merge"]["problem"] == ""
@@ -206,7 +204,7 @@ def become_unknown(predicate: dict[str, Any]) -> None:
         (drop_verdict, "it has files of R6, but no verdict that allows them"),
         (fail_verdict, "it has files of R8, but no verdict that allows them"),
         (disown_file, "it has no weights of R6"),
-        (share_file, "demo-R8.safetensors: provenance.json lists it for R6 and R8"),
+        (share_file, "demo-R6.safetensors: provenance.json does not say which variant it is"),
         (drop_variant, "its verdict allows R6, but no file is one of it"),
         (name_another_merge, "the address and the digest of its dependency differ"),
         (name_another_merge, "bom.json: its merge are not those"),
@@ -270,12 +268,14 @@ def test_variants_alone_are_verified_and_say_that_their_merge_was_not(places: Pl
     moved = places.variants.rename(places.variants.parents[2] / "variants")
     result = project.mergegate("verify", str(moved))
     assert result.exit_code == 0, result.output
-    assert "whose release was not checked: it is not next to these variants; pass it with --merge" in result.output
+    assert "whose release was not checked:" in result.output
+    assert "    it is not next to these variants; pass it with --merge" in result.output.splitlines()
 
 
 def test_the_merge_can_be_named(places: Places, project: Project) -> None:
+    expected = _link(places)
     moved = places.merge.rename(places.merge.parents[2] / "merge")
-    assert mergegate.verify(places.variants, merge=moved).merge == replace(_link(places), reference=str(moved))
+    assert mergegate.verify(places.variants, merge=moved).merge == replace(expected, reference=str(moved))
     result = project.mergegate("verify", str(places.variants), "--merge", str(moved.with_name("nothing")))
     assert result.exit_code == 2
     assert "no such directory" in result.output
@@ -541,7 +541,7 @@ def test_a_change_is_noticed_by_its_digest_or_else_by_the_verdict(
         ({"outcome": "inconclusive"}, "differs from that of its gate"),
         ({"reasons": ["a better reason"]}, "differs from that of its gate"),
         ({"gate": None}, "the gate did not decide"),
-        ({"checks": [{"name": "text", "outcome": "fail", "found": "no answer"}]}, "allows R8, though"),
+        ({"checks": [{"name": "text", "outcome": "fail", "seen": "no answer"}]}, "allows R8, though"),
         ({"gate": {}}, "verdicts that cannot be read"),
     ],
 )
@@ -655,11 +655,13 @@ def test_settings_that_this_version_cannot_read_are_refused_in_words(
 # The rule about weights, and the first difference.
 
 
-def test_only_files_that_mergegate_writes_about_a_model_are_not_weights(places: Places) -> None:
+def test_a_rebuild_must_give_every_file_except_those_about_the_model(places: Places) -> None:
     for release in (places.variants, places.merge):
-        weights = {path.name for path in files_of(release) if is_weights(path.name)}
-        assert weights == {path.name for path in files_of(release) if path.suffix == ".safetensors"}
-    assert all(is_weights(f"model{suffix}") for suffix in (".gguf", ".bin", ".pt", ".onnx", ".npz", ".new"))
+        names = {path.name for path in files_of(release)}
+        assert {name for name in names if is_rebuilt(name)} == {
+            name for name in names if name.endswith((".safetensors", ".jinja"))
+        }
+    assert all(is_rebuilt(f"model{suffix}") for suffix in (".gguf", ".bin", ".pt", ".onnx", ".npz", ".new"))
 
 
 def test_the_first_difference_of_two_gguf_files_is_named(tmp_path: Path) -> None:

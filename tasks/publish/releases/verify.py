@@ -43,7 +43,7 @@ from mergegate.tasks.publish import (
 from mergegate.tasks.publish.content import MERGE_BUILD, RELEASE_URN, VARIANT_BUILD, VARIANT_VERDICTS
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_variants, recompute_verdict
-from mergegate.tasks.publish.releases.weights import is_weights
+from mergegate.tasks.publish.releases.weights import is_rebuilt
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 
@@ -331,21 +331,19 @@ class _VariantCheck(_ReleaseCheck):
             str(_at(verdict, "type")): _at(verdict, "publishable") is True
             for verdict in _list(_at(self.statement, "predicate", VARIANT_VERDICTS))
         }
-        owners: dict[str, str] = {}
+        owned: set[str] = set()
         for variant_type, facts in sorted(published.items()):
             if not verdicts.get(variant_type):
                 self.findings.append(f"{PROVENANCE}: it has files of {variant_type}, but no verdict that allows them")
             for name in map(str, _list(_at(facts, "files"))):
                 if name not in self.files:
                     self.findings.append(f"{name}: missing, though {PROVENANCE} lists it for {variant_type}")
-                if is_weights(name) and name in owners:
-                    self.findings.append(f"{name}: {PROVENANCE} lists it for {owners[name]} and {variant_type}")
-                owners[name] = variant_type
-            if not any(is_weights(str(name)) for name in _list(_at(facts, "files"))):
+                owned.add(name)
+            if not any(is_rebuilt(str(name)) for name in _list(_at(facts, "files"))):
                 self.findings.append(f"{PROVENANCE}: it has no weights of {variant_type}")
         for variant_type in sorted(name for name, passed in verdicts.items() if passed and name not in published):
             self.findings.append(f"{PROVENANCE}: its verdict allows {variant_type}, but no file is one of it")
-        for name in sorted(name for name in self.files if is_weights(name) and name not in owners):
+        for name in sorted(name for name in self.files if is_rebuilt(name) and name not in owned):
             self.findings.append(f"{name}: {PROVENANCE} does not say which variant it is")
 
     def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:
