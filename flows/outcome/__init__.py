@@ -12,7 +12,6 @@ from mergegate.flows.outcome.publication import publish_attempt, variant_heads
 from mergegate.flows.outcome.report_content import LIBRARIES, public_names, report_content
 from mergegate.flows.outcome.run_names import name_run, run_name
 from mergegate.flows.outcome.run_outcome import (
-    PublishedVariants,
     RunOutcome,
     reported_outcome,
     stopped_outcome,

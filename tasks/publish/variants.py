@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import PinnedRecipe
 from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.preflight.licenses import LicenseVerdict
@@ -27,6 +28,7 @@ from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    MAX_METADATA_BYTES,
     PROVENANCE,
     SIGNATURE,
     SUMS,
@@ -208,13 +210,13 @@ def published_merge(target: PublishTarget, name: str, directory: Path) -> MergeR
         Refused: The release has no SHA256SUMS.
     """
     try:
-        sums = (directory / SUMS).read_bytes()
+        sums = read_plain(directory / SUMS, MAX_METADATA_BYTES)
         listed = parse_checksums(sums.decode())
         hashes = {**listed, SUMS: sha256_of(sums)}
         if (directory / SIGNATURE).exists():
-            hashes[SIGNATURE] = sha256_of((directory / SIGNATURE).read_bytes())
+            hashes[SIGNATURE] = sha256_of(read_plain(directory / SIGNATURE, MAX_METADATA_BYTES))
         files = [ReleaseFile(each, (directory / each).stat().st_size, sha, b"") for each, sha in hashes.items()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, InvalidInput) as error:
         raise Refused(
             f"{directory}: {SUMS}",
             found=f"the published release cannot be read: {error}",

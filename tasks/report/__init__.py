@@ -72,8 +72,8 @@ from mergegate.tasks.report.variants import (
     VARIANT_COLUMNS,
     VariantRow,
     conversion_sentences,
+    variant_refusals,
     variant_rows,
-    variant_sentences,
 )
 from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares
 
@@ -156,8 +156,8 @@ __all__ = [
     "sweep_table",
     "sweep_title",
     "thinking_shares",
+    "variant_refusals",
     "variant_rows",
-    "variant_sentences",
     "wording",
     "worst_drop",
     "write_report",
