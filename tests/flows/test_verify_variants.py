@@ -207,7 +207,7 @@ def become_unknown(predicate: dict[str, Any]) -> None:
         (share_file, "demo-R6.safetensors: provenance.json does not say which variant it is"),
         (drop_variant, "its verdict allows R6, but no file is one of it"),
         (name_another_merge, "the address and the digest of its dependency differ"),
-        (name_another_merge, "bom.json: its merge are not those"),
+        (name_another_merge, "bom.json: its ancestors are not those"),
         (add_a_dependency, "it does not name the release of the merge as its only dependency"),
         (drop_the_dependency, "it does not name the release of the merge as its only dependency"),
         (name_another_base, "README.md: its metadata is not that of provenance.json (base_model)"),
@@ -228,7 +228,7 @@ def test_a_card_and_a_provenance_that_name_the_same_wrong_base_model_are_refused
     (places.variants / CARD).write_text(f"---\n{yaml.safe_dump(metadata)}---\n{page}")
     edit_provenance(places.variants, lambda predicate: predicate.update(mergegate_card=metadata))
     found = refusal_of(forge(places.variants))
-    assert "README.md: its base_model differs from the merge in provenance.json" in found
+    assert "README.md: its base_model differs from the ancestors in provenance.json" in found
     assert "README.md: its base_model_relation is not 'quantized'" in found
 
 

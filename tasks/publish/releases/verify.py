@@ -10,9 +10,9 @@ The following changes to a release are detected:
   know it as the name of the directory or tag;
 * a complete rebuild under another version: only by a signature, verified with a key from another channel.
 
-``buildType`` in the provenance tells what a release must have. That of a merge has a recipe, and a card that names the
-parents. That of quantized variants has one verdict and the files of each variant, and names the release of the merge,
-which is verified, too, if it is available.
+The files and statements that a release must have depend on ``buildType`` in its provenance. That of a merge has a
+recipe, and a card that names the parents. That of quantized variants has one verdict and the files of each variant, and
+names the release of the merge, which is verified, too, if it is available.
 """
 
 from __future__ import annotations
@@ -154,10 +154,10 @@ def check_release(
 
 
 class _ReleaseCheck:
-    """Comparisons of one release, each of which adds to ``findings``. Subclasses add those of one kind of release."""
+    """Comparisons of one release, which add to ``findings``. A subclass adds the comparisons of one kind of release."""
 
     required: ClassVar[frozenset[str]] = frozenset({CARD})
-    origin: ClassVar[str] = "parents"  # what the release was made from
+    origin: ClassVar[str] = "parents"  # of the release, for messages
 
     def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
         self.release, self.files, self.statement = release, files, statement
@@ -312,7 +312,7 @@ class _MergeCheck(_ReleaseCheck):
 class _VariantCheck(_ReleaseCheck):
     """Comparisons of a release of quantized variants with its verdicts and the release of the merge."""
 
-    origin = "merge"
+    origin = "ancestors"
 
     def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
         super().__init__(release, files, statement)
