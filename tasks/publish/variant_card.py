@@ -58,7 +58,7 @@ def variant_card(
         "**Statement of changes.** The weights were quantized from those of the release above, which is a merge of "
         f"{parents}. Configuration and tokenizer were converted or copied.",
         f"## Variants\n\n{_variants(content, origin.files)}",
-        f"## Evaluation\n\n{_evaluation(content, published)}",
+        f"## Evaluation\n\n{_evaluation(published)}",
     ]
     if commands := _commands(metadata, merge.name, origin.files, target.hub_id):
         sections.append(f"## How to run it\n\n{code_block(commands, 'sh')}")
@@ -105,9 +105,9 @@ def _variants(content: ReportContent, files: Mapping[str, Sequence[str]]) -> str
     return "\n\n".join(notes)
 
 
-def _evaluation(content: ReportContent, published: Sequence[VariantVerdict]) -> str:
+def _evaluation(verdicts: Sequence[VariantVerdict]) -> str:
     parts = []
-    gates = [(verdict.type, verdict.gate) for verdict in published if verdict.gate]
+    gates = [(verdict.type, verdict.gate) for verdict in verdicts if verdict.gate]
     rows = [(name, task, *cells) for name, gate in gates for task, _, *cells in guard_rows(gate)]
     if rows:
         columns = ("variant", "task", "documents", "drop", "max_drop", "margin", "verdict")
@@ -125,17 +125,17 @@ def _evaluation(content: ReportContent, published: Sequence[VariantVerdict]) -> 
     ]
     lines += [
         f"* {escape(verdict.type)} is {verdict.outcome}: {escape(reason)}"
-        for verdict in published
+        for verdict in verdicts
         for reason in verdict.reasons
     ]
-    checks = [(verdict.type, verdict.checks) for verdict in published if verdict.checks]
+    checks = [(verdict.type, verdict.checks) for verdict in verdicts if verdict.checks]
     lines += [
         f"* {escape(name)}: {sum(check.outcome == 'pass' for check in each)} of {len(each)} checks of the files and "
         "of the runtime passed."
         for name, each in checks
     ]
     conversions = dict.fromkeys(
-        " ".join(conversion_sentences(verdict.conversion)) for verdict in published if verdict.conversion
+        " ".join(conversion_sentences(verdict.conversion)) for verdict in verdicts if verdict.conversion
     )
     lines += [f"* {escape(sentences)}" for sentences in conversions]
     return "\n\n".join([*parts, "\n".join(lines)] if lines else parts)
