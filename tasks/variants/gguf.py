@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from mergegate.merge_core.checkpoint import read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.tasks.checkpoints import Model, OutOfModelMemory, QuantizedModel
-from mergegate.tasks.llama_cpp import FILE_TYPES, AnswerChoice, LlamaCpp, open_gguf, quantize
+from mergegate.tasks.llama_cpp import FILE_TYPES, AnswerChoice, LlamaCpp, open_gguf, quantize, runtime_versions
 from mergegate.tasks.serve import Chat, Check, ServeSettings, is_loop
 from mergegate.tasks.stage import StageValue, runtime, stage, value_stage
 from mergegate.tasks.store import Artifact, StoredValue
@@ -99,6 +99,7 @@ class GgufFormat(VariantFormat):
         return quantize_gguf(*arguments)
 
     def open(self, merge: Model, variant_type: str, artifact: Artifact[VariantRecord]) -> QuantizedModel:
+        tools = self._tools
         return QuantizedModel(
             name=variant_type,
             digest=artifact.digest,
@@ -107,6 +108,8 @@ class GgufFormat(VariantFormat):
             source=merge,
             backend="llama_cpp",
             weights=artifact.value.files[0],
+            runtime=tuple(sorted(runtime_versions(tools.python).items())),
+            python=tools.python,
         )
 
     def inspect(self, model: QuantizedModel) -> Sequence[Check]:
